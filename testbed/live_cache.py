@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from pagoda.ledger import Ledger
 from pagoda.replay import Request, TierSpec, simulate
 from pagoda.testing.fake_clock import FakeClock
 from pagoda.tiers import DiskTier, HostTier
+from pagoda.tiers.remote.remote_tier import RemoteTier
+from pagoda.tiers.remote.store_client import StoreClient
 from pagoda.transfer import BlockKV
 
 CHUNK = 2  # tokens, which encode the id
@@ -40,11 +43,21 @@ class Rate(NamedTuple):
 
 
 class Live:
-    """The cache of one process: a host tier, a disk tier or both, on a clock that only the trace advances."""
+    """The cache of one process: a host tier, a disk tier, a remote tier, on a clock that only the trace advances."""
 
-    def __init__(self, root: Path, policy: str, *, host: int = 0, disk: int = 0, at_ms: float = 0.0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        policy: str,
+        *,
+        host: int = 0,
+        disk: int = 0,
+        remote: StoreClient | None = None,
+        at_ms: float = 0.0,
+    ) -> None:
         self.clock = FakeClock(1_000.0 + at_ms / 1e3)
-        self._tiers: list[HostTier | DiskTier] = []
+        self.hits: Counter[str] = Counter()  # served chunks by tier
+        self._tiers: list[HostTier | DiskTier | RemoteTier] = []
         if host:
             self._tiers.append(
                 HostTier.open(
@@ -61,6 +74,17 @@ class Live:
                     direct=False,  # as fast as possible: the disk is not under test
                     policy=policy,
                     queue_chunks=1 << 16,
+                    clock=self.clock,
+                )
+            )
+        if remote is not None:
+            self._tiers.append(
+                RemoteTier(
+                    LAYOUT,
+                    remote,
+                    queue_chunks=1 << 16,
+                    deadline_seconds=60.0,
+                    look_seconds=60.0,
                     clock=self.clock,
                 )
             )
@@ -83,7 +107,7 @@ class Live:
     @property
     def ledgers(self) -> list[Ledger]:
         """Return the ledgers of the tiers."""
-        return [tier.ledger for tier in self._tiers]
+        return [tier.ledger for tier in self._tiers if not isinstance(tier, RemoteTier)]
 
     def ask(self, request: Request) -> Rate:
         """Retrieve a prompt and store it at its time; all writes to lower tiers are done on return."""
@@ -94,7 +118,8 @@ class Live:
         kv = BlockKV(np.zeros((max(1, len(request.hash_ids)), LAYOUT.chunk_bytes), np.uint8), LAYOUT)
         hit = self.cache.retrieve(tokens, kv)
         self.cache.store(tokens, kv)
-        if len(self._tiers) > 1 or isinstance(self._tiers[0], DiskTier):
+        self.hits.update({tier: tokens // CHUNK for tier, tokens in hit.by_tier.items()})
+        if len(self._tiers) > 1 or not isinstance(self._tiers[0], HostTier):
             assert self.cache.flush(100)
         return Rate(len(request.hash_ids), hit.num_tokens // CHUNK)
 

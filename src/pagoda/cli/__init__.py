@@ -11,8 +11,8 @@ what), 130 interrupted.
     config                 options, and the import of LMCache's
     vllm                   starts vLLM with the connector
     bench                  how fast the tiers are: `bench_tiers`, `load_speeds`
-    record, replay, size   traces: `replay_inputs`, `replay_tiers`, `replay_tables`, `hit_rate_plot`,
-                           `trace_pool`, `model_sizes`
+    record, replay, size   traces: `replay_inputs`, `replay_tiers`, `replay_fleet`, `replay_tables`,
+                           `hit_rate_plot`, `trace_pool`, `model_sizes`
     demo                   three processes, one text
     stores, remote_stores  which stores and remote tiers a command is about
     printing, text_tables  how commands print

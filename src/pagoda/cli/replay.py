@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -32,6 +32,7 @@ from pagoda.cli.stores import AsJson, ConfigFile, Wide
 
 if TYPE_CHECKING:
     from pagoda.cli.load_speeds import Speeds
+    from pagoda.cli.replay_fleet import FleetPlan
 
 Speed: TypeAlias = Annotated[
     float | None, Option(min=1e-3, metavar="GB/S", help="How fast chunks are loaded from there.")
@@ -78,20 +79,61 @@ def replay(
             help="Engines that compute; default: what the trace needs uncached.",
         ),
     ] = None,
+    remote: Annotated[
+        str | None, Option(metavar="SIZE", help="A remote tier below them, which all machines share.")
+    ] = None,
+    machines: Annotated[
+        int | None, Option(min=1, max=10_000, metavar="N", help="Machines above --remote; default: 1.")
+    ] = None,
+    route: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Which of them gets a request: round-robin (default), prefix."),
+    ] = None,
+    remote_policy: Annotated[
+        str | None, Option(metavar="NAME", help="The policy of --remote; default: lru.")
+    ] = None,
+    link: Annotated[
+        str | None, Option(metavar="RATE", help="Each machine's and the store's link, such as 25Gbit.")
+    ] = None,
+    prices: Annotated[
+        Path | None, Option(metavar="FILE", help="Prices of object stores (TOML); default: list prices.")
+    ] = None,
     jobs: Jobs = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
     """Say what a cache of that size and policy would have done with recorded requests."""
-    tiers = {name: size for name, size in (("host", host), ("disk", disk)) if size is not None}
+    tiers = {name: size for name, size in (("host", host), ("disk", disk), ("remote", remote)) if size}
     _refuse(capacity_chunks, tiers, curve, png)
+    shared = {
+        "--machines": machines, "--route": route, "--remote-policy": remote_policy, "--link": link, "--prices": prices
+    }  # fmt: skip
+    timed = {
+        "--host-speed": host_speed, "--disk-speed": disk_speed, "--measured": measured, "--prefill": prefill,
+        "--engines": engines,
+    }  # fmt: skip
+    _refuse_given(timed if remote else shared, remote is not None)
     names = policies_of(policy, config)
     found = trace_of(trace)
     chunk_bytes = chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
     if tiers:
         sizes = {name: bytes_of(f"--{name}", size) for name, size in tiers.items()}
+        if remote:
+            from pagoda.cli import replay_fleet
+
+            plan = replay_fleet.FleetPlan(
+                found,
+                sizes,
+                _known(chunk_bytes),
+                machines or 1,
+                replay_fleet.route_of(route or "round-robin"),
+                policies_of([remote_policy or "lru"], config, "--remote-policy")[0],
+                replay_fleet.link_of(link),
+                replay_fleet.prices_of(prices),
+            )
+            return _fleet(plan, names, jobs, as_json)
         speeds = speeds_of(host_speed, disk_speed, prefill, measured, model)
-        return _tiers(found, names, sizes, chunk_bytes, speeds, engines, jobs, as_json)
+        return _tiers(found, names, sizes, _known(chunk_bytes), speeds, engines, jobs, as_json)
     chunks = list(dict.fromkeys(capacity_chunks or ()))
     if curve:
         from pagoda.cli.hit_rate_plot import sizes_of
@@ -112,9 +154,8 @@ def replay(
 def _refuse(chunks: Sequence[int] | None, tiers: dict[str, str], curve: bool, png: Path | None) -> None:
     """Raise UsageError for options that do not go together."""
     if tiers and (chunks or curve):
-        raise UsageError(
-            "--host and --disk say how large the tiers are: leave out --capacity-chunks and --curve"
-        )
+        named = " and ".join(f"--{name}" for name in tiers)
+        raise UsageError(f"{named}: for tiers by their size leave out --capacity-chunks and --curve")
     if png is not None:
         if not curve:
             raise UsageError("--png goes with --curve")
@@ -122,7 +163,27 @@ def _refuse(chunks: Sequence[int] | None, tiers: dict[str, str], curve: bool, pn
 
         check_png(png)
     if not (tiers or chunks or curve):
-        raise UsageError("how large? give --capacity-chunks N, or --host SIZE and --disk SIZE, or --curve")
+        raise UsageError(
+            "how large? give --capacity-chunks N, or --host, --disk or --remote SIZE, or --curve"
+        )
+
+
+def _refuse_given(options: Mapping[str, object], is_fleet: bool) -> None:
+    """Raise UsageError if one of the options was given that say nothing without, or with, --remote."""
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(
+                f"{name}: with --remote no time is simulated"
+                if is_fleet
+                else f"{name} goes with --remote SIZE"
+            )
+
+
+def _known(chunk_bytes: int | None) -> int:
+    """Return the bytes of a chunk. Raises UsageError if they are not known."""
+    if chunk_bytes is None:
+        raise UsageError("--host, --disk and --remote need --model NAME or --bytes-per-token N")
+    return chunk_bytes
 
 
 def _cells(
@@ -198,7 +259,7 @@ def _tiers(
     trace: Trace,
     policies: Sequence[str],
     sizes: dict[str, int],
-    chunk_bytes: int | None,
+    chunk_bytes: int,
     speeds: Speeds,
     engines: int | None,
     jobs: int | None,
@@ -206,8 +267,6 @@ def _tiers(
 ) -> int:
     from pagoda.cli import replay_tables, replay_tiers
 
-    if chunk_bytes is None:
-        raise UsageError("--host and --disk need --model NAME or --bytes-per-token N")
     count = (engines or replay_tiers.engines_for(trace, speeds.prefill)) if speeds.prefill else 0
     plan = replay_tiers.ReplayPlan(trace, sizes, chunk_bytes, speeds, count)
     found = replay_tiers.results(plan, policies, jobs, as_json)
@@ -215,6 +274,17 @@ def _tiers(
         printing.print_json(replay_tiers.as_json(plan, found))
     else:
         replay_tables.print_results(plan, found)
+    return 0
+
+
+def _fleet(plan: FleetPlan, policies: Sequence[str], jobs: int | None, as_json: bool) -> int:
+    from pagoda.cli import replay_fleet
+
+    found = replay_fleet.results(plan, policies, jobs, as_json)
+    if as_json:
+        printing.print_json(replay_fleet.as_json(plan, found))
+    else:
+        replay_fleet.print_results(plan, found)
     return 0
 
 

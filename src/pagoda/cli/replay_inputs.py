@@ -125,7 +125,7 @@ def _read(name: str, source: str | Path) -> Trace:
     return Trace(name, requests, accesses, len(distinct), sizes[0], infinite(requests))
 
 
-def policies_of(names: Sequence[str] | None, config: Path | None) -> list[str]:
+def policies_of(names: Sequence[str] | None, config: Path | None, option: str = "--policy") -> list[str]:
     """Return the policies asked for, none twice, or the configured one. Raises UsageError for an unknown one."""
     from pagoda.policy import NAMES
 
@@ -133,7 +133,7 @@ def policies_of(names: Sequence[str] | None, config: Path | None) -> list[str]:
     for name in asked:
         if name not in NAMES:
             near = did_you_mean(name, NAMES) or f"; choose of {', '.join(NAMES)}"
-            raise UsageError(f"--policy {name}: no such policy{near}")
+            raise UsageError(f"{option} {name}: no such policy{near}")
     return asked
 
 

@@ -4,30 +4,38 @@ trace           recorded requests
 simulate        tiers of one trace, by the policies' own code
 simulated_tier  one of them
 timed_replay    with time: engines that are busy, tiers that move bytes
+fleet           machines that share a remote tier
 optimum         what no cache can do better
 """
 
 from __future__ import annotations
 
+from pagoda.replay.fleet import ROUTES, FleetOutcome, FleetSpec, StoreRequests, Traffic, simulate_fleet
 from pagoda.replay.optimum import infinite, optimum
 from pagoda.replay.simulate import SimulatedOutcome, Simulation, TierOutcome, TierSpec, simulate
 from pagoda.replay.timed_replay import Engines, Seconds, TimedOutcome, TimedTier, replay_timed
 from pagoda.replay.trace import Request, format_request, read_trace
 
 __all__ = [
+    "ROUTES",
     "Engines",
+    "FleetOutcome",
+    "FleetSpec",
     "Request",
     "Seconds",
     "SimulatedOutcome",
     "Simulation",
+    "StoreRequests",
     "TierOutcome",
     "TierSpec",
     "TimedOutcome",
     "TimedTier",
+    "Traffic",
     "format_request",
     "infinite",
     "optimum",
     "read_trace",
     "replay_timed",
     "simulate",
+    "simulate_fleet",
 ]

@@ -78,14 +78,25 @@ class Simulation:
     whatever the tiers above it take in: it does what it would do alone.
     """
 
-    def __init__(self, tiers: Sequence[TierSpec]) -> None:
-        """ValueError for an unknown policy, or a tier without room."""
-        if not tiers:
+    def __init__(
+        self,
+        tiers: Sequence[TierSpec],
+        *,
+        below: tuple[TierSpec, SimulatedTier] | None = None,
+        begin_ms: float | None = None,
+    ) -> None:
+        """ValueError for an unknown policy, or a tier without room.
+
+        `below`: the last tier, if others share it; all of them must begin at the same moment, `begin_ms`, which is
+        else that of the first request.
+        """
+        self._specs = (*tiers, below[0]) if below else tuple(tiers)
+        if not self._specs:
             raise ValueError("a simulation needs at least one tier")
-        self._specs = tuple(tiers)
         self._tiers = [SimulatedTier(spec.chunks, spec.policy) for spec in tiers]
+        self._tiers += [below[1]] if below else []
         self._requests = self._accesses = 0
-        self._first_ms: float | None = None
+        self._first_ms = begin_ms
         self._now = _BEGIN_NS
 
     def request(self, request: Request) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ In the order in which a save meets them:
 - `store_urls`: the rules for URLs
 - `remote_tier`: the tier, and the threads that move chunks, answer queries and probe a store that failed
 - `presence`: what is known about which keys the store has
+- `leading_run`: how many leading keys a store has, with few questions
 - `query_queue`: short queries that a caller waits a moment for
 - `store_client`: the protocol of a store's client and of its connections
 - `redis`, `resp`: Redis, and its wire protocol

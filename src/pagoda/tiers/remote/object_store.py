@@ -25,6 +25,7 @@ from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote import obstore_runner, s3_requests, store_urls
 from pagoda.tiers.remote.http import HttpConnection, HttpConnectionPool, Response, listed_paths
+from pagoda.tiers.remote.leading_run import leading_run
 from pagoda.tiers.remote.obstore_runner import (
     NO_BUCKET,
     ObstoreRunner,
@@ -46,11 +47,11 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _T = TypeVar("_T")
-_AT_ONCE = 16  # requests in flight of one connection: of a find, and of what a store cannot do in bulk
+AT_ONCE = 16  # requests in flight of one connection: of a find, and of what a store cannot do in bulk
 _BATCH = 250  # names per step of a listing: fewer than one bulk request may have (S3: 1000, Azure: 256)
 _NAMESPACES = 1 << 16
 _LISTING_BYTES = 32 << 20  # of one folder, about 60000 names
-_BELIEVED_SECONDS = 600.0  # each look-up is a request that costs money
+BELIEVED_SECONDS = 600.0  # each look-up is a request that costs money
 _SIGNED_FOR = timedelta(minutes=15)  # a URL is used at once, but clocks may differ
 _FIRST_BYTES = 1  # of a piece: pieces are used as they arrive, because joining them would be another copy
 
@@ -91,7 +92,7 @@ class ObjectStoreClient:
         store_urls.check_prefix(prefix)
         self.name = name or store_urls.TIER_NAMES[parts.scheme]
         self.keepalive_seconds: float | None = None  # each request costs money
-        self.believed_seconds = _BELIEVED_SECONDS
+        self.believed_seconds = BELIEVED_SECONDS
         self._base = "/".join(part for part in (path, prefix, str(NAME_FORMAT)) if part)
         self._parts = parts
         self._options = dict(options)
@@ -148,20 +149,15 @@ class ObjectStoreConnection:
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Return how many leading keys are present: exact for up to 16 keys, which take one round of requests.
 
-        Of more keys, each round tests 16 positions, with the first unknown one among them (up to 272 keys: 2 rounds,
-        4368: 3). A key that is missing between others may then go unnoticed, and the result be too high; a read of
-        that key is a miss.
+        Of more keys, each round tests 16 positions (up to 272 keys: 2 rounds, 4368: 3): see `leading_run`.
         """
         names = [self._name(namespace, key) for key in keys]
-        low, high = 0, len(names)  # names[:low] are assumed present, names[high] is absent
-        while low < high:
-            count = min(_AT_ONCE, high - low)
-            asked = [low + (high - low) * nth // count for nth in range(count)]
-            present = self._are_present([names[at] for at in asked], until)
-            known = next((nth for nth, is_present in enumerate(present) if not is_present), count)
-            high = asked[known] if known < count else high
-            low = asked[known - 1] + 1 if known else low
-        return low
+
+        def ask(positions: Sequence[int]) -> int:
+            present = self._are_present([names[at] for at in positions], until)
+            return next((nth for nth, is_present in enumerate(present) if not is_present), len(present))
+
+        return leading_run(len(names), ask, probes=AT_ONCE, exact=AT_ONCE)
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
         """Return which keys are present, one request each; an object store keeps no recency."""
@@ -385,12 +381,12 @@ class ObjectStoreConnection:
         if not self._is_direct:
             return self._runner.run(self._for_each(names, self._is_present_by_obstore), until)
         present: list[bool] = []
-        for some in batches(names, _AT_ONCE):
+        for some in batches(names, AT_ONCE):
             present += map(self._is_present, self._head_statuses(some, until))
         return present
 
     def _head_statuses(self, names: Sequence[str], until: float) -> list[int]:
-        """Return the status of a HEAD request for each name, at most _AT_ONCE; one alone uses the main connection."""
+        """Return the status of a HEAD request for each name, at most AT_ONCE; one alone uses the main connection."""
         if len(names) == 1:
             response = self._request("HEAD", names[0], until)
             with self._http_errors():
@@ -400,7 +396,7 @@ class ObjectStoreConnection:
         if self._http_pool is not None and not self._http_pool.serves(url):
             self._http_pool.close()
             self._http_pool = None
-        pool = self._http_pool = self._http_pool or HttpConnectionPool(url, _AT_ONCE)
+        pool = self._http_pool = self._http_pool or HttpConnectionPool(url, AT_ONCE)
         self._runner.check_open()  # from here on `abort` reaches its connections
         with self._http_errors():
             return pool.head_all(targets, until, self._headers)
@@ -532,7 +528,7 @@ class ObjectStoreConnection:
 
     async def _for_each(self, names: Sequence[str], ask: Callable[[str], Awaitable[_T]]) -> list[_T]:
         answers: list[_T] = []
-        for some in batches(names, _AT_ONCE):
+        for some in batches(names, AT_ONCE):
             answers += await gather_all(map(ask, some))
         return answers
 

@@ -1,0 +1,285 @@
+"""`pagoda replay --remote`: what a tier that machines share would serve, over which links, for how many dollars."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import msgspec
+
+from pagoda.cli import UsageError, printing
+from pagoda.cli.replay_inputs import Trace
+from pagoda.cli.replay_tiers import specs_of
+from pagoda.cli.text_tables import RightAligned
+from pagoda.config.did_you_mean import did_you_mean
+
+if TYPE_CHECKING:
+    from pagoda.replay import FleetOutcome, FleetSpec, Request, Traffic
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])bit(?:/s)?", re.IGNORECASE)
+_POWERS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_DAY_SECONDS, _MONTH_DAYS, _GIB = 86_400, 30, 2**30
+
+Dollars = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class StorePrices(msgspec.Struct, forbid_unknown_fields=True):
+    """What an object store asks for, in dollars: see `replay/prices.toml`."""
+
+    put: Dollars
+    get: Dollars
+    gb_month: Dollars
+    gb_read: Dollars = 0.0
+    gb_written: Dollars = 0.0
+
+
+class FleetPlan(NamedTuple):
+    """What is simulated: tiers of each machine by name, the remote one last, and their bytes; `link`: bits a second."""
+
+    trace: Trace
+    sizes: dict[str, int]
+    chunk_bytes: int
+    machines: int
+    route: str
+    remote_policy: str
+    link: float | None
+    prices: Mapping[str, StorePrices]
+
+
+class PolicyOutcome(NamedTuple):
+    """What a fleet did with one policy in the machines' own tiers."""
+
+    policy: str
+    outcome: FleetOutcome
+
+
+def route_of(name: str) -> str:
+    """Return a route that there is. Raises UsageError."""
+    from pagoda.replay import ROUTES
+
+    if name not in ROUTES:
+        near = did_you_mean(name, ROUTES) or f"; choose of {', '.join(ROUTES)}"
+        raise UsageError(f"--route {name}: no such route{near}")
+    return name
+
+
+def link_of(text: str | None) -> float | None:
+    """Return a link's bits a second, None if none was given. Raises UsageError."""
+    if text is None:
+        return None
+    found = _RATE.fullmatch(text.strip())
+    rate = float(found[1]) * _POWERS[found[2].lower()] if found else 0.0
+    if not rate:
+        raise UsageError(f"--link {text}: write bits a second as 25Gbit")
+    return rate
+
+
+def prices_of(file: Path | None) -> Mapping[str, StorePrices]:
+    """Return the prices in a file, or the list prices of the package. Raises UsageError."""
+    from importlib.resources import files
+
+    try:
+        text = file.read_bytes() if file else (files("pagoda.replay") / "prices.toml").read_bytes()
+        found = msgspec.toml.decode(text, type=dict[str, StorePrices])
+    except OSError as trouble:
+        raise UsageError(f"--prices {file}: cannot be read: {trouble.strerror}") from None
+    except ValueError as trouble:
+        raise UsageError(f"--prices {file}: {trouble}") from None
+    if not found:
+        raise UsageError(f"--prices {file}: has no store")
+    return found
+
+
+def fleet(requests: Sequence[Request], spec: FleetSpec, tick: Callable[[int], None]) -> PolicyOutcome:
+    """Simulate a fleet."""
+    from pagoda.replay import simulate_fleet
+
+    policy = spec.own[0].policy if spec.own else spec.remote.policy
+    return PolicyOutcome(policy, simulate_fleet(requests, spec, tick))
+
+
+def results(plan: FleetPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[PolicyOutcome]:
+    """Simulate the fleet with each policy in the machines' own tiers."""
+    from pagoda.cli.trace_pool import TraceJob, TracePool, cores
+    from pagoda.replay import FleetSpec
+
+    work = []
+    for policy in policies if len(plan.sizes) > 1 else [plan.remote_policy]:
+        *own, remote = specs_of(plan.trace, plan.sizes, plan.chunk_bytes, policy)
+        remote = remote._replace(policy=plan.remote_policy)
+        work.append(TraceJob(fleet, (FleetSpec(plan.machines, own, remote, plan.route),)))
+    with TracePool(plan.trace.requests, jobs or cores(), quiet) as pool:
+        return pool.run(work, f"replaying {plan.trace.name}")
+
+
+class LinkUse(NamedTuple):
+    """What goes over a link; rates are None if the trace has no time."""
+
+    name: str
+    read_bytes: float
+    written_bytes: float
+    mean_gbit: float | None
+    busiest_gbit: float | None
+
+
+def _links(plan: FleetPlan, found: FleetOutcome) -> list[LinkUse]:
+    def link(name: str, traffic: Traffic) -> LinkUse:
+        gbit = 8e-9 * plan.chunk_bytes
+        mean = (traffic.read + traffic.written) * gbit / found.seconds if found.seconds else None
+        minute = min(60.0, found.seconds)
+        busiest = traffic.busiest_minute * gbit / minute if minute else None
+        return LinkUse(
+            name, traffic.read * plan.chunk_bytes, traffic.written * plan.chunk_bytes, mean, busiest
+        )
+
+    machines = [link("mean machine", found.machine), link("busiest one", found.busiest)]
+    return [link("store", found.store), *(machines if plan.machines > 1 else ())]
+
+
+def _dollars_a_day(plan: FleetPlan, found: FleetOutcome, prices: StorePrices) -> dict[str, float] | None:
+    """Return what each kind of request and what is kept cost a day; None if the trace has no time."""
+    if not found.seconds:
+        return None
+    days = found.seconds / _DAY_SECONDS
+    chunk_gib = plan.chunk_bytes / _GIB
+    asked = found.asked
+    parts = {
+        "look-ups": asked.look_heads * prices.get / 1e3 / days,
+        "other HEADs": (asked.heads - asked.look_heads) * prices.get / 1e3 / days,
+        "GETs": asked.gets * (prices.get / 1e3 + chunk_gib * prices.gb_read) / days,
+        "PUTs": asked.puts * (prices.put / 1e3 + chunk_gib * prices.gb_written) / days,
+        "kept": found.kept * chunk_gib * prices.gb_month / _MONTH_DAYS,
+    }
+    return {**parts, "total": sum(parts.values())}
+
+
+def as_json(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> dict[str, object]:
+    """Return all results as "runs"; if there is but one, its keys stand beside the trace's as well."""
+    runs = [_as_json(plan, *result) for result in found]
+    return {
+        **plan.trace.as_json(),
+        "chunk_bytes": plan.chunk_bytes,
+        "machines": plan.machines,
+        "route": plan.route,
+        "link_bits_per_second": plan.link,
+        **(runs[0] if len(runs) == 1 else {}),
+        "runs": runs,
+    }
+
+
+def _as_json(plan: FleetPlan, policy: str, outcome: FleetOutcome) -> dict[str, object]:
+    tiers = [
+        {
+            "tier": tier.name,
+            "policy": tier.policy,
+            "capacity_bytes": plan.sizes[tier.name],
+            "hit_rate": tier.hits / outcome.accesses,
+            "chunks_written": tier.chunks_written,
+            "bytes_written": tier.chunks_written * plan.chunk_bytes,
+        }
+        for tier in outcome.tiers
+    ]
+    return {
+        "policy": policy,
+        "hit_rate": outcome.hit_rate,
+        "tiers": tiers,
+        "links": [link._asdict() for link in _links(plan, outcome)],
+        "lookups": outcome.lookups,
+        "lookups_per_second": outcome.lookups / outcome.seconds if outcome.seconds else None,
+        "busiest_minute_lookups": outcome.busiest_minute_lookups,
+        "object_store_requests": outcome.asked._asdict(),
+        "kept_bytes": outcome.kept * plan.chunk_bytes,
+        "dollars_per_day": {name: _dollars_a_day(plan, outcome, each) for name, each in plan.prices.items()},
+    }
+
+
+def print_results(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
+    """Print what the tiers serve, what goes over the links, how often the store is asked, and what that costs."""
+    _print_tiers(plan, found)
+    print()
+    _print_links(plan, found)
+    print()
+    _print_requests(found)
+    if found[0].outcome.seconds:
+        print()
+        _print_dollars(plan, found)
+
+
+def _print_tiers(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
+    rows = [
+        {
+            "policy": policy,
+            "tier": tier.name,
+            "size": printing.size(plan.sizes[tier.name]),
+            "chunks": plan.sizes[tier.name] // plan.chunk_bytes,
+            "hit rate": printing.share(tier.hits, outcome.accesses),
+            "written": tier.chunks_written,
+            "bytes written": printing.size(tier.chunks_written * plan.chunk_bytes),
+        }
+        for policy, outcome in found
+        for tier in outcome.tiers
+    ]
+    printing.print_dicts(plan.trace.title, rows)
+    machines = "one machine" if plan.machines == 1 else f"{plan.machines:,} machines, {plan.route}"
+    machines += f", remote {plan.remote_policy}"
+    hits = ", ".join(f"{policy} {printing.share(outcome.hit_rate, 1).strip()}" for policy, outcome in found)
+    printing.print_text(f"{machines}: {hits} of all chunks are served")
+
+
+def _print_links(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
+    rows = [
+        {
+            "policy": policy,
+            "link": link.name,
+            "read": printing.size(link.read_bytes),
+            "written": printing.size(link.written_bytes),
+            "Gbit/s": _number(link.mean_gbit),
+            "busiest min": _number(link.busiest_gbit),
+            "of link": printing.share(1e9 * (link.busiest_gbit or 0.0), plan.link or 0),
+        }
+        for policy, outcome in found
+        for link in _links(plan, outcome)
+    ]
+    printing.print_dicts("over the network", rows, without=() if plan.link else ("of link",))
+
+
+def _print_requests(found: Sequence[PolicyOutcome]) -> None:
+    rows = [
+        {
+            "policy": policy,
+            "look-ups": outcome.lookups,
+            "loads": outcome.asked.gets,
+            "stores": outcome.asked.puts,
+            "look-ups/s": _number(outcome.lookups / outcome.seconds if outcome.seconds else None),
+            "busiest min": _number(
+                outcome.busiest_minute_lookups / min(60, outcome.seconds) if outcome.seconds else None
+            ),
+        }
+        for policy, outcome in found
+    ]
+    printing.print_dicts("the store is asked", rows)
+
+
+def _print_dollars(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
+    rows = [
+        {
+            "policy": policy,
+            "store": name,
+            **{part: _dollars(dollars) for part, dollars in day.items()},
+        }
+        for policy, outcome in found
+        for name, prices in plan.prices.items()
+        if (day := _dollars_a_day(plan, outcome, prices))
+    ]
+    printing.print_dicts("dollars a day, were it an object store", rows)
+
+
+def _number(value: float | None) -> str:
+    text = "-" if value is None else f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
+    return RightAligned(text)
+
+
+def _dollars(value: float) -> str:
+    return RightAligned(f"{value:,.2f}" if value < 100 else f"{value:,.0f}")

@@ -1,0 +1,124 @@
+"""A fleet in the simulator: by hand, and beside real machines that share a real Redis."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from pagoda.replay import FleetOutcome, FleetSpec, Request, TierSpec, Traffic, simulate, simulate_fleet
+from pagoda.replay.fleet import _Router
+from pagoda.tiers.remote.redis import RedisClient
+from testbed.live_cache import Live
+from testbed.servers import redis_server
+from tests.cache.kit import SPAWN
+from tests.replay.traces import request, sample
+
+MACHINES, HOST, SOME = 8, 60, 300
+PATIENT_SECONDS = 200.0
+
+
+def fleet(
+    requests: Sequence[Request], machines: int, host: int = 0, remote: int = 1000, route: str = "round-robin"
+) -> FleetOutcome:
+    own = [TierSpec("host", host, "lru")] if host else []
+    return simulate_fleet(requests, FleetSpec(machines, own, TierSpec("remote", remote, "lru"), route))
+
+
+def hits(outcome: FleetOutcome) -> dict[str, int]:
+    return {tier.name: tier.hits for tier in outcome.tiers}
+
+
+def test_what_one_machine_computed_another_loads() -> None:
+    done = fleet([request(1, 2, ms=ms) for ms in (0, 1_000, 2_000, 120_000)], 2, host=10)
+    assert hits(done) == {"host": 4, "remote": 2}
+    assert (done.store, done.machine, done.busiest) == (Traffic(2, 2, 4), Traffic(1, 1, 2), Traffic(0, 2, 2))
+    assert (done.requests, done.accesses, done.seconds, done.hit_rate) == (4, 8, 120.0, 0.75)
+    assert (done.lookups, done.busiest_minute_lookups) == (2, 2)
+    assert done.kept == 2
+
+
+def test_one_machine_is_what_its_tiers_would_be() -> None:
+    requests = sample()[:500]
+    specs = [TierSpec("host", 100, "lru"), TierSpec("remote", 1000, "lru")]
+    done = simulate_fleet(requests, FleetSpec(1, specs[:1], specs[1]))
+    assert done.tiers == simulate(requests, specs).tiers
+
+
+def test_an_object_store_is_asked_as_its_client_asks() -> None:
+    chunks = tuple(range(1, 41))
+    done = fleet([request(*chunks, ms=ms) for ms in (0, 1_000, 500_000, 700_000)], 1, host=100)
+    # nothing is found: one round; each chunk is asked for before its put. After ten minutes all that the host serves
+    # is asked for again, and not before
+    assert done.asked._asdict() == {"look_heads": 16, "heads": 16 + 40, "gets": 0, "puts": 40}
+    later = fleet([request(*chunks, ms=ms) for ms in (0, 1_000, 700_000)], 1, host=100)
+    assert later.asked.heads == 16 + 40 + 40
+
+
+def test_a_conversation_stays_on_its_machine() -> None:
+    router = _Router(3, "prefix")
+    assert [router.machine(ids) for ids in ((1, 2), (1, 3), (1, 4))] == [0, 0, 0]  # half of each is known
+    assert router.machine((5, 6, 7)) == 1
+    assert router.machine((1, 8, 9, 10)) == 2  # only its beginning is known
+    assert [router.machine(ids) for ids in ((5, 6, 7, 11), (1, 8, 9, 10, 12), (1, 2, 13))] == [1, 2, 0]
+    assert [_Router(2, "round-robin").machine((1,)) for _ in range(2)] == [0, 0]
+
+
+def test_a_fleet_that_cannot_be() -> None:
+    for machines, route, said in ((0, "prefix", "at least one machine"), (1, "nearest", "not nearest")):
+        with pytest.raises(ValueError, match=said):
+            fleet([], machines, route=route)
+    assert fleet([], 2).hit_rate == 0.0
+
+
+def _machine(root: Path, url: str, orders: Connection) -> None:
+    """One machine: plays each request that it is sent, says that it has, and at the end what each tier served."""
+    live = Live(root, "lru", host=HOST, remote=RedisClient(url))
+    for asked in iter(orders.recv, None):
+        live.ask(asked)
+        orders.send(live.hits)
+    live.close()
+
+
+@contextmanager
+def machines(root: Path, url: str) -> Iterator[list[Connection]]:
+    """Eight processes, each with its own host memory, that share a Redis."""
+    with ExitStack() as ends:
+        lines = []
+        for number in range(MACHINES):
+            mine, its = SPAWN.Pipe()
+            process = SPAWN.Process(target=_machine, args=(root / str(number), url, its))
+            process.start()
+            ends.callback(process.join, PATIENT_SECONDS)
+            ends.callback(mine.send, None)
+            lines.append(mine)
+        yield lines
+
+
+def played(lines: Sequence[Connection], requests: Sequence[Request], route: str) -> Counter[str]:
+    """Play requests one after the other; the chunks that each tier served."""
+    router, served = _Router(MACHINES, route), dict[int, Counter[str]]()
+    for asked in requests:
+        number = router.machine(asked.hash_ids)
+        lines[number].send(asked)
+        assert lines[number].poll(PATIENT_SECONDS)
+        served[number] = lines[number].recv()
+    return sum(served.values(), Counter())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["round-robin", "prefix"])
+def test_eight_machines_over_one_redis(shm_root: Path, route: str) -> None:
+    requests = [asked for asked in sample() if len(asked.hash_ids) <= HOST][:SOME]
+    done = fleet(requests, MACHINES, HOST, 100_000, route)
+    with redis_server() as redis, machines(shm_root, redis.url) as lines:
+        served = played(lines, requests, route)
+        assert Redis(port=redis.port).dbsize() == done.kept
+    rates = {tier: count / done.accesses for tier, count in hits(done).items()}
+    real = {"host": served["host"] / done.accesses, "remote": served["redis"] / done.accesses}
+    assert real == pytest.approx(rates, abs=0.01)
