@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
@@ -161,3 +164,33 @@ def soon(seconds: float = LATE_SECONDS) -> Iterator[None]:
     yield
     took = time.monotonic() - began
     assert took < seconds, f"it took {took:.1f} s"
+
+
+def under_load(tier: RemoteTier, keys: Sequence[bytes], work: Callable[[], None]) -> Counter[Reason | None]:
+    """Load a chain, and save others, while `work` is done; count what became of the loads.
+
+    No byte is wrong: `load` checks.
+    """
+    stop, trouble, outcomes = threading.Event(), list[BaseException](), Counter[Reason | None]()
+
+    def engine(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while not stop.is_set():
+                if rng.random() < 0.3:  # others: what waits to be sent is served too
+                    save(tier, keys_of(10, chain=rng.randrange(1, 100)))
+                outcomes.update(load(tier, keys, seconds=PATIENT_SECONDS))
+        except BaseException as error:  # noqa: BLE001  # raised by the test's own thread
+            trouble.append(error)
+
+    threads = [threading.Thread(target=engine, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        work()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not trouble, trouble
+    return outcomes

@@ -12,7 +12,7 @@ from pagoda.errors import ConfigError
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_nodes import RedisPoolClient
 from testbed.servers import free_port, redis_sentinel, redis_server
-from tests.remote.chunks import fresh_prefix, keys_of, load, save, stores, tier_on, wait_until
+from tests.remote.chunks import fresh_prefix, keys_of, load, save, stores, tier_on, under_load, wait_until
 from tests.remote.evil import LyingRedis
 
 
@@ -65,10 +65,14 @@ def test_after_a_failover_the_new_master_is_used() -> None:
             stores(tier, keys)
             wait_until(lambda: load(tier, keys) == [None] * 10)
             wait_until(lambda: second.call("DBSIZE") == first.call("DBSIZE"))
-            first.kill()
-            began = time.monotonic()
-            wait_until(lambda: load(tier, keys) == [None] * 10)
-            print(f"misses ended after {time.monotonic() - began:.1f} s")
+
+            def kill() -> None:
+                first.kill()
+                began = time.monotonic()
+                wait_until(lambda: load(tier, keys) == [None] * 10)
+                print(f"misses ended after {time.monotonic() - began:.1f} s")
+
+            under_load(tier, keys, kill)
             wait_until(lambda: {end.ok for end in save(tier, keys_of(10, chain=1))} == {True})
             assert "role:master" in second.call("INFO") and tier.stats()["failed_checks"] == 0
 
