@@ -198,10 +198,11 @@ def _running(make: Callable[[Path], Server]) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def redis_server(*args: str, password: str | None = None, tls: bool = False) -> Iterator[Server]:
+def redis_server(*args: str, password: str | None = None, tls: bool | Path = False) -> Iterator[Server]:
     """Start a Redis without persistence. `args` are more options: "--maxmemory", "64mb", "--replicaof", host, port.
 
-    It also listens on `server.socket`. With `tls` its port speaks only TLS, with a certificate signed by `server.ca`.
+    It also listens on `server.socket`. With `tls` its port speaks only TLS, with a certificate signed by `server.ca`;
+    with the root of another server, with that one's.
     """
     program = need("redis-server")
     options = [*args, *(["--requirepass", password] if password else [])]
@@ -209,16 +210,24 @@ def redis_server(*args: str, password: str | None = None, tls: bool = False) -> 
     def command(root: Path, port: int) -> list[str]:
         ports = ["--port", str(port)]
         if tls:
-            ports = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no", "--tls-ca-cert-file"]
-            ports += [str(root / "ca.crt"), "--tls-cert-file", str(root / "server.crt")]
-            ports += ["--tls-key-file", str(root / "server.key")]
+            ports = [
+                "--port",
+                "0",
+                "--tls-port",
+                str(port),
+                "--tls-auth-clients",
+                "no",
+                "--tls-replication",
+                "yes",
+            ]
+            for option, file in _TLS_FILES.items():
+                ports += [f"--{option}", str(root / file)]
         kept = ["--save", "", "--appendonly", "no", "--dir", str(root)]
         listen = ["--bind", "127.0.0.1", "--unixsocket", str(root / "unix.sock")]
         return [program, *ports, *listen, *kept, *options]
 
     def make(root: Path) -> Server:
-        if tls:
-            authority(root)
+        _certified(root, tls)
         (root / "unix.sock").unlink(missing_ok=True)
         return Server(
             root,
@@ -231,20 +240,42 @@ def redis_server(*args: str, password: str | None = None, tls: bool = False) -> 
         yield server
 
 
+_TLS_FILES = {"tls-ca-cert-file": "ca.crt", "tls-cert-file": "server.crt", "tls-key-file": "server.key"}
+
+
+def _certified(root: Path, tls: bool | Path) -> None:
+    if isinstance(tls, Path):
+        for file in _TLS_FILES.values():
+            shutil.copy(tls / file, root / file)
+    elif tls:
+        authority(root)
+
+
 @contextlib.contextmanager
-def redis_cluster(masters: int = 3, *args: str, replicas: int = 0) -> Iterator[list[Server]]:
+def redis_cluster(
+    masters: int = 3, *args: str, replicas: int = 0, tls: bool = False
+) -> Iterator[list[Server]]:
     """Start a Redis Cluster; return its masters, in the order of their slots, and then their replicas.
 
     `args` are more options of each; `replicas`: of each master. With some, a node that is silent for a second has
-    failed.
+    failed. With `tls` all ports speak only TLS, with a certificate signed by `servers[0].ca`.
     """
     with contextlib.ExitStack() as stack:
-        servers = []
+        servers = list[Server]()
         for _ in range(masters * (1 + replicas)):
             patience = "1000" if replicas else "15000"
             bus = ["--cluster-port", str(free_port()), "--cluster-node-timeout", patience]
             quick = ["--repl-diskless-sync-delay", "0"]
-            servers.append(stack.enter_context(redis_server("--cluster-enabled", "yes", *bus, *quick, *args)))
+            options = [
+                "--cluster-enabled",
+                "yes",
+                *bus,
+                *quick,
+                *(["--tls-cluster", "yes"] if tls else []),
+                *args,
+            ]
+            certified = servers[0].root if tls and servers else tls
+            servers.append(stack.enter_context(redis_server(*options, tls=certified)))
         first = servers[0]
         for number, server in enumerate(servers):
             server.call("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
@@ -291,8 +322,14 @@ def _wait_for(true: Callable[[], bool], trouble: str) -> None:
 
 
 @contextlib.contextmanager
-def redis_sentinel(master: Server, service: str, quorum: int = 2) -> Iterator[Server]:
-    """Start a Sentinel that watches a master; after half a second without an answer that has failed."""
+def redis_sentinel(
+    master: Server, service: str, quorum: int = 2, *, password: str = "", tls: bool = False
+) -> Iterator[Server]:
+    """Start a Sentinel that watches a master; after half a second without an answer that has failed.
+
+    With `password` it wants that of its clients, and the master wants it too. With `tls` it and the master speak only
+    TLS, with the certificate of the master.
+    """
     program = need("redis-server")
 
     def command(root: Path, port: int) -> list[str]:
@@ -300,16 +337,23 @@ def redis_sentinel(master: Server, service: str, quorum: int = 2) -> Iterator[Se
             f"port {port}\nbind 127.0.0.1\ndir {root}\nunixsocket {root}/unix.sock\n"
             f"sentinel monitor {service} 127.0.0.1 {master.port} {quorum}\n"
             f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} 3000\n"
+            + (f"requirepass {password}\nsentinel auth-pass {service} {password}\n" if password else "")
+            + (_tls_lines(root, port) if tls else "")
         )
         return [program, str(root / "sentinel.conf"), "--sentinel"]
 
-    def answers(port: int) -> bool:
-        with socket.create_connection(("127.0.0.1", port), timeout=2) as client:
-            client.sendall(b"PING\r\n")
-            return client.recv(64).startswith(b"+PONG")
+    def make(root: Path) -> Server:
+        if tls:
+            _certified(root, master.root)
+        return Server(root, lambda port: command(root, port), lambda _: _pongs(root / "unix.sock"), "redis")
 
-    with _running(lambda root: Server(root, lambda port: command(root, port), answers, "redis")) as server:
+    with _running(make) as server:
         yield server
+
+
+def _tls_lines(root: Path, port: int) -> str:
+    files = "".join(f"{option} {root / file}\n" for option, file in _TLS_FILES.items())
+    return f"port 0\ntls-port {port}\ntls-auth-clients no\ntls-replication yes\n{files}"
 
 
 def _pongs(path: Path) -> bool:

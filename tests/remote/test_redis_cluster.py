@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import redis as client
 
+from pagoda.config.remote_urls import parse
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
@@ -311,6 +312,25 @@ def test_after_a_reshard_a_killed_master_is_replaced_by_its_replica(options: tup
             wait_until(lambda: "slave" in servers[0].call("ROLE"))
             wait_until(lambda: load(tier, keys) == [None] * 60)
             wait_until(lambda: {end.ok for end in save(tier, keys_of(20, chain=100))} == {True})
+
+
+def test_an_encrypted_cluster() -> None:
+    with redis_cluster(2, tls=True) as servers:
+        place = f"127.0.0.1:{servers[0].port}"
+        spec = parse(f"rediss+cluster://{place}?ssl_ca_certs={servers[0].ca}&look=30s")
+        keys = keys_of(20)
+        saved(spec.engine(), keys)
+        with tier_on(spec.engine(), deadline_seconds=PATIENT_SECONDS) as tier:
+            wait_until(lambda: load(tier, keys) == [None] * 20)
+            source, target = servers if owner(servers, slot_of(keys[0])) is servers[0] else servers[::-1]
+            begin_move(slot_of(keys[0]), source, target)
+            name = name_of(spec.prefix, keys[0])
+            source.call("MIGRATE", "127.0.0.1", str(target.port), name, "0", "5000")
+            wait_until(lambda: load(tier, keys) == [None] * 20)
+        assert all(int(server.call("DBSIZE")[1:]) > 0 for server in servers)
+        untrusting = parse(f"rediss+cluster://{place}").engine().connection()
+        with pytest.raises(OSError, match="certificate verify failed"):
+            untrusting.open(time.monotonic() + 10)
 
 
 def test_hosts_without_the_names_that_are_preferred_are_reached_by_address() -> None:

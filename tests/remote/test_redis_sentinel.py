@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import redis as client
 
+from pagoda.config.remote_urls import parse
 from pagoda.errors import ConfigError
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+from pagoda.tiers.remote.store_client import RefusedError
 from testbed.servers import free_port, redis_sentinel, redis_server
-from tests.remote.chunks import fresh_prefix, keys_of, load, save, stores, tier_on, under_load, wait_until
+from tests.remote.chunks import (
+    TROUBLE,
+    fresh_prefix,
+    keys_of,
+    load,
+    save,
+    stores,
+    tier_on,
+    under_load,
+    wait_until,
+)
 from tests.remote.evil import LyingRedis
 
 
@@ -87,6 +100,115 @@ def test_without_a_sentinel_or_a_service_it_is_said() -> None:
         connection = RedisClient(f"redis+sentinel://127.0.0.1:{sentinel.port}/kv/3").connection()
         connection.open(time.monotonic() + 10).ping(time.monotonic() + 10)
         connection.close()
+
+
+def test_sentinels_and_their_master_over_tls_with_passwords(tmp_path: Path) -> None:
+    with (
+        redis_server(tls=True, password="geheim") as server,
+        redis_sentinel(server, "kv", quorum=1, password="geheim", tls=True) as sentinel,
+    ):
+        (tmp_path / "password").write_text("geheim\n")
+        hosts = f"127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}"
+        options = f"ssl_ca_certs={server.ca}&look=5s"
+        own = f"sentinel_password_file={tmp_path}/password"
+        spec = parse(f"rediss+sentinel://:geheim@{hosts}/kv?{own}&{options}")
+        assert "geheim" not in spec.redacted and own in spec.redacted
+        keys = keys_of(10)
+        with tier_on(spec.engine()) as tier:
+            stores(tier, keys)
+            wait_until(lambda: load(tier, keys) == [None] * 10)
+        for url, trouble in (
+            (f"rediss+sentinel://:geheim@{hosts}/kv?{options}", "NOAUTH"),
+            (f"rediss+sentinel://{hosts}/kv?{own}&{options}", "NOAUTH"),  # the master's
+            (f"rediss+sentinel://:geheim@{hosts}/kv?{own}&sentinel_username=x&{options}", "WRONGPASS"),
+            (f"rediss+sentinel://:geheim@{hosts}/kv?{own}", "certificate verify failed"),
+            (f"redis+sentinel://:geheim@{hosts}/kv?{own}", "no Sentinel names a master"),
+        ):
+            connection = parse(url).engine().connection()
+            with pytest.raises((OSError, RefusedError), match=trouble):
+                connection.open(time.monotonic() + 10)
+            connection.close()
+
+
+PROVIDER = """
+import json, pathlib
+FILE = pathlib.Path(__file__).with_suffix(".json")
+
+class Provider:
+    asked = 0
+
+    def get_credentials(self):
+        Provider.asked += 1
+        return tuple(json.loads(FILE.read_text()))
+
+class Nothing:
+    pass
+
+class Broken:
+    def __init__(self):
+        raise RuntimeError("no role")
+"""
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+pool", "redis+sentinel"])
+def test_a_credential_provider_is_asked_for_each_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, scheme: str
+) -> None:
+    """As of an IAM, whose tokens are good for some minutes."""
+    name = f"iam_{scheme.replace('+', '_')}"
+    (tmp_path / f"{name}.py").write_text(PROVIDER)
+    secrets = tmp_path / f"{name}.json"
+    secrets.write_text('["kv", "first"]')
+    monkeypatch.syspath_prepend(tmp_path)
+    with (
+        redis_server() as server,
+        redis_sentinel(server, "kv", quorum=1) as sentinel,
+        client.Redis(port=server.port) as truth,
+    ):
+        truth.acl_setuser("kv", enabled=True, passwords=["+first"], keys=["*"], commands=["+@all"])
+        truth.acl_setuser("default", enabled=True, reset_passwords=True, passwords=["+admin"])
+        truth = client.Redis(port=server.port, password="admin")
+        place = f"127.0.0.1:{sentinel.port}/kv" if "sentinel" in scheme else f"127.0.0.1:{server.port}"
+        spec = parse(f"{scheme}://{place}?credential_provider={name}:Provider")
+        assert spec.redacted.endswith(f"?credential_provider={name}:Provider") and not spec.lacks_secret
+        with tier_on(spec.engine()) as tier:
+            keys = keys_of(4)
+            stores(tier, keys)
+            wait_until(lambda: load(tier, keys) == [None] * 4)
+            truth.acl_setuser("kv", enabled=True, reset_passwords=True, passwords=["+second"])
+            secrets.write_text('["kv", "second"]')
+            truth.execute_command("CLIENT", "KILL", "USER", "kv")
+            wait_until(lambda: load(tier, keys) == [None] * 4)
+            secrets.write_text("no JSON")
+            truth.execute_command("CLIENT", "KILL", "USER", "kv")
+            wait_until(lambda: set(load(tier, keys)) <= TROUBLE and "JSONDecodeError" in caplog.text)
+            secrets.write_text('["second"]')
+            truth.acl_setuser("default", enabled=True, reset_passwords=True, passwords=["+second"])
+            wait_until(lambda: load(tier, keys) == [None] * 4)
+            assert "second" not in caplog.text
+        secrets.write_text('["kv", 2]')
+        connection = spec.engine().connection()
+        with pytest.raises(OSError, match=r"neither \(password,\) nor|no node answers"):
+            connection.open(time.monotonic() + 10)
+            connection.ping(time.monotonic() + 10)
+        connection.close()
+        assert sys.modules[name].Provider.asked >= 4
+
+
+def test_a_credential_provider_that_cannot_be_used_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "iam_useless.py").write_text(PROVIDER)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, said in (
+        ("no_such_module:Provider", "ModuleNotFoundError"),
+        ("iam_useless:Missing", "AttributeError"),
+        ("iam_useless:Nothing", "AttributeError"),
+        ("iam_useless:Broken", "no role"),
+    ):
+        for scheme in ("redis", "redis+pool", "redis+cluster"):
+            with pytest.raises(ConfigError, match=f"credential_provider={name}: cannot be used: .*{said}"):
+                parse(f"{scheme}://host?credential_provider={name}").engine()
 
 
 @pytest.mark.parametrize("is_pool", [False, True])

@@ -38,6 +38,7 @@ _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL 
     "redis+cluster": (REDIS, "redis", "redis+cluster://host1:6379,host2:6379"),
     "rediss+cluster": (REDIS, "redis", "rediss+cluster://host1:6379,host2:6379"),
     "redis+sentinel": (REDIS, "redis", "redis+sentinel://host1:26379,host2:26379/service"),
+    "rediss+sentinel": (REDIS, "redis", "rediss+sentinel://host1:26379,host2:26379/service"),
     "s3": (OBJECTS, "s3", "s3://bucket/prefix"),
     "gs": (OBJECTS, "gs", "gs://bucket/prefix"),
     "az": (OBJECTS, "az", "az://container/prefix"),
@@ -87,7 +88,13 @@ _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SPAN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|min|m|h|d|)")
 _UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.IGNORECASE)
-_NO_SECRET = ("password_file", "ssl_keyfile")  # these only say where one is
+_OF_SENTINELS = ("sentinel_username", "sentinel_password_file")
+_NO_SECRET = (  # these only say where one is
+    "password_file",
+    "sentinel_password_file",
+    "credential_provider",
+    "ssl_keyfile",
+)
 _NEXT = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*:/)|[\s,]+$")
 _USER = re.compile(r"[A-Za-z0-9_.%-]*")
 _HOST = re.compile(
@@ -284,6 +291,10 @@ def _parsed(url: str) -> RemoteSpec:
     ours = {name: given.pop(name) for name in _OURS if name in given}
     if kind == REDIS:
         _check_redis(scheme, given)
+        if "credential_provider" in given and ("@" in parts.netloc or "password_file" in ours):
+            raise ValueError(
+                "credential_provider: says user and password; leave out those of the URL and password_file"
+            )
     elif kind == PAGODA:
         _check_pagoda(ours, given)
     else:
@@ -380,7 +391,8 @@ def _parameters(query: str) -> dict[str, str]:
 
 def _check_redis(scheme: str, given: Mapping[str, str]) -> None:
     is_encrypted = scheme.startswith("rediss")
-    known = (*_OURS, "db", *(_TLS if is_encrypted else ()))
+    of_sentinels = _OF_SENTINELS if scheme.endswith("+sentinel") else ()
+    known = (*_OURS, "db", "credential_provider", *of_sentinels, *(_TLS if is_encrypted else ()))
     for name in given:
         if name in _TLS and not is_encrypted:
             kind = scheme.partition("redis")[2]
@@ -389,6 +401,8 @@ def _check_redis(scheme: str, given: Mapping[str, str]) -> None:
             raise ValueError(
                 f"{name}: no such parameter{did_you_mean(name, known)} (known are {', '.join(known)})"
             )
+        if name == "credential_provider" and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", given[name]):
+            raise ValueError(f"credential_provider={given[name]}: write package.module:Class")
         if name == "db" and not re.fullmatch(r"\d{1,9}", given[name]):
             raise ValueError(f"db={given[name]}: must be the number of a database")
 

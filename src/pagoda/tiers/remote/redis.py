@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import re
@@ -14,8 +15,8 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from copy import copy
 from itertools import takewhile
-from typing import NamedTuple, Self
-from urllib.parse import urlsplit, urlunsplit
+from typing import NamedTuple, Protocol, Self
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from pagoda.errors import ConfigError, StoreError
 from pagoda.metrics import Reason
@@ -64,9 +65,16 @@ _BELIEVED_SECONDS = 2.0
 _DRAFT_SECONDS = 2.0  # how long a draft outlives the deadline of its put
 _KNOWN = ("host", "port", "path", *REDIS_OPTIONS)
 _SENTINEL_PORT = 26379
-_MASTER = ReplyShape(b"$*", 255, items=2, depth=1)  # of a Sentinel: host and port
+_MASTER = ReplyShape(b"+$*", 255, items=2, depth=1)  # of a Sentinel: host and port, or OK
 HOST = re.compile(rb"[A-Za-z0-9_.:-]{1,253}")  # as a server may name another one
 _MOST_LATE = 8  # connections that are still being made though their call has ended
+
+
+class CredentialProvider(Protocol):
+    """The part of redis-py's class of this name that is called."""
+
+    def get_credentials(self) -> Sequence[str]:
+        """Return the user and the password, or the password only."""
 
 
 class RedirectError(RefusedError):
@@ -101,7 +109,7 @@ class RedisClient:
     ) -> None:
         self.name = name
         self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
-        kind = SentinelAddress if url.startswith("redis+sentinel:") else RedisAddress
+        kind = SentinelAddress if "+sentinel:" in url[:16] else RedisAddress
         self._address = kind(url, password_file)
         self.address = self._address.text
         self._names = RedisNames(prefix)
@@ -134,11 +142,7 @@ class RedisConnection:
         OSError; RefusedError: the user may not read.
         """
         self._resp = RespConnection(self._address.connect(self._connected, until))
-        username, password = self._address.credentials()
-        commands = []
-        if password or username:
-            words = [word.encode() for word in (username, password or "") if word is not None]
-            commands.append(command(b"AUTH", *words))
+        commands = self._address.login()
         if self._address.db:
             commands.append(command(b"SELECT", b"%d" % self._address.db))
         self._execute_here([*commands, self._probe()], until, _SHORT)
@@ -514,13 +518,12 @@ def _field_names(numbers: range) -> list[bytes]:
 class RedisAddress:
     """The address of a Redis: `redis://[user:password@]host:port/db`, `rediss://` (TLS), `unix:///path?db=0`.
 
-    Options after `?`: db, username, password, and six of redis-py's that begin with ssl_. ConfigError for other options
-    and for other URLs; no message contains a part that may be secret. Thread-safe. redis-py connects and encrypts.
+    Options after `?`: db, username, password, credential_provider, and six of redis-py's that begin with ssl_.
+    ConfigError for other options and for other URLs; no message contains a part that may be secret. Thread-safe.
+    redis-py connects and encrypts.
     """
 
     text: str  # for people: contains no secret
-    username: str | None
-    password: str | None
     db: int
 
     def __init__(self, url: str, password_file: str = "") -> None:
@@ -537,13 +540,17 @@ class RedisAddress:
         options = {name: pool.connection_kwargs[name] for name in _KNOWN if name in pool.connection_kwargs}
         self._connection = pool.connection_class
         self.text = f"{scheme}://{_text(options)}"
-        self.username = options.pop("username", None)
-        self.password = options.pop("password", None)
+        self._user: tuple[str | None, str | None] = (
+            options.pop("username", None),
+            options.pop("password", None),
+        )
         self.db = options.pop("db", 0)
+        provider = options.pop("credential_provider", None)
+        self._provider = provider and _credential_provider(provider)
         self._options = options
         self._password_file = password_file
         if password_file:
-            self.password = password_in(password_file)
+            self._user = self._user[0], password_in(password_file)
         self._late: list[threading.Thread] = []
 
     def at(self, place: str) -> RedisAddress:
@@ -557,14 +564,35 @@ class RedisAddress:
         other.text = f"{self.text.partition('://')[0]}://{_text(other._options | {'db': self.db})}"
         return other
 
-    def credentials(self) -> tuple[str | None, str | None]:
-        """Return user and password. A password file is read again: it may have changed. OSError: it cannot be read."""
+    @property
+    def password(self) -> str | None:
+        """The password of the latest connection."""
+        return self._user[1]
+
+    def login(self) -> list[bytes]:
+        """Return the command that authenticates the latest connection; no command if it needs none."""
+        words = [word.encode() for word in self._user if word is not None]
+        return [command(b"AUTH", *words)] if any(words) else []
+
+    def _ask_for_user(self) -> None:
+        """Ask again for what may have changed: the password file, the provider. OSError: they do not say it."""
         if self._password_file:
             try:
-                self.password = password_in(self._password_file)
+                self._user = self._user[0], password_in(self._password_file)
             except ConfigError as error:
                 raise ConnectionError(str(error)) from None
-        return self.username, self.password
+        if self._provider is not None:
+            try:
+                given = self._provider.get_credentials()
+            except Exception as error:  # noqa: BLE001  # of any library
+                raise ConnectionError(f"credential_provider: {type(error).__name__}: {error}") from None
+            match given:
+                case [str(password)]:
+                    self._user = None, password
+                case [str(username), str(password)]:
+                    self._user = username, password
+                case _:
+                    raise ConnectionError("credential_provider: neither (password,) nor (user, password)")
 
     def connect(self, made: Future[socket.socket], until: float) -> socket.socket:
         """Return a new connection, encrypted if the URL says so, not yet authenticated. OSError by `until`.
@@ -601,6 +629,7 @@ class RedisAddress:
     def _connect(self, until: float) -> socket.socket:
         from redis import exceptions
 
+        self._ask_for_user()
         options = self._options | self._place(until)
         left = until - time.monotonic()
         if left <= 0:
@@ -631,20 +660,27 @@ class RedisAddress:
 class SentinelAddress(RedisAddress):
     """The address of a master that Sentinels know: `redis+sentinel://[user:password@]host:port,host:port/service[/db]`.
 
-    User and password are for the master. Each new connection asks the Sentinels, so that a failover is followed.
+    User and password are for the master; `sentinel_username` and `sentinel_password_file` for the Sentinels. With
+    `rediss+sentinel://` both are encrypted. Each new connection asks the Sentinels, so that a failover is followed.
     """
 
     def __init__(self, url: str, password_file: str = "") -> None:
         """ConfigError: the URL or the password file cannot be used."""
         parts = urlsplit(url)
         _, self._service, *db = parts.path.split("/")
+        options = dict(parse_qsl(parts.query))
+        username, file = (options.pop(f"sentinel_{name}", "") for name in ("username", "password_file"))
         place, hosts = parts._replace(path="/" + "/".join(db)), parts.netloc.rpartition("@")[2]
-        super().__init__(node_urls(urlunsplit(place))[0], password_file)
-        self.text = f"redis+sentinel://{hosts}/{self._service}/{self.db}"
-        urls = [
-            url if urlsplit(url).port else f"{url}:{_SENTINEL_PORT}" for url in node_urls(f"redis://{hosts}")
+        super().__init__(node_urls(urlunsplit(place._replace(query=urlencode(options))))[0], password_file)
+        self.text = f"{parts.scheme}://{hosts}/{self._service}/{self.db}"
+        places = [
+            host if urlsplit(f"//{host}").port else f"{host}:{_SENTINEL_PORT}" for host in hosts.split(",")
         ]
-        self._sentinels = [RedisAddress(url) for url in urls]
+        own = {name: value for name, value in options.items() if name.startswith("ssl_")} | {
+            "username": username
+        }
+        asked = parts._replace(netloc=",".join(places), path="", query=urlencode(own))
+        self._sentinels = [RedisAddress(each, file) for each in node_urls(urlunsplit(asked))]
 
     def _place(self, until: float) -> dict[str, object]:
         question = command(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
@@ -655,17 +691,33 @@ class SentinelAddress(RedisAddress):
             try:
                 with sentinel._connect(share) as connected:
                     resp = RespConnection(connected)
-                    resp.send([question], 1, share)
-                    reply: object = resp.read_reply(share, _MASTER)
+                    commands = [*sentinel.login(), question]
+                    resp.send_commands(commands, share)
+                    replies: list[object] = [resp.read_reply(share, _MASTER) for _ in commands]
             except OSError as error:
                 trouble = error
                 continue
+            reply = next((each for each in replies if isinstance(each, ErrorReply)), replies[-1])
             match reply:
                 case [bytes(host), bytes(port)] if HOST.fullmatch(host) and re.fullmatch(rb"\d{1,5}", port):
                     return {"host": host.decode(), "port": int(port)}
             said = reply.text if isinstance(reply, ErrorReply) else "knows no such service"
             trouble = f"{sentinel.text}: {said}"
         raise ConnectionError(f"{self.text}: no Sentinel names a master: {trouble}")
+
+
+def _credential_provider(name: str) -> CredentialProvider:
+    """Return what `package.module:Class` makes. ConfigError: it cannot be used."""
+    module, _, made = name.partition(":")
+    try:
+        provider: CredentialProvider = getattr(importlib.import_module(module), made)()
+        provider.get_credentials  # noqa: B018  # the method is there
+    except Exception as error:  # noqa: BLE001  # of any library
+        raise ConfigError(
+            f"credential_provider={name}: cannot be used: {type(error).__name__}: {error}; write package.module:Class "
+            "for what is made without arguments and has get_credentials()"
+        ) from None
+    return provider
 
 
 def _text(options: Mapping[str, object]) -> str:

@@ -35,7 +35,7 @@ _REDIS_TLS_OPTIONS = (
     "ssl_check_hostname",
     "ssl_keyfile",
 )
-REDIS_OPTIONS = ("db", "username", "password", *_REDIS_TLS_OPTIONS)
+REDIS_OPTIONS = ("db", "username", "password", "credential_provider", *_REDIS_TLS_OPTIONS)
 REDIS_SHAPE = (
     "not the URL of a Redis: write redis://user:password@host:port/db, with special characters of a password"
     " percent-encoded"
@@ -72,7 +72,7 @@ def node_urls(url: str) -> list[str]:
 def password_in(file: str) -> str:
     """Return the content of a file, without its line end."""
     try:
-        with Path(file).open("rb") as stream:
+        with Path(file).expanduser().open("rb") as stream:
             text = stream.read(_LONGEST_PASSWORD_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
