@@ -132,7 +132,9 @@ class LinkMoves:
 
     def put(self, _: int, key: bytes, source: Bytes) -> None:
         """Put a chunk that is not in the store."""
-        done = self._ready().put(NAMESPACE.root, key, self._page, source, _always, _until())
+        connection = self._ready()
+        (claim,) = connection.claim(NAMESPACE.root, [key], _until())
+        done = claim or connection.put(NAMESPACE.root, key, self._page, source, _always, _until())
         if done is not PutResult.STORED:
             raise RuntimeError(f"a chunk was not stored: {done}")
 

@@ -70,7 +70,8 @@ def put(
     usable: bool = True,
     seconds: float = ENOUGH_SECONDS,
 ) -> PutResult:
-    return connection.put(NAMESPACE, key, PAGE, stored, lambda: usable, until(seconds))
+    (claim,) = connection.claim(NAMESPACE, [key], until(seconds))
+    return claim or connection.put(NAMESPACE, key, PAGE, stored, lambda: usable, until(seconds))
 
 
 def get(

@@ -75,7 +75,8 @@ def put(
     root: bytes = ROOT,
     seconds: float = 10.0,
 ) -> PutResult:
-    return connection.put(root, key(number), PAGE, stored, usable, soon(seconds))
+    (claim,) = connection.claim(root, [key(number)], soon(seconds))
+    return claim or connection.put(root, key(number), PAGE, stored, usable, soon(seconds))
 
 
 def get(connection: RedisConnection, number: int, size: int, root: bytes = ROOT) -> Bytes | None:
@@ -183,33 +184,60 @@ def test_what_is_there_stays(connection: RedisConnection, client: Client, size: 
     assert client.dbsize() == 1
 
 
+@pytest.mark.parametrize("size", [500, 3 * MIB])
 def test_of_two_writers_one_writes(
-    connection: RedisConnection, second: RedisConnection, client: Client
+    connection: RedisConnection, second: RedisConnection, client: Client, size: int
 ) -> None:
     answers: list[PutResult] = []
 
     def usable() -> bool:
-        answers.append(put(second, 1, content(2, 3 * MIB)))
+        answers.append(put(second, 1, content(2, size)))
         return True
 
-    assert put(connection, 1, content(1, 3 * MIB), usable) is PutResult.STORED
+    assert put(connection, 1, content(1, size), usable) is PutResult.STORED
     assert answers == [PutResult.BUSY]
-    assert put(second, 1, content(2, 3 * MIB)) is PutResult.PRESENT
+    assert put(second, 1, content(2, size)) is PutResult.PRESENT
     assert client.dbsize() == 1
 
 
-def test_of_two_small_writers_the_first_to_end_wins(
-    connection: RedisConnection, second: RedisConnection, client: Client
+@pytest.mark.parametrize("size", [500, 3 * MIB])
+def test_of_two_writers_with_a_claim_that_has_expired_the_first_to_end_wins(
+    connection: RedisConnection, second: RedisConnection, client: Client, size: int
 ) -> None:
     answers: list[PutResult] = []
 
     def usable() -> bool:
-        answers.append(put(second, 1, content(2, 500)))
+        client.delete(name_of(1) + ":w")
+        answers.append(put(second, 1, content(2, size)))
         return True
 
-    assert put(connection, 1, content(1, 500), usable) is PutResult.PRESENT
+    assert put(connection, 1, content(1, size), usable) is PutResult.PRESENT
     assert answers == [PutResult.STORED] and client.dbsize() == 1
-    assert np.array_equal(get(connection, 1, 500), content(2, 500))
+    assert np.array_equal(get(connection, 1, size), content(2, size))
+
+
+def test_a_batch_is_claimed_in_one_round_trip(
+    connection: RedisConnection, second: RedisConnection, client: Client
+) -> None:
+    put(connection, 1, content(1, 500))
+    asked = [key(number) for number in range(4)]
+    assert connection.claim(ROOT, asked[:2], soon(0.2)) == [None, PutResult.PRESENT]
+    busy, present = PutResult.BUSY, PutResult.PRESENT
+    assert second.claim(ROOT, asked, soon()) == [busy, present, None, None]
+    assert all(client.pttl(name) > 0 for name in client.keys("*:w")) and len(client.keys("*:w")) == 3
+    assert 0 < client.pttl(name_of(0) + ":w") <= 2200, "it dies soon after its owner"
+    assert connection.clear(ROOT, walk(10)) == 1 and client.dbsize() == 0
+
+
+def test_a_full_server_refuses_a_claim_and_says_what_is_there(
+    server: Server, connection: RedisConnection, client: Client
+) -> None:
+    put(connection, 1, content(1, 500))
+    client.config_set("maxmemory", 1)
+    assert connection.claim(ROOT, [key(1)], soon()) == [PutResult.PRESENT]
+    with pytest.raises(RefusedError, match="OOM") as refused:
+        connection.claim(ROOT, [key(1), key(2)], soon())
+    assert refused.value.reason is Reason.FULL
 
 
 def test_many_writers_of_the_same_keys(server: Server, client: Client) -> None:

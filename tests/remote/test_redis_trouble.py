@@ -43,7 +43,8 @@ def always() -> bool:
 
 
 def put(connection: RedisConnection, stored: Bytes, until: float, key: bytes = KEY) -> PutResult:
-    return connection.put(ROOT, key, PAGE, stored, always, until)
+    (claim,) = connection.claim(ROOT, [key], until)
+    return claim or connection.put(ROOT, key, PAGE, stored, always, until)
 
 
 def get(connection: RedisConnection, room: Bytes, until: float) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -11,20 +12,21 @@ import pytest
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
+from pagoda.tiers.base import Done
 from pagoda.tiers.remote import remote_tier, resp
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import WorkerConnection
-from pagoda.tiers.remote.store_client import PutResult
 from testbed.servers import Server, need, redis_server
 from tests.remote.chunks import (
+    LARGE,
     PATIENT_SECONDS,
     ROOT,
+    SMALL,
     chunks_of,
     ends,
     fresh_prefix,
     keys_of,
     load,
-    payload_of,
     save,
     saved,
     soon,
@@ -185,34 +187,68 @@ def test_the_connection_for_look_ups_is_kept_open(server: Server, proxy: Proxy) 
 # ---- writers
 
 
-def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Proxy) -> None:
-    """Each chunk crosses the network once, whichever machine begins first."""
-    prefix, (key,) = fresh_prefix(), keys_of(1)
-    store_connections = [
-        through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS) for _ in range(4)
-    ]
-    page, stored = payload_of(key)[:4096], payload_of(key, MEDIUM)[: MEDIUM.chunk_bytes]
-    gate, ends_ = threading.Barrier(len(store_connections)), list[PutResult]()
-
-    def put(number: int) -> None:
-        gate.wait(PATIENT_SECONDS)
-        until = time.monotonic() + PATIENT_SECONDS
-        ends_.append(store_connections[number].put(ROOT, key, page, stored, lambda: True, until))
-
-    threads = [threading.Thread(target=put, args=(number,)) for number in range(len(store_connections))]
+@pytest.mark.parametrize("layout", [SMALL, MEDIUM, LARGE], ids=["small", "medium", "large"])
+def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Proxy, layout: KVLayout) -> None:
+    """Each chunk crosses the network once, whichever machine begins first; all know in the end that it is stored."""
+    prefix, keys = fresh_prefix(), keys_of(12)
+    chunks = chunks_of(keys, layout)
     before = proxy.up_bytes
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENT_SECONDS)
-    assert ends_.count(PutResult.STORED) == 1 and set(ends_) <= {
-        PutResult.STORED,
-        PutResult.PRESENT,
-        PutResult.BUSY,
-    }
-    assert proxy.up_bytes - before < 2 * MEDIUM.chunk_bytes
-    for link in store_connections:
-        link.close()
+    with contextlib.ExitStack() as stack:
+        options = {"deadline_seconds": PATIENT_SECONDS}
+        tiers = [stack.enter_context(tier_on(through(proxy, prefix), layout, **options)) for _ in range(4)]
+        futures = [future for tier in tiers for future in tier.save(chunks, ROOT)]
+        assert all(end.ok for end in ends(futures))
+        assert sum(tier.stats()["stored_chunks"] for tier in tiers) == 12
+    asked = 60_000  # claims and answers
+    assert proxy.up_bytes - before < 1.05 * 12 * (layout.chunk_bytes + 4096) + asked
+
+
+def test_a_chunk_whose_writer_died_is_sent_by_another(server: Server, proxy: Proxy) -> None:
+    """The claim of a machine that is no more expires, and no chunk is lost by it."""
+    prefix, keys = fresh_prefix(), keys_of(3)
+    dead = through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS)
+    assert dead.claim(ROOT, keys[:2], time.monotonic() + 0.5) == [None, None]
+    dead.close()
+    with tier_on(through(proxy, prefix)) as tier:
+        futures = tier.save(chunks_of(keys), ROOT)
+        assert ends(futures[2:]) == [Done(True)]
+        assert load(tier, keys) == [None] * 3, "read from what is still to be sent"
+        assert all(end.ok for end in ends(futures))
+        assert tier.stats()["stored_chunks"] == 3
+    with tier_on(through(proxy, prefix)) as reader:
+        assert load(reader, keys) == [None] * 3
+
+
+def test_what_waits_for_another_writer_ends_when_it_is_removed_or_the_tier_is_closed(
+    server: Server, proxy: Proxy
+) -> None:
+    prefix, keys = fresh_prefix(), keys_of(2)
+    other = through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS)
+    other.claim(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
+    with tier_on(through(proxy, prefix)) as tier:
+        first, second = tier.save(chunks_of(keys), ROOT)
+        before = proxy.up_bytes
+        wait_until(lambda: proxy.up_bytes - before > 2000)  # it asks again and again
+        assert tier.remove(keys[0], ROOT)
+        assert ends([first]) == [Done(False, Reason.REMOVED)]
+        assert not second.done()
+        with soon():
+            tier.close()
+        assert ends([second]) == [Done(False, Reason.CLOSED)]
+    other.close()
+
+
+def test_a_writer_that_never_ends_is_not_waited_for_forever(
+    server: Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_tier, "_BUSY_SECONDS", -1.0)
+    prefix, keys = fresh_prefix(), keys_of(1)
+    other = through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS)
+    other.claim(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
+    with tier_on(through(proxy, prefix)) as tier:
+        assert save(tier, keys) == [Done(False, Reason.BUSY)]
+        assert tier.stats()["drop_busy"] == 1
+    other.close()
 
 
 def test_a_writer_far_away_sends_nothing_that_is_there(server: Server, proxy: Proxy) -> None:

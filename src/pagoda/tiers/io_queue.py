@@ -38,6 +38,7 @@ class WriteRequest:
     future: Future[Done] = field(default_factory=running_future)
     cancelled: Reason | None = None  # REMOVED or CLEARED, once its key was removed or cleared
     batch: int = 0  # the number of the batch that a worker took it in
+    patience: Deadline | None = None  # how long another machine that writes the same chunk is waited for
 
     def is_valid(self) -> bool:
         """Return whether the payload is still what the key names, and the key was not removed."""
@@ -85,6 +86,7 @@ class IoQueue:
         self._read_chunks = read_chunks
         self._changed = Condition()
         self._writes: deque[WriteRequest] = deque()
+        self._delayed: deque[tuple[Deadline, WriteRequest]] = deque()  # writes that were put back
         self._reads: deque[ReadRequest] = deque()
         self._outstanding_writes: dict[bytes, WriteRequest] = {}  # queued or running, by key
         # reads that others wait for, too
@@ -181,8 +183,10 @@ class IoQueue:
         With 0 for `most_writes`, wait for reads alone.
         """
         with self._changed:
+            pause = self._queue_delayed()
             while not (self._closed or self._reads or (most_writes and self._writes)):
-                self._changed.wait()
+                self._changed.wait(pause)
+                pause = self._queue_delayed()
             if self._reads:
                 return self._reads.popleft()
             if self._closed:
@@ -193,6 +197,20 @@ class IoQueue:
             for write in batch:
                 write.batch = self._batch
             return batch
+
+    def put_back(self, write: WriteRequest, seconds: float) -> bool:
+        """Queue a write that a worker has taken once more, after some seconds (the same for all). False: closed."""
+        with self._changed:
+            if not self._closed:
+                self._delayed.append((Deadline(seconds), write))
+                self._changed.notify_all()
+            return not self._closed
+
+    def _queue_delayed(self) -> float | None:
+        """Queue what was put back and is due; return in how many seconds the next is. Called with the lock."""
+        while self._delayed and self._delayed[0][0].passed:
+            self._writes.append(self._delayed.popleft()[1])
+        return self._delayed[0][0].remaining() if self._delayed else None
 
     def read_all(self, load: Callable[[ReadRequest], None]) -> None:
         """Call `load` for each read that is queued. A worker does so before each write: reads go first."""
@@ -241,8 +259,10 @@ class IoQueue:
         """Accept nothing more; return what was queued and not started, which the caller must finish. Idempotent."""
         with self._changed:
             self._closed = True
-            writes, reads = list(self._writes), list(self._reads)
+            writes = [*self._writes, *(write for _, write in self._delayed)]
+            reads = list(self._reads)
             self._writes.clear()
+            self._delayed.clear()
             self._reads.clear()
             self._changed.notify_all()
             return writes, reads

@@ -164,6 +164,10 @@ class ObjectStoreConnection:
         names = [self._name(namespace, key) for key in keys]
         return self._are_present(names, until)
 
+    def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
+        """Say which keys are present, one request each; an object store keeps no claims."""
+        return [PutResult.PRESENT if present else None for present in self.touch(namespace, keys, until)]
+
     def put(
         self,
         namespace: bytes,
@@ -173,9 +177,9 @@ class ObjectStoreConnection:
         is_valid: Callable[[], bool],
         until: float,
     ) -> PutResult:
-        """Store it unless it is present, then call `is_valid`. The buffers are sent without a copy."""
+        """Store it unless the store sees that it is present, then call `is_valid`. The buffers are not copied."""
         name = self._name(namespace, key)
-        if self._are_present([name], until) == [True] or not self._put_object(name, [page, stored], until):
+        if not self._put_object(name, [page, stored], until):
             return PutResult.PRESENT
         if is_valid():
             return PutResult.STORED

@@ -486,6 +486,10 @@ class PeersConnection:
         found = self.find(namespace, keys, until)
         return [True] * found + [False] * (len(keys) - found)
 
+    def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
+        """Refuse: neighbours are only read."""
+        raise RefusedError(Reason.NOT_ADMITTED, "neighbours are only read")
+
     def put(
         self,
         namespace: bytes,

@@ -50,7 +50,6 @@ from pagoda.tiers.remote.store_urls import (
 # of a field of a hash. One value of many MiB would cost Redis twice the time. Fields of 1 MiB would cost a quarter
 # more memory: with what Redis adds, its allocator rounds them up to 1.25 MiB
 PIECE_BYTES = (1 << 20) - 4096
-_TINY_BYTES = 1 << 16  # chunks up to this are sent without a claim: that costs no more than asking
 _SMALL_BYTES = 1 << 20  # chunks up to this are written in one transaction
 _WRITE_PIECES = 64  # written before their replies are read
 _READ_PIECES = 4  # requested at once; more would only fill the server's buffers
@@ -62,7 +61,7 @@ _SCANNED = ReplyShape(b"$*", 512, items=1 << 14, depth=2)  # of SCAN; our names 
 _TEXT = ReplyShape(b"$", 1 << 16)  # of INFO
 _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
-_DRAFT_SECONDS = 2.0  # how long a draft outlives the deadline of its put
+_DRAFT_SECONDS = 2.0  # how long a draft or a claim outlives the deadline of its writer
 _KNOWN = ("host", "port", "path", *REDIS_OPTIONS)
 _SENTINEL_PORT = 26379
 _MASTER = ReplyShape(b"+$*", 255, items=2, depth=1)  # of a Sentinel: host and port, or OK
@@ -179,6 +178,30 @@ class RedisConnection:
         known = [0 if isinstance(each, ErrorReply) and each.code == "WRONGTYPE" else each for each in replies]
         return [reply != 0 for reply in self._checked(known)]
 
+    def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
+        """Ask for chunks and claim those that are absent. Claims expire: others send what a dead writer does not."""
+        names = [self._names.chunk(namespace, key) for key in keys]
+        claims, life = [name + b":w" for name in names], _draft_life(until)
+        commands = [command(b"EXISTS", name) for name in names]
+        commands += [command(b"SET", claim, b"1", b"NX", b"PX", life) for claim in claims]
+        self._send([b"".join(commands)], len(commands), until)
+        replies = [self._resp.read_reply(until, _SHORT) for _ in commands]
+        settled = list(zip(claims, replies, replies[len(keys) :], strict=False))
+        errors = [
+            reply for _, *both in settled if both[0] != 1 for reply in both if isinstance(reply, ErrorReply)
+        ]
+        unused = [
+            claim for claim, present, claimed in settled if claimed == b"OK" and (present == 1 or errors)
+        ]
+        if unused:
+            self._drop(unused, until)
+        if errors:
+            raise self._refusal(errors[0])
+        return [
+            PutResult.PRESENT if present == 1 else None if claimed == b"OK" else PutResult.BUSY
+            for _, present, claimed in settled
+        ]
+
     def put(
         self,
         namespace: bytes,
@@ -188,43 +211,21 @@ class RedisConnection:
         is_valid: Callable[[], bool],
         until: float,
     ) -> PutResult:
-        """Claim the key, write a draft, call `is_valid`, rename the draft: one to three round trips, by size.
+        """Write a draft, call `is_valid`, rename the draft: one or two round trips, by size. Ends the claim.
 
-        A chunk that others have stored or are sending is not sent again, unless it is tiny. A draft and a claim have an
-        expiry time from their first byte on, so what a dead writer leaves disappears.
+        A draft has an expiry time from its first byte on, so what a dead writer leaves disappears.
         """
-        name, nonce = self._names.chunk(namespace, key), os.urandom(16).hex().encode()
-        claim, draft, fields = name + b":w", name + b":w:" + nonce, _fields(page, stored)
-        if stored.nbytes <= _TINY_BYTES:
-            with self._drop_on_refusal([draft], until):
-                return self._put_in_one(name, draft, None, fields, is_valid, until)
-        life = b"%d" % max(1, int((until - time.monotonic() + _DRAFT_SECONDS) * 1000))
-        settled = self._claim(name, claim, nonce, life, until)
-        if settled is not None:
-            return settled
+        name, fields = self._names.chunk(namespace, key), _fields(page, stored)
+        claim, draft = name + b":w", name + b":w:" + os.urandom(16).hex().encode()
         with self._drop_on_refusal([draft, claim], until):
             if stored.nbytes <= _SMALL_BYTES:
                 result = self._put_in_one(name, draft, claim, fields, is_valid, until)
             else:
-                self._write_draft(draft, fields, life, until)
+                self._write_draft(draft, fields, until)
                 result = self._publish(draft, name, claim, until) if is_valid() else PutResult.STALE
         if result is PutResult.STALE:
             self._drop([draft, claim], until)
         return result
-
-    def _claim(self, name: bytes, claim: bytes, nonce: bytes, life: bytes, until: float) -> PutResult | None:
-        """Claim a name for this writer; return the result of the put if another writer has stored or claimed it."""
-        commands = [command(b"EXISTS", name), command(b"SET", claim, nonce, b"NX", b"PX", life)]
-        self._send([b"".join(commands)], 2, until)
-        present, claimed = (self._resp.read_reply(until, _SHORT) for _ in commands)
-        if present == 1:
-            if claimed == b"OK":
-                self._drop([claim], until)
-            return PutResult.PRESENT
-        for reply in (present, claimed):
-            if isinstance(reply, ErrorReply):
-                raise self._refusal(reply)
-        return PutResult.BUSY if claimed is None else None
 
     @contextmanager
     def _drop_on_refusal(self, names: list[bytes], until: float) -> Iterator[None]:
@@ -234,9 +235,9 @@ class RedisConnection:
             self._drop(names, until)
             raise
 
-    def _write_draft(self, draft: bytes, fields: list[_Field], life: bytes, until: float) -> None:
+    def _write_draft(self, draft: bytes, fields: list[_Field], until: float) -> None:
         """Write all fields, one transaction per piece: a single command could leave a draft that never expires."""
-        end = command(b"PEXPIRE", draft, life) + command(b"EXEC")
+        end = command(b"PEXPIRE", draft, _draft_life(until)) + command(b"EXEC")
         for start in range(0, len(fields), _WRITE_PIECES):
             parts: list[bytes | memoryview] = []
             batch = fields[start : start + _WRITE_PIECES]
@@ -257,7 +258,7 @@ class RedisConnection:
         self,
         name: bytes,
         draft: bytes,
-        claim: bytes | None,
+        claim: bytes,
         fields: list[_Field],
         is_valid: Callable[[], bool],
         until: float,
@@ -272,16 +273,12 @@ class RedisConnection:
         replies = self._read_replies(2 + len(rest), until, _SHORT)
         return _rename_result(replies) if good else PutResult.STALE
 
-    def _rename_commands(self, draft: bytes, name: bytes, claim: bytes | None) -> list[bytes]:
-        """Return the commands that turn a draft into a chunk. Redis decides which writer is first.
-
-        A draft without a claim has no expiry time yet.
-        """
-        stay = [] if claim is None else [command(b"PERSIST", draft)]
+    def _rename_commands(self, draft: bytes, name: bytes, claim: bytes) -> list[bytes]:
+        """Return the commands that turn a draft into a chunk. Redis decides which writer is first."""
+        stay = command(b"PERSIST", draft)
         if self._ttl_ms is not None:
-            stay = [command(b"PEXPIRE", draft, b"%d" % self._ttl_ms)]
-        gone = [draft] if claim is None else [draft, claim]
-        return [*stay, command(b"RENAMENX", draft, name), command(b"UNLINK", *gone)]
+            stay = command(b"PEXPIRE", draft, b"%d" % self._ttl_ms)
+        return [stay, command(b"RENAMENX", draft, name), command(b"UNLINK", draft, claim)]
 
     def get(
         self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
@@ -500,6 +497,11 @@ def _rename_result(replies: list[Reply]) -> PutResult:
     if isinstance(renamed, ErrorReply):  # the draft no longer exists
         raise RefusedError(Reason.FULL, f"the chunk was removed before it was published: {renamed.text}")
     return PutResult.STORED if renamed == 1 else PutResult.PRESENT
+
+
+def _draft_life(until: float) -> bytes:
+    """Return for how many milliseconds a draft or a claim stays, of a writer that ends by `until`."""
+    return b"%d" % max(1, int((until - time.monotonic() + _DRAFT_SECONDS) * 1000))
 
 
 def _fields(page: Bytes, stored: Bytes) -> list[_Field]:

@@ -269,6 +269,15 @@ class RedisNodesConnection:
                 here[at] = is_here
         return here
 
+    def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
+        """Ask before puts. Of a node that does not answer or refuses, `put` says so: nothing is known of its chunks."""
+        shares, claimed = self._ask_for(keys, _claimed, namespace, until)
+        results: list[PutResult | None] = [None] * len(keys)
+        for node, settled in claimed.items():
+            for at, result in zip(shares[node], settled, strict=True):
+                results[at] = result
+        return results
+
     def put(
         self,
         namespace: bytes,
@@ -483,3 +492,15 @@ class RedisNodesConnection:
         if self._lines.get(node) is line:
             del self._lines[node]
         line.connection.close()
+
+
+def _claimed(
+    line: RedisConnection, namespace: bytes, keys: Sequence[bytes], until: float
+) -> list[PutResult | None]:
+    """Claim chunks of one node; nothing is known of them if it refuses."""
+    try:
+        return line.claim(namespace, keys, until)
+    except RedirectError:
+        raise
+    except RefusedError:
+        return [None] * len(keys)

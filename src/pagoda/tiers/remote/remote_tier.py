@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from pagoda import codec
-from pagoda.clock import Clock
+from pagoda.clock import Clock, Deadline
 from pagoda.codec import HEADER_BYTES, require
 from pagoda.errors import ConfigError, StoreError
 from pagoda.keys import Namespace
@@ -54,6 +54,12 @@ _MOST_KEYS = 1024  # in one query
 _STEP_SECONDS = 10.0  # for a step of a call that lists all names
 _LISTING_SECONDS = 60.0  # for all its steps together
 _MOST_TOUCHED = 16  # at once: one round of requests to an object store
+_BATCH_CHUNKS, _BATCH_BYTES = (
+    16,
+    4 << 20,
+)  # one connection's writes that are claimed at once: they are sent soon
+_BUSY_PAUSE_SECONDS = 0.05  # before a chunk that another machine is sending is asked for again
+_BUSY_SECONDS = 10.0  # how long that goes on, in addition to twice the time that sending a batch may take
 
 
 class RemoteTier(QueuedTier):
@@ -280,6 +286,7 @@ class RemoteStore(WorkerBackend):
         self.deadline_seconds = deadline_seconds
         self._slowest = _SLOWEST_BYTES_PER_SECOND / connections  # which share the network link
         self.chunk_bytes, self.fingerprint = layout.chunk_bytes, layout.fingerprint
+        self.batch_chunks = max(1, min(_BATCH_CHUNKS, _BATCH_BYTES // self.chunk_bytes))
         # an opaque layout most likely holds the 16-bit types that models are served in
         self.word_bytes = min(4, itemsize(layout.planes[0].dtype)) if layout.planes else 2
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
@@ -393,6 +400,10 @@ class RemoteStore(WorkerBackend):
     def deadline(self, nbytes: int = 0) -> float:
         """Return when a call that starts now and moves `nbytes` must be over (time.monotonic())."""
         return time.monotonic() + self.deadline_seconds + nbytes / self._slowest
+
+    def batch_deadline(self) -> float:
+        """Return when a batch of writes that is claimed now must be over (time.monotonic())."""
+        return self.deadline(self.batch_chunks * self.chunk_bytes)
 
     def record_refusal(self, refusal: RefusedError, what: str, breaker: CircuitBreaker) -> Reason:
         """Log that the store refused, count it for `breaker` and return the reason to report."""
@@ -652,27 +663,69 @@ class RemoteWorker(IoWorker):
     # ---- saving --------------------------------------------------------------------------------------------------
 
     def save(self, writes: Sequence[WriteRequest]) -> None:
-        """Do a batch of writes and end their futures, whatever happens."""
+        """Claim a batch of writes, send what is not stored, and end their futures, whatever happens.
+
+        What another machine is sending is put back: that machine may die, and then its claim expires.
+        """
+        claims = self._claim(writes)
         for write in writes:
+            claim = claims.get(write)
             try:
                 self._queue.read_all(self.load)
-                reason = self._save(write)
+                reason = self._save(write, claim)
             except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the future's value
                 reason = self._store.record_error(error, "a save")
+            if reason is Reason.BUSY and claim is PutResult.BUSY and self._put_back(write):
+                continue
             if reason is not None:
                 self._store.count({f"drop_{reason}": 1})
             self._queue.finish_write(write, Done(reason is None, reason))
 
-    def _save(self, write: WriteRequest) -> Reason | None:
+    def _claim(self, writes: Sequence[WriteRequest]) -> dict[WriteRequest, PutResult | Reason | None]:
+        """Ask the store about all writes that may be done: why one is not to be sent; None: it is, by this machine."""
         store = self._store
-        if store.breaker.is_open:
+        claims: dict[WriteRequest, PutResult | Reason | None] = {}
+        asked = [write for write in writes if self._obstacle(write) is None and not self._is_known(write)]
+        for namespace in {write.namespace for write in asked}:
+            batch = [write for write in asked if write.namespace == namespace]
+            keys, until = [write.chunk.key for write in batch], store.batch_deadline()
+            try:
+                found = self._connection.call(
+                    lambda connection, question=(namespace, keys, until): connection.claim(*question),  # type: ignore[misc]
+                    "asking before a save",
+                    store.write_breaker,
+                )
+            except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the futures' value
+                found = store.record_error(error, "asking before a save")
+            claims.update(
+                dict.fromkeys(batch, found) if isinstance(found, Reason) else zip(batch, found, strict=True)
+            )
+        return claims
+
+    def _put_back(self, write: WriteRequest) -> bool:
+        """Do a write of a chunk that another machine is sending again a moment later; False once that took too long."""
+        if write.patience is None:
+            write.patience = Deadline(2 * (self._store.batch_deadline() - time.monotonic()) + _BUSY_SECONDS)
+        return not write.patience.passed and self._queue.put_back(write, _BUSY_PAUSE_SECONDS)
+
+    def _obstacle(self, write: WriteRequest) -> Reason | None:
+        if self._store.breaker.is_open:
             return Reason.TIER_SKIPPED
-        if store.write_breaker.resting:
-            return store.last_refusal
-        if not write.is_valid():
-            return write.cancelled or Reason.STALE
-        if store.presence.get(write.namespace, write.chunk.key):  # the late answer of a look-up
-            return None
+        if self._store.write_breaker.resting:
+            return self._store.last_refusal
+        return None if write.is_valid() else write.cancelled or Reason.STALE
+
+    def _is_known(self, write: WriteRequest) -> bool:
+        """Return whether the store is known to have the chunk, as by the late answer of a look-up."""
+        return bool(self._store.presence.get(write.namespace, write.chunk.key))
+
+    def _save(self, write: WriteRequest, claim: PutResult | Reason | None) -> Reason | None:
+        store = self._store
+        reason = claim if isinstance(claim, Reason) else self._obstacle(write)
+        if reason is not None or self._is_known(write):
+            return reason
+        if isinstance(claim, PutResult):
+            return self._finish_put(write, claim)
         payload = write.chunk.payload[: store.chunk_bytes]
         encoding_buffer = self._page[:0] if store.codec_name == "raw" else self._encoding_buffer()
         name, stored = codec.encode(store.codec_name, payload, store.word_bytes, encoding_buffer)
@@ -694,7 +747,7 @@ class RemoteWorker(IoWorker):
     def _finish_put(self, write: WriteRequest, result: PutResult) -> Reason | None:
         store, key = self._store, write.chunk.key
         if result is PutResult.BUSY:
-            return Reason.BUSY
+            return write.cancelled or Reason.BUSY
         if result is PutResult.STALE:
             return write.cancelled or Reason.STALE
         if write.cancelled is not None:  # its key was removed while it was being published

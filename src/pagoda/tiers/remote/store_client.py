@@ -87,6 +87,12 @@ class StoreConnection(Protocol):
     def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
         """Tell a store that keeps recency that these keys are in use; return which of them are present."""
 
+    def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
+        """Ask before puts, in one round trip: PRESENT or BUSY of each key that is not to be sent, None of the others.
+
+        A store that can keeps other writers from these others until they are put, or until a while after `until`.
+        """
+
     def put(
         self,
         namespace: bytes,
