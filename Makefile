@@ -93,6 +93,7 @@ bench: $(READY)
 # needs redis-server, nginx and, for shaped links, root
 bench-remote: $(READY)
 	$(BIN)/python benchmarks/remote.py $(ARGS)
+	$(BIN)/python benchmarks/remote_writes.py $(filter-out --markdown,$(ARGS))
 	$(BIN)/python benchmarks/codec.py $(ARGS)
 	$(BIN)/python benchmarks/remote_links.py $(ARGS)
 
@@ -107,7 +108,7 @@ bench-replay: $(READY)
 
 # every benchmark that needs neither vLLM nor a GPU, once and whole: an hour or so. 2: it cannot run here, and has said why
 bench-full: $(READY)
-	for each in local cache blocks policies remote codec remote_links neighbours neighbours_link; do \
+	for each in local cache blocks policies remote remote_writes codec remote_links neighbours neighbours_link; do \
 		echo "## $$each"; $(BIN)/python benchmarks/$$each.py $(ARGS) || [ $$? -eq 2 ] || exit 1; done
 
 # beside LMCache, which has an environment of its own (make bench-peers ARGS=--json). 2: it cannot be had, and one line says so

@@ -221,6 +221,7 @@ def test_a_draft_that_is_moved_is_dropped(shared: list[Server]) -> None:
 
     try:
         page, payload = aligned(4096), payload_of(key, LARGE)
+        assert connection.claim(ROOT, [key], time.monotonic() + PATIENT_SECONDS) == [None]
         with pytest.raises(RefusedError) as refused:
             connection.put(ROOT, key, page, payload, move, time.monotonic() + PATIENT_SECONDS)
         assert refused.value.reason is Reason.BUSY and refused.value.contained

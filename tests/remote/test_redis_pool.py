@@ -383,6 +383,21 @@ def test_a_distant_pool_is_waited_for(shared: list[Server]) -> None:
         connection.close()
 
 
+def test_a_writer_waits_for_a_slow_node(shared: list[Server]) -> None:
+    """No look-up waits for it: a node that takes longer than that to answer a writer has not failed."""
+    keys, prefix = keys_of(24), fresh_prefix()
+    with proxy_to(shared[0].port) as proxy:
+        places = f"127.0.0.1:{proxy.port},127.0.0.1:{shared[1].port}"
+        pool = RedisPoolClient(f"redis+pool://{places}", prefix=prefix, look_seconds=0.01)
+        slow, _ = pool.nodes
+        proxy.both(Fault(delay_seconds=0.1))
+        with tier_on(pool, deadline_seconds=PATIENT_SECONDS, look_seconds=0.01) as tier:
+            assert all(end.ok for end in ends(tier.save(chunks_of(keys), ROOT)))
+            assert slow.trusted_since == 0.0, "it did not count as failed"
+    here = of(shared[:2], keys, prefix)
+    assert all(here.values()) and sum(map(len, here.values())) == len(keys)
+
+
 def test_a_full_node_refuses_its_own_chunks_only(servers: list[Server]) -> None:
     keys = keys_of(48)
     with tier_on(on(servers, look_seconds=PATIENT_SECONDS), LARGE, queue_chunks=100) as tier:

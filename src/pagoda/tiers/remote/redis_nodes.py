@@ -10,6 +10,7 @@ A look-up asks all nodes at the same time. A node that fails is left out, and a 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -271,7 +272,7 @@ class RedisNodesConnection:
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
         """Ask before puts. Of a node that does not answer or refuses, `put` says so: nothing is known of its chunks."""
-        shares, claimed = self._ask_for(keys, _claimed, namespace, until)
+        shares, claimed = self._ask_for(keys, _claimed, namespace, until, patience_seconds=math.inf)
         results: list[PutResult | None] = [None] * len(keys)
         for node, settled in claimed.items():
             for at, result in zip(shares[node], settled, strict=True):
@@ -352,7 +353,12 @@ class RedisNodesConnection:
     # ---- nodes
 
     def _ask_for(
-        self, keys: Sequence[bytes], question: Callable[..., _T], namespace: bytes, until: float
+        self,
+        keys: Sequence[bytes],
+        question: Callable[..., _T],
+        namespace: bytes,
+        until: float,
+        patience_seconds: float | None = None,
     ) -> tuple[dict[RedisNode, list[int]], dict[RedisNode, _T]]:
         """Ask each node about its share of the keys; return the shares, and the answers of those that answer."""
         for _ in range(_MOST_MOVES):
@@ -362,7 +368,7 @@ class RedisNodesConnection:
                 for node, share in shares.items()
             }
             self._has_moved = False
-            answers = self._ask(calls, until)
+            answers = self._ask(calls, until, patience_seconds)
             if not self._has_moved:
                 break
         return shares, answers
@@ -399,14 +405,18 @@ class RedisNodesConnection:
                 raise ConnectionError(str(error))
         return [future.result() for future in futures]
 
-    def _ask(self, calls: _Calls[_T], until: float) -> dict[RedisNode, _T]:
+    def _ask(
+        self, calls: _Calls[_T], until: float, patience_seconds: float | None = None
+    ) -> dict[RedisNode, _T]:
         """Call nodes at the same time; return the results of those that answer. The others count as failed.
 
-        Where none answers in the time that is usual in one network, the first answer shows how far away they are.
+        `patience_seconds`: how long all of them are waited for; None: as long as a look-up may take. Where none answers
+        in the time that is usual in one network, the first answer shows how far away they are.
         """
         begun = time.monotonic()
         futures = {node: self._submit(node, call, until) for node, call in calls.items()}
-        wait(futures.values(), min(until - begun, self._client.patience_seconds))
+        patience = self._client.patience_seconds if patience_seconds is None else patience_seconds
+        wait(futures.values(), min(until - begun, patience))
         for future in futures.values():
             if any(each.done() and each.exception() is None for each in futures.values()):
                 break
