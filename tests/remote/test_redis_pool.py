@@ -107,6 +107,8 @@ def test_the_order_of_nodes_and_the_other_nodes_move_no_key() -> None:
     by_name = {node.client.address[8]: share for node, share in three.items()}
     assert {node.client.address[8].lower(): share for node, share in again.items()} == by_name
     assert all(1800 < len(share) < 2200 for share in by_name.values())
+    dotted = shares(RedisPoolClient("redis+pool://b.,a:6379,c"), keys)
+    assert {node.client.address[8]: share for node, share in dotted.items()} == by_name
     two = shares(RedisPoolClient("redis+pool://a,c"), keys)
     for node, share in two.items():
         assert share > by_name[node.client.address[8]], "a key of a present node moved"
@@ -488,6 +490,18 @@ def test_a_host_that_does_not_exist_is_left_out_and_named(shared: list[Server]) 
     assert f"{gone}: no answer; the other nodes do" in checked.trouble
     (well,) = pinged([parse(on(shared).address)])
     assert not well.trouble
+
+
+def test_two_machines_can_compare_the_nodes_they_name(shared: list[Server]) -> None:
+    ports = [server.port for server in shared]
+    first = ",".join(f"127.0.0.1:{port}" for port in ports)
+    again = ",".join(f"127.0.0.1:{port}" for port in reversed(ports))
+    other = ",".join(f"localhost:{port}" for port in ports)
+    urls = (first, again, other, f"{first}/1", f"{first}?prefix=x")
+    said = [checked.nodes for checked in pinged([parse(f"redis+pool://{url}") for url in urls])]
+    assert said[0] == said[1] and len(set(said)) == 4
+    assert ",".join(sorted(first.split(","))) in said[0]
+    assert not pinged([parse(shared[0].url)])[0].nodes
 
 
 def test_a_call_that_waits_ends_when_the_tier_is_closed(servers: list[Server]) -> None:

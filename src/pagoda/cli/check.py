@@ -196,3 +196,5 @@ def _print_remotes(remotes: list[RemoteCheck]) -> None:
     for asked in remotes:
         if asked.trouble:
             printing.note(asked.trouble)
+        if asked.nodes:
+            printing.note(f"{asked.tier}: on all machines the same nodes: {asked.nodes}")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -30,11 +31,12 @@ WALK_SECONDS = 300.0
 
 
 class RemoteCheck(NamedTuple):
-    """A remote tier and what is wrong with it, or an empty string."""
+    """A remote tier, what is wrong with it (empty: nothing), and of a pool the nodes: on all machines the same."""
 
     tier: str
     address: str
     trouble: str
+    nodes: str = ""
 
 
 class Unanswered(Exception):
@@ -122,7 +124,7 @@ def cleared(spec: RemoteSpec, roots: Sequence[bytes] | None) -> int:
 
 def pinged(specs: Sequence[RemoteSpec]) -> list[RemoteCheck]:
     """Return for each remote tier whether it answers and can be read, and whether its codec is installed."""
-    return [RemoteCheck(spec.name, spec.redacted, _trouble(spec)) for spec in specs]
+    return [RemoteCheck(spec.name, spec.redacted, _trouble(spec), _nodes(spec)) for spec in specs]
 
 
 def patience(spec: RemoteSpec) -> float:
@@ -167,6 +169,17 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
         raise Unanswered(spec, f"{said}; does it run there?") from None
     except PagodaError as trouble:
         raise Unanswered(spec, str(trouble)) from None
+
+
+def _nodes(spec: RemoteSpec) -> str:
+    """Return the nodes of a pool in one spelling, and a digest of them to compare; else an empty string."""
+    from pagoda.errors import PagodaError
+
+    if "+pool:" in spec.redacted[:12]:
+        with suppress(PagodaError):
+            place = spec.engine().address.partition("://")[2]
+            return f"{place} digest {blake2b(f'{place} {spec.prefix}'.encode(), digest_size=4).hexdigest()}"
+    return ""
 
 
 def _trouble(spec: RemoteSpec) -> str:

@@ -50,7 +50,8 @@ class RedisNode:
 
     def __init__(self, client: RedisClient, clock: Clock) -> None:
         self.client = client
-        self.place = client.address.partition("://")[2].rpartition("/")[0].lower()  # host:port
+        host, _, port = client.address.partition("://")[2].rpartition("/")[0].lower().rpartition(":")
+        self.place = f"{host.rstrip('.')}:{port}"  # in one spelling of several
         self.seed = np.frombuffer(hashlib.blake2b(self.place.encode(), digest_size=8).digest(), "<u8")[0]
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
         self.write_breaker = CircuitBreaker(clock, _REFUSALS, _REFUSED_SECONDS)
@@ -123,7 +124,7 @@ class RedisNodesClient:
         )
         self.nodes = self._seeds = [RedisNode(self._client_of(each), self._clock) for each in node_urls(url)]
         first = self.nodes[0].client
-        places = ",".join(node.place for node in self.nodes)
+        places = ",".join(sorted(node.place for node in self.nodes))  # on two machines the same text
         self.address = f"{self._url.scheme}://{places}/{first.address.rpartition('/')[2]}"
         self.keepalive_seconds = first.keepalive_seconds
         self.believed_seconds = first.believed_seconds
@@ -188,7 +189,8 @@ class RedisPoolClient(RedisNodesClient):
     """Independent Redis, `redis+pool://host:port,host:port`: rendezvous hashing says which node has a key.
 
     Each key has an order of all nodes, by a hash of both, and is on the first that is used now: without a node its keys
-    are on others, and no other key moves. All machines must name the nodes alike.
+    are on others, and no other key moves. All machines must name the nodes alike (case, order, a default port and the
+    dot at the end of a name do not matter).
     """
 
     def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
