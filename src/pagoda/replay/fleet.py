@@ -13,8 +13,8 @@ from typing import NamedTuple
 from pagoda.replay.simulate import Simulation, TierOutcome, TierSpec
 from pagoda.replay.simulated_tier import SimulatedTier
 from pagoda.replay.trace import Request
-from pagoda.tiers.remote.leading_run import leading_run
-from pagoda.tiers.remote.object_store import AT_ONCE, BELIEVED_SECONDS
+from pagoda.tiers.remote.leading_run import EXACT_REQUESTS, leading_run
+from pagoda.tiers.remote.object_store import BELIEVED_SECONDS
 
 __all__ = ["ROUTES", "FleetOutcome", "FleetSpec", "StoreRequests", "Traffic", "simulate_fleet"]
 
@@ -187,7 +187,7 @@ class _Fleet:
                 self._asked["look_heads"] += len(positions)
                 return sum(at < loaded for at in positions)
 
-            leading_run(len(ids) - own, ask, probes=AT_ONCE, exact=AT_ONCE)
+            leading_run(len(ids) - own, ask, probes=EXACT_REQUESTS, exact=EXACT_REQUESTS)
         believed = now - 1e3 * BELIEVED_SECONDS
         touched = sum(machine.known.get(chunk, -1e3 * BELIEVED_SECONDS) < believed for chunk in ids[:own])
         self._asked.update(touches=touched, gets=loaded, puts=written)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["leading_run"]
+__all__ = ["EXACT_KEYS", "EXACT_REQUESTS", "leading_run"]
+
+EXACT_KEYS = (
+    512  # asked at once of a store that answers many in one round trip: more take longer than a round trip
+)
+EXACT_REQUESTS = 16  # where each key is a request, which costs money
 
 
 def leading_run(count: int, ask: Callable[[Sequence[int]], int], *, probes: int, exact: int) -> int:
     """Return how many of `count` keys are present before the first absent one.
 
-    Up to `exact` keys are one question. Of more, each question is about `probes` positions, the first unknown one
-    among them, until so few are left between one that is present and one that is absent. A key that is missing
-    between others may then go unnoticed, and the result be too high: a read of that key is a miss.
+    Up to `exact` keys (at least `probes`) are one question. Of more, each question is about `probes` positions, the
+    first unknown one among them, until so few are left between one that is present and one that is absent. A key that
+    is missing between others may then go unnoticed, and the result be too high: a read of that key is a miss.
 
     `ask` is given positions and returns how many of them are present before the first absent one; what it raises is
     raised.

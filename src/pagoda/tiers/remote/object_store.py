@@ -25,7 +25,7 @@ from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote import obstore_runner, s3_requests, store_urls
 from pagoda.tiers.remote.http import HttpConnection, HttpConnectionPool, Response, listed_paths
-from pagoda.tiers.remote.leading_run import leading_run
+from pagoda.tiers.remote.leading_run import EXACT_REQUESTS, leading_run
 from pagoda.tiers.remote.obstore_runner import (
     NO_BUCKET,
     ObstoreRunner,
@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _T = TypeVar("_T")
-AT_ONCE = 16  # requests in flight of one connection: of a find, and of what a store cannot do in bulk
+_AT_ONCE = (
+    EXACT_REQUESTS  # requests in flight of one connection: of a find, and of what a store cannot do in bulk
+)
 _BATCH = 250  # names per step of a listing: fewer than one bulk request may have (S3: 1000, Azure: 256)
 _NAMESPACES = 1 << 16
 _LISTING_BYTES = 32 << 20  # of one folder, about 60000 names
@@ -157,7 +159,7 @@ class ObjectStoreConnection:
             present = self._are_present([names[at] for at in positions], until)
             return next((nth for nth, is_present in enumerate(present) if not is_present), len(present))
 
-        return leading_run(len(names), ask, probes=AT_ONCE, exact=AT_ONCE)
+        return leading_run(len(names), ask, probes=_AT_ONCE, exact=_AT_ONCE)
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
         """Return which keys are present, one request each; an object store keeps no recency."""
@@ -385,12 +387,12 @@ class ObjectStoreConnection:
         if not self._is_direct:
             return self._runner.run(self._for_each(names, self._is_present_by_obstore), until)
         present: list[bool] = []
-        for some in batches(names, AT_ONCE):
+        for some in batches(names, _AT_ONCE):
             present += map(self._is_present, self._head_statuses(some, until))
         return present
 
     def _head_statuses(self, names: Sequence[str], until: float) -> list[int]:
-        """Return the status of a HEAD request for each name, at most AT_ONCE; one alone uses the main connection."""
+        """Return the status of a HEAD request for each name, at most _AT_ONCE; one alone uses the main connection."""
         if len(names) == 1:
             response = self._request("HEAD", names[0], until)
             with self._http_errors():
@@ -400,7 +402,7 @@ class ObjectStoreConnection:
         if self._http_pool is not None and not self._http_pool.serves(url):
             self._http_pool.close()
             self._http_pool = None
-        pool = self._http_pool = self._http_pool or HttpConnectionPool(url, AT_ONCE)
+        pool = self._http_pool = self._http_pool or HttpConnectionPool(url, _AT_ONCE)
         self._runner.check_open()  # from here on `abort` reaches its connections
         with self._http_errors():
             return pool.head_all(targets, until, self._headers)
@@ -532,7 +534,7 @@ class ObjectStoreConnection:
 
     async def _for_each(self, names: Sequence[str], ask: Callable[[str], Awaitable[_T]]) -> list[_T]:
         answers: list[_T] = []
-        for some in batches(names, AT_ONCE):
+        for some in batches(names, _AT_ONCE):
             answers += await gather_all(map(ask, some))
         return answers
 

@@ -26,23 +26,32 @@ class PresenceCache:
     def reset(self) -> None:
         """Start empty with a new lock, as in a forked child."""
         self._lock = threading.Lock()
-        self._known: dict[tuple[bytes | None, bytes], tuple[bool, int]] = {}  # until when; the oldest first
+        # whether it is present, whether that was asked, until when; the oldest first
+        self._known: dict[tuple[bytes | None, bytes], tuple[bool, bool, int]] = {}
 
-    def record(self, namespace: bytes | None, keys: Iterable[bytes], present: bool) -> None:
-        """Remember that these keys are present, or absent."""
-        until = self._clock.monotonic_ns() + self._lives_ns[present]
+    def record(
+        self, namespace: bytes | None, keys: Iterable[bytes], present: bool, *, asked: bool = True
+    ) -> None:
+        """Remember that these keys are present, or absent. Not `asked`: the store was asked for some of them only."""
+        value = present, asked, self._clock.monotonic_ns() + self._lives_ns[present]
+        aliases = (namespace, None) if present else (namespace,)
+        names = [(known_as, key) for key in keys for known_as in aliases]
         with self._lock:
-            for key in keys:
-                for known_as in {namespace, None} if present else {namespace}:
-                    self._known.pop((known_as, key), None)
-                    self._known[known_as, key] = present, until
+            for name in names:
+                self._known.pop(name, None)
+            self._known.update(dict.fromkeys(names, value))
             while len(self._known) > _MOST_KEYS:
                 del self._known[next(iter(self._known))]
 
     def get(self, namespace: bytes | None, key: bytes) -> bool | None:
         """Return whether the key is present; None: not known."""
-        present, until = self._known.get((namespace, key), (False, 0))
+        present, _, until = self._known.get((namespace, key), (False, False, 0))
         return present if self._clock.monotonic_ns() < until else None
+
+    def is_stored(self, namespace: bytes, key: bytes) -> bool:
+        """Return whether the store, asked for this very key, said that it is present: it need not be sent."""
+        present, asked, until = self._known.get((namespace, key), (False, False, 0))
+        return present and asked and self._clock.monotonic_ns() < until
 
     def clear(self) -> None:
         """Forget everything."""

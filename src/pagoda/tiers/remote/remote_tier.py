@@ -26,6 +26,7 @@ from pagoda.threads import Event, if_free
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.io_queue import IoQueue, IoWorker, QueuedTier, ReadRequest, WorkerBackend, WriteRequest
+from pagoda.tiers.remote.leading_run import EXACT_KEYS, EXACT_REQUESTS
 from pagoda.tiers.remote.presence import PresenceCache
 from pagoda.tiers.remote.query_queue import QueryFunction, QueryQueue
 from pagoda.tiers.remote.store_client import (
@@ -50,7 +51,6 @@ _REFUSALS, _REFUSED_SECONDS = 4, 5.0
 _TOUCH_REST_SECONDS = 600.0  # after a store refused to be touched
 _PROBE_SECONDS = 0.1  # while the breaker is open: between two checks whether it is time for a probe
 _MOST_ROOTS = 4096
-_MOST_KEYS = 1024  # in one query
 _STEP_SECONDS = 10.0  # for a step of a call that lists all names
 _LISTING_SECONDS = 60.0  # for all its steps together
 _MOST_TOUCHED = 16  # at once: one round of requests to an object store
@@ -125,7 +125,7 @@ class RemoteTier(QueuedTier):
             is_queued = write is not None and write.is_valid() and write.matches(namespace, start + at)
             known = True if is_queued else self._store.presence.get(namespace, keys[at])
             if known is None:
-                asked = keys[at : at + _MOST_KEYS]
+                asked = keys[at:]
                 found = self._find_in_store(asked, namespace, until)
                 at += found
                 if not found or (found < len(asked) and keys[at] not in queued):
@@ -143,7 +143,7 @@ class RemoteTier(QueuedTier):
         def find(connection: StoreConnection) -> int:
             roots = store.roots(namespace)
             found = max((connection.find(root, keys, store.deadline()) for root in roots), default=0)
-            store.presence.record(namespace, keys[:found], True)
+            store.presence.record(namespace, keys[:found], True, asked=len(keys) <= store.exact_keys)
             store.presence.record(namespace, keys[found : found + 1], False)
             return found
 
@@ -195,7 +195,7 @@ class RemoteTier(QueuedTier):
     # ---- loading -------------------------------------------------------------------------------------------------
 
     def _stored(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int) -> Iterator[bool]:
-        return (bool(self._store.presence.get(namespace, chunk.key)) for chunk in chunks)
+        return (self._store.presence.is_stored(namespace, chunk.key) for chunk in chunks)
 
     def _count(self, name: str) -> None:
         self._store.count({name: 1})
@@ -294,7 +294,11 @@ class RemoteStore(WorkerBackend):
         self.last_refusal = Reason.IO_ERROR
         self.touch_breaker = CircuitBreaker(clock, 1, _TOUCH_REST_SECONDS)
         # what is absent may be stored at any moment: it is asked for again soon, unless questions cost
-        self.presence = PresenceCache(clock, absent_seconds=1.0 if client.keepalive_seconds is None else 0.1)
+        costs = client.keepalive_seconds is None
+        self.presence = PresenceCache(clock, absent_seconds=1.0 if costs else 0.1)
+        self.exact_keys = (
+            EXACT_REQUESTS if costs else EXACT_KEYS
+        )  # of longer prompts not all keys are asked for
         self.usage = Usage(None, None)
         self._log = RateLimitedLog(clock)
         self._counts: Counter[str] = Counter()
@@ -717,7 +721,7 @@ class RemoteWorker(IoWorker):
 
     def _is_known(self, write: WriteRequest) -> bool:
         """Return whether the store is known to have the chunk, as by the late answer of a look-up."""
-        return bool(self._store.presence.get(write.namespace, write.chunk.key))
+        return self._store.presence.is_stored(write.namespace, write.chunk.key)
 
     def _save(self, write: WriteRequest, claim: PutResult | Reason | None) -> Reason | None:
         store = self._store

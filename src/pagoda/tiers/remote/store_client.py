@@ -82,7 +82,10 @@ class StoreConnection(Protocol):
         """
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Return how many leading keys are present, in as few round trips as possible; moves no chunk."""
+        """Return how many leading keys are present, in as few round trips as possible; moves no chunk.
+
+        Of many keys some positions may be asked about only: see `leading_run`.
+        """
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
         """Tell a store that keeps recency that these keys are in use; return which of them are present."""

@@ -1,0 +1,133 @@
+"""Look-ups of long prompts: few questions, and what is missing in the middle costs a shorter hit and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import redis as client
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda.metrics import Reason
+from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
+from pagoda.tiers.remote.redis import RedisClient
+from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+from testbed.servers import Server, redis_server
+from tests.cache.kit import CHUNK, cache_at, keys_of, prompt, served, stored
+from tests.remote.chunks import PATIENT_SECONDS, ROOT, name_of, save, tier_on
+from tests.remote.chunks import keys_of as chain_of
+
+LONG = 3 * EXACT_KEYS
+HOLE = 700  # between two positions that are asked about
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture
+def db(server: Server) -> Iterator[client.Redis]:
+    """The same Redis as another client sees it, empty."""
+    with client.Redis(port=server.port) as other:
+        other.flushall()
+        yield other
+
+
+def present(db: client.Redis, keys: Sequence[bytes]) -> None:
+    """Put values where chunks would be."""
+    pipeline = db.pipeline(transaction=False)
+    for key in keys:
+        pipeline.hset(name_of("pagoda", key), "h", b"")
+    pipeline.execute()
+
+
+def asked(db: client.Redis) -> int:
+    """How many keys were asked about so far."""
+    calls = db.info("commandstats").get("cmdstat_exists", {"calls": 0})["calls"]
+    return int(calls)
+
+
+@given(st.integers(0, 3000), st.integers(0, 3000), st.integers(2, 16), st.integers(16, 600))
+def test_without_holes_it_is_the_leading_run(count: int, there: int, probes: int, exact: int) -> None:
+    there, questions = min(count, there), list[Sequence[int]]()
+
+    def ask(positions: Sequence[int]) -> int:
+        questions.append(positions)
+        return sum(at < there for at in positions)
+
+    assert leading_run(count, ask, probes=probes, exact=exact) == there
+    assert all(len(positions) <= max(probes, exact) for positions in questions)
+    assert len(questions) <= 1 or count > exact
+    assert len({at for positions in questions for at in positions}) == sum(map(len, questions)), "asked twice"
+
+
+@given(st.sets(st.integers(0, 99)), st.integers(2, 8), st.integers(8, 120))
+def test_with_holes_it_is_never_less(absent: set[int], probes: int, exact: int) -> None:
+    def ask(positions: Sequence[int]) -> int:
+        return next((nth for nth, at in enumerate(positions) if at in absent), len(positions))
+
+    found = leading_run(100, ask, probes=probes, exact=exact)
+    assert found >= min(absent, default=100)
+    assert found == min(absent, default=100) or exact < 100
+    assert found == 100 or found in absent
+
+
+@pytest.mark.parametrize("there", [0, 1, EXACT_KEYS, LONG - 1, LONG])
+def test_a_long_prompt_is_a_few_questions(server: Server, db: client.Redis, there: int) -> None:
+    keys = chain_of(LONG)
+    present(db, keys[:there])
+    with tier_on(RedisClient(server.url), look_seconds=PATIENT_SECONDS) as tier:
+        before = asked(db)
+        assert tier.find(keys, namespace=ROOT) == there
+        assert asked(db) - before <= 2 + 16 + LONG // 16  # with those that a connection begins with
+
+
+def test_a_short_prompt_is_exact(server: Server, db: client.Redis) -> None:
+    keys = chain_of(EXACT_KEYS)
+    present(db, [key for at, key in enumerate(keys) if at != 333])
+    with tier_on(RedisClient(server.url), look_seconds=PATIENT_SECONDS) as tier:
+        assert tier.find(keys, namespace=ROOT) == 333
+
+
+def test_several_nodes_find_a_long_run(server: Server, db: client.Redis) -> None:
+    keys = chain_of(2 * LONG)
+    with redis_server() as second, client.Redis(port=second.port) as other:
+        pool = RedisPoolClient(f"redis+pool://127.0.0.1:{server.port},127.0.0.1:{second.port}")
+        for node, share in pool.shares(keys).items():
+            present(
+                db if str(server.port) in node.place else other, [keys[at] for at in share if at < LONG + 9]
+            )
+        with tier_on(pool, look_seconds=PATIENT_SECONDS) as tier:
+            assert tier.find(keys, namespace=ROOT) == LONG + 9
+
+
+def test_what_was_not_asked_about_is_stored(server: Server, db: client.Redis) -> None:
+    """A look-up takes a missing chunk for present; the save that follows must not."""
+    keys = chain_of(LONG)
+    present(db, [key for at, key in enumerate(keys) if at != HOLE])
+    with tier_on(
+        RedisClient(server.url), look_seconds=PATIENT_SECONDS, deadline_seconds=PATIENT_SECONDS
+    ) as tier:
+        assert tier.find(keys, namespace=ROOT) == LONG
+        assert save(tier, [keys[HOLE]])[0].ok
+        assert db.exists(name_of("pagoda", keys[HOLE]))
+
+
+def test_a_hole_is_a_shorter_hit(server: Server, db: client.Redis, tmp_path: Path) -> None:
+    """With the right bytes, a reason, and the hole is filled by what is computed then."""
+    url, tokens = f"{server.url}/0?deadline=30s&look=30s&queue_chunks=4096", prompt(LONG)
+    with cache_at(None, None, remote=url) as cache:
+        stored(cache, tokens)
+        keys = keys_of(cache, tokens)
+    with cache_at(None, None, remote=url) as cache:
+        (name,) = db.keys(f"*{{{keys[HOLE].hex()}}}")
+        db.delete(name)
+        assert cache.lookup(tokens).num_tokens == LONG * CHUNK
+        hit, _ = served(cache, tokens)
+        assert (hit.num_tokens, hit.reason) == (HOLE * CHUNK, Reason.ABSENT)
+        stored(cache, tokens)
+        assert served(cache, tokens)[0].num_tokens == LONG * CHUNK
