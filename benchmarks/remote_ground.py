@@ -34,17 +34,18 @@ class Entrant:
     """One side of a race; counts the processor time of this process and of the server during its turns."""
 
     step: Step
-    pid: int  # of the server
+    pid: int | tuple[int, ...]  # of the server, or of several
     how: str
     client_seconds: float = field(default=0.0, init=False)
     server_seconds: float = field(default=0.0, init=False)
     calls: int = field(default=0, init=False)
 
     def __call__(self, number: int) -> None:
-        client, server = time.process_time(), cpu_seconds(self.pid)
+        pids = (self.pid,) if isinstance(self.pid, int) else self.pid
+        client, server = time.process_time(), sum(map(cpu_seconds, pids))
         self.step(number)
         self.client_seconds += time.process_time() - client
-        self.server_seconds += cpu_seconds(self.pid) - server
+        self.server_seconds += sum(map(cpu_seconds, pids)) - server
         self.calls += 1
 
     def cpu(self, turn_bytes: int) -> dict[str, float]:
@@ -192,28 +193,42 @@ class Side(NamedTuple):
 
     put: Step
     get: Step
-    pid: int  # of the process on the other end
+    pid: int | tuple[int, ...]  # of the process, or processes, on the other end
     how: str
     fill: Step | None = None  # puts a turn as earlier users of the store would; None: same as `put`
 
 
 def link_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int) -> Side:
     """Return one StoreConnection, to a store that was filled by as many parallel connections as a tier has."""
+    move = stack.enter_context(closing(LinkMoves(remote)))
+    fill = links_side(stack, turns, remote, pid).put
+    return Side(turns.putting(move.put), turns.getting(move.get), pid, "1 connection", fill)
+
+
+def links_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int | tuple[int, ...]) -> Side:
+    """Return as many StoreConnections as a tier has, on a thread each, without verification."""
     moves = [stack.enter_context(closing(LinkMoves(remote))) for _ in range(CONNECTIONS)]
     threads = stack.enter_context(ThreadPoolExecutor(CONNECTIONS))
 
-    def fill(number: int) -> None:
+    def parallel(step: Callable[[LinkMoves, int], None], numbers: range) -> None:
         def share(place: int) -> None:
-            for chunk in turns.numbers(number)[place::CONNECTIONS]:
-                moves[place].put(chunk, turns.keys[chunk], turns.source(chunk))
+            for chunk in numbers[place::CONNECTIONS]:
+                step(moves[place], chunk)
 
         for _ in threads.map(share, range(CONNECTIONS)):
             pass
 
-    return Side(turns.putting(moves[0].put), turns.getting(moves[0].get), pid, "1 connection", fill)
+    def put(number: int) -> None:
+        parallel(lambda link, n: link.put(n, turns.keys[n], turns.source(n)), turns.numbers(number))
+
+    def get(number: int) -> None:
+        numbers = turns.numbers(turns.kept + number % 2)
+        parallel(lambda link, n: link.get(n, turns.keys[n], turns.slot(n)), numbers)
+
+    return Side(put, get, pid, f"{CONNECTIONS} connections, unverified")
 
 
-def tier_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int) -> Side:
+def tier_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int | tuple[int, ...]) -> Side:
     """Return a complete RemoteTier."""
     moves = stack.enter_context(closing(TierMoves(turns, remote)))
     return Side(moves.save, moves.load, pid, moves.how)
@@ -240,7 +255,12 @@ def both_ways(
     """Race the puts, with an untimed call of `before` before each round; then race gets from newly filled stores."""
     found = raced_puts(turns, sides, before, figures)
     empty()
-    with ExitStack() as stack:  # new sides: a tier that remembers its puts would not put the same chunk again
+    return found + raced_gets(turns, sides, figures)
+
+
+def raced_gets(turns: Turns, sides: Field, figures: Figures) -> list[Figure]:
+    """Race the gets of what is put first, on new sides: a tier that remembers its puts would not put it again."""
+    with ExitStack() as stack:
         field = sides(stack)
         for name, each in field.items():
             if name != "socket":
@@ -248,7 +268,7 @@ def both_ways(
                 each.put(turns.kept + 1)
                 turns.proven(name, each.get)
         gets = {name: Entrant(each.get, each.pid, each.how) for name, each in field.items()}
-        return found + figures("get", contest(turns, gets))
+        return figures("get", contest(turns, gets))
 
 
 def raced_puts(turns: Turns, sides: Field, before: Callable[[], None], figures: Figures) -> list[Figure]:

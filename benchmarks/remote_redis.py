@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
@@ -22,13 +22,16 @@ from remote_ground import (
     Turns,
     both_ways,
     link_side,
+    links_side,
+    raced_gets,
     raced_puts,
     socket_side,
     tier_side,
 )
 
 from pagoda.tiers.remote.redis import RedisClient
-from testbed.servers import Server, lacking, redis_server
+from pagoda.tiers.remote.redis_cluster import RedisClusterClient
+from testbed.servers import Server, lacking, redis_cluster, redis_server
 
 HIREDIS = importlib.util.find_spec("hiredis") is not None
 PLAIN = "redis_py_hiredis" if HIREDIS else "redis_py"
@@ -83,6 +86,39 @@ def one_writer_figures(plan: Plan, nbytes: int) -> list[Figure]:
             return {name: side._replace(fill=None) for name, side in field.sides(stack).items()}
 
         return raced_puts(field.turns, sides, _rest, partial(_figures, f"{nbytes // MIB}mib_one_writer"))
+
+
+def cluster_figures(plan: Plan, nbytes: int) -> list[Figure]:
+    """Race gets from a cluster of three masters against gets from one Redis: what all connections move together."""
+    if missing := lacking("redis-server"):
+        say(f"{missing}; its figures are skipped")
+        return []
+    turns = Turns(plan, nbytes, (64 if plan.quick else 256) * MIB)
+    with ExitStack() as servers:
+        # a Redis each, as none finds a chunk that the other has put
+        ones = [servers.enter_context(redis_server()) for _ in range(2)]
+        clusters = [servers.enter_context(redis_cluster(3)) for _ in range(2)]
+
+        def sides(stack: ExitStack) -> dict[str, Side]:
+            def cluster(masters: Sequence[Server]) -> tuple[RedisClusterClient, tuple[int, ...]]:
+                url = f"redis+cluster://127.0.0.1:{masters[0].port}"
+                return RedisClusterClient(url, look_seconds=60.0), tuple(each.pid for each in masters)
+
+            return {
+                "links": links_side(stack, turns, *cluster(clusters[0])),
+                "one_links": links_side(stack, turns, RedisClient(ones[0].url), ones[0].pid),
+                "tier": tier_side(stack, turns, *cluster(clusters[1])),
+                "one_tier": tier_side(stack, turns, RedisClient(ones[1].url), ones[1].pid),
+            }
+
+        def figures(verb: str, made: Made) -> list[Figure]:
+            size = f"{verb}_{nbytes // MIB}mib_vs_one_redis"
+            return [
+                made(f"cluster_{size}", "links", "one_links", 1.3),
+                made(f"cluster_tier_{size}", "tier", "one_tier", 1.3),
+            ]
+
+        return raced_gets(turns, sides, figures)
 
 
 class Field:
