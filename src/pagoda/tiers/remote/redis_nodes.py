@@ -273,12 +273,18 @@ class RedisNodesConnection:
         return here
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
-        """Ask before puts. Of a node that does not answer or refuses, `put` says so: nothing is known of its chunks."""
-        shares, claimed = self._ask_for(keys, _claimed, namespace, until, patience_seconds=math.inf)
+        """Ask before puts. Of a node that does not answer or refuses, `put` says so: nothing is known of its chunks.
+
+        Nothing is claimed on a node that is not written to: others would wait for it.
+        """
+        places = self._client.shares(keys) if keys else {}
+        asked = [at for node, share in places.items() if not node.write_breaker.resting for at in share]
+        some = [keys[at] for at in asked]
+        shares, claimed = self._ask_for(some, _claimed, namespace, until, patience_seconds=math.inf)
         results: list[PutResult | None] = [None] * len(keys)
         for node, settled in claimed.items():
             for at, result in zip(shares[node], settled, strict=True):
-                results[at] = result
+                results[asked[at]] = result
         return results
 
     def put(
