@@ -19,6 +19,7 @@ from pathlib import Path
 
 _PAGE_BYTES = 4096  # the header of a chunk
 _TOO_SMALL = -600  # Mooncake's code for a buffer that cannot hold the value
+_TRANSFER_FAILED = -800
 _WATCH_SECONDS, _LAST_SECONDS = 1.0, 5.0
 _LONGEST_ANSWER = 300  # characters of what Mooncake says
 _RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -77,14 +78,12 @@ class MooncakeCalls:
         if code != _TOO_SMALL:
             return [code]
         size = self._store.get_size(name)
-        codes = self._store.batch_get_session_start([name])
-        if size < 0 or codes[0]:
-            return [min(size, codes[0])]
-        code = self._store.batch_get_into_multi_buffer_ranges(
-            [name], [[self._address]], [[_PAGE_BYTES]], [[0]]
+        ((code,),) = self._store.get_into_ranges(
+            [self._address], [[name]], [[[0]]], [[[0]]], [[[_PAGE_BYTES]]]
         )[0]
-        self._store.batch_get_session_end([name])
-        return [code] if code < 0 else [_TOO_SMALL, size]
+        if size < 0:
+            return [size]
+        return [_TOO_SMALL, size] if code == _PAGE_BYTES else [_TRANSFER_FAILED]  # it has no code of its own
 
     def remove(self, names: list[str]) -> list[int]:
         """Remove values, leased ones too (readers verify what they read); return Mooncake's codes."""
