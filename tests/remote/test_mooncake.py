@@ -270,7 +270,6 @@ def test_a_master_that_comes_later_is_found() -> None:
                 recovers(tier, keys)
 
 
-@pytest.mark.slow
 def test_a_call_that_is_late_writes_nothing_afterwards() -> None:
     """The machine that has the chunk stops in the middle: Mooncake waits for it for half a minute."""
     with mooncake_master("-client_ttl=60") as master, mooncake_peer(master) as machine:

@@ -34,6 +34,7 @@ from pagoda.fork import reset_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool
 from pagoda.tiers.base import Bytes
+from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.store_client import NAME_FORMAT, ListingDeadline, PutResult, RefusedError, Usage
 from pagoda.tiers.remote.store_urls import check_prefix
 
@@ -41,6 +42,7 @@ DEFAULT_PORT = 50051
 _HELPER = Path(__file__).with_name("mooncake_helper.py")
 _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
+_PROBES = 16
 _START_SECONDS = 30.0  # a process that has not joined the pool by then is replaced
 # of the environment, unless it is set: one attempt to reach the master (ours are repeated), no statistics
 _SETTINGS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_CLIENT_METRIC": "0"}
@@ -303,13 +305,22 @@ class MooncakeConnection:
         return self
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Return how many leading keys are present: one request, which also renews their leases."""
-        here = self._are_present(namespace, keys, until)
-        return here.index(False) if False in here else len(here)
+        """Return how many leading keys are present; the leases of those that are asked about are renewed."""
+
+        def ask(positions: Sequence[int]) -> int:
+            here = self.touch(namespace, [keys[at] for at in positions], until)
+            return here.index(False) if False in here else len(here)
+
+        return leading_run(len(keys), ask, probes=_PROBES, exact=EXACT_KEYS)
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
-        """Return which keys are present; their leases are renewed, so that others are evicted before them."""
-        return self._are_present(namespace, keys, until)
+        """Return which keys are present: one request. Their leases are renewed: others are evicted before them."""
+        codes = self._call(until, "exist", [self._name(namespace, key) for key in keys])
+        return [code == 1 for code in codes]
+
+    def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
+        """Say which keys are present. Of several writers of one key the master accepts the first: no other sends."""
+        return [PutResult.PRESENT if present else None for present in self.touch(namespace, keys, until)]
 
     def put(
         self,
@@ -320,10 +331,11 @@ class MooncakeConnection:
         is_valid: Callable[[], bool],
         until: float,
     ) -> PutResult:
-        """Store a copy, unless the key is present. `is_valid` is called after the copy and before it is sent."""
+        """Store a copy; `is_valid` is called after the copy and before it is sent.
+
+        STORED also if the key was present or another writer was first: the master does not tell, and nothing is sent.
+        """
         self._client.mount(until)
-        if self._are_present(namespace, [key], until) == [True]:
-            return PutResult.PRESENT
         nbytes = HEADER_BYTES + stored.nbytes
         staging = self._opened.reserve(nbytes, until)
         staging[:HEADER_BYTES] = page
@@ -422,10 +434,6 @@ class MooncakeConnection:
         if (worst := min(codes, default=0)) <= _NO_ANSWER:
             raise OSError(f"{self._client.address}: the master does not answer ({worst})")
         return codes
-
-    def _are_present(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
-        codes = self._call(until, "exist", [self._name(namespace, key) for key in keys])
-        return [code == 1 for code in codes]
 
     def _name(self, namespace: bytes, key: bytes) -> str:
         return f"{self._client.base}{namespace.hex()}:{key.hex()}"
