@@ -20,6 +20,7 @@ from pagoda.slab import aligned
 from pagoda.testing import TierConformance
 from pagoda.testing.tier_conformance import ONE, keys_of
 from pagoda.tiers.base import Bytes, Tier
+from pagoda.tiers.remote.indexed_store import IndexedStoreClient
 from pagoda.tiers.remote.mooncake import MooncakeClient
 from pagoda.tiers.remote.object_store import ObjectStoreClient
 from pagoda.tiers.remote.open_client import url_with_password
@@ -187,6 +188,15 @@ class TestS3(Remotely):
             "secret_access_key": "any",
         }
         return ObjectStoreClient(f"s3://{BUCKET}", prefix=self.prefix, options=options)
+
+
+class TestIndexedS3(TestS3):
+    @pytest.fixture(autouse=True)
+    def _index(self, redis: Server) -> None:
+        self.index = redis
+
+    def remote(self) -> StoreClient:
+        return IndexedStoreClient(super().remote(), RedisClient(self.index.url, prefix=self.prefix))
 
 
 class TestPagodaServer(Remotely):

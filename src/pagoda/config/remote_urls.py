@@ -75,6 +75,8 @@ _MEANT = {  # what others call them
 _OURS = ("name", "prefix", "ttl", "codec", "connections", "deadline", "look", "queue_chunks", "password_file")
 _OF_MOONCAKE = ("segment", "protocol")
 _OF_PEERS = ("password_file", "server", "dns")
+_INDEX = "index"  # of an object store: the URL of a Redis that knows its chunks
+_OF_INDEX = ("prefix", "ttl", "password_file")
 _OF_LOOKUP = ("prefix", "password_file")
 MOST_PEERS = 8
 """How many neighbours are asked at once; of more, `lookup` says which."""
@@ -146,16 +148,27 @@ class RemoteSpec:
         """
         from pagoda.tiers.remote.open_client import open_client
 
-        return open_client(
+        options = dict(self.options)
+        index = options.pop(_INDEX, None)
+        client = open_client(
             self.kind,
             self.url,
             name=self.name,
             prefix=self.prefix,
             ttl_seconds=self.ttl_seconds,
-            options=self.options,
+            options=options,
             password_file=self.password_file,
             look_seconds=self.look_seconds,
         )
+        if index is None:
+            return client
+        from pagoda.tiers.remote.indexed_store import IndexedStoreClient, index_prefix
+
+        spec = _parsed(index)
+        marks = replace(
+            spec, prefix=index_prefix(spec.prefix, client.address), look_seconds=self.look_seconds
+        )
+        return IndexedStoreClient(client, marks.engine())
 
     def url_with_password(self) -> str:
         """Return `url` with the content of `password_file`. ConfigError: it cannot be read."""
@@ -306,6 +319,7 @@ def _parsed(url: str) -> RemoteSpec:
         _check_mooncake(parts, ours, given)
     else:
         _check_objects(scheme, ours)
+        _check_index(given.get(_INDEX, _MASK))
     kept = "&".join(part for part in parts.query.split("&") if part.partition("=")[0] in given)
     place = f"{scheme}://{parts.netloc}{parts.path}"
     return RemoteSpec(
@@ -424,6 +438,18 @@ def _check_objects(scheme: str, ours: Mapping[str, str]) -> None:
             "password_file: is for redis and http; keys of an object store come from the environment variables "
             "of its client, such as AWS_SECRET_ACCESS_KEY"
         )
+
+
+def _check_index(index: str) -> None:
+    """Raise ValueError if this is not the URL of a Redis, nor a masked one."""
+    if index == _MASK:
+        return
+    if _SCHEMES.get(index.partition("://")[0].lower(), ("",))[0] != REDIS:
+        raise ValueError("index: the URL of a Redis is needed; write index=redis://host:6379/0")
+    _parsed(index)
+    for name in _parameters(index.partition("?")[2]):
+        if name in _OURS and name not in _OF_INDEX:
+            raise ValueError(f"index: {name} means nothing there; remove it")
 
 
 def _check_server(server: str, parts: SplitResult) -> None:
