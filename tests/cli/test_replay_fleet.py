@@ -60,6 +60,17 @@ def test_a_table_of_80_columns() -> None:
         assert word in shown.stdout, shown.stdout
 
 
+def test_second_sight_writes_less(trace: Path) -> None:
+    fleet = ("--machines", 2, "--remote", 100 * CHUNK_BYTES, *BYTES)
+    through = answer("replay", trace, *fleet)
+    sight = answer("replay", trace, *fleet, "--remote-write-policy", "second_sight")
+    written = [cast("list[Table]", found["links"])[0]["written_bytes"] for found in (through, sight)]
+    assert 0 < written[1] < written[0]
+    assert (through["remote_write_policy"], sight["remote_write_policy"]) == ("write_through", "second_sight")
+    shown = pagoda("replay", trace, *fleet, "--remote-write-policy", "second_sight").stdout
+    assert "2 machines, round-robin, remote lru with second sight" in shown
+
+
 def test_a_trace_without_time_has_no_rates(tmp_path: Path) -> None:
     trace = tmp_path / "now.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n' * 2)
@@ -85,6 +96,8 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
     assert "--link 25: write bits a second as 25Gbit" in refused("replay", trace, *fleet, "--link", 25)
     assert "--link 0Gbit" in refused("replay", trace, *fleet, "--link", "0Gbit")
     assert "--remote-policy lr: no such policy" in refused("replay", trace, *fleet, "--remote-policy", "lr")
+    policy = ("--remote-write-policy", "second")
+    assert "no such policy; did you mean second_sight?" in refused("replay", trace, *fleet, *policy)
     assert "--engines: with --remote no time" in refused("replay", trace, *fleet, "--engines", 2)
     assert "--remote need --model" in refused("replay", trace, "--remote", "1GiB")
     assert "--remote 64G: " in refused("replay", trace, "--remote", "64G", *BYTES)

@@ -316,7 +316,7 @@ def test_a_draft_that_went_is_not_published(connection: RedisConnection, client:
 
 def test_a_draft_that_lost_pieces_is_not_published(connection: RedisConnection, client: Client) -> None:
     """As when Redis evicts or expires a draft, and the next piece starts it again."""
-    stop = threading.Event()
+    begun, stop = threading.Event(), threading.Event()
 
     def lose() -> None:
         with redis.Redis.from_url(
@@ -325,9 +325,11 @@ def test_a_draft_that_lost_pieces_is_not_published(connection: RedisConnection, 
             while not stop.is_set():
                 for name in other.scan_iter("*:w:*"):
                     other.delete(name)
+                begun.set()
 
     thread = threading.Thread(target=lose)
     thread.start()
+    assert begun.wait(30)
     try:
         with pytest.raises(RefusedError) as refused:
             put(connection, 1, content(1, 64 * MIB), seconds=30)

@@ -105,7 +105,9 @@ def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
         client.execute_command(rule)
         remote = RedisClient(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}/1", ttl_seconds=60)
         works(remote.connection().open(soon()))
-        connection = RedisClient(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}").connection().open(soon())
+        url = f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}"
+        connection = RedisClient(url, second_sight=True).connection().open(soon())
+        assert connection.claim(ROOT, [KEY], soon()) == [PutResult.UNSEEN]
         for size in (100, 3 * MIB):
             assert put(connection, STORED[:size], soon()) is PutResult.STORED
             assert (

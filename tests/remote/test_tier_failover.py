@@ -225,7 +225,7 @@ def test_what_waits_for_another_writer_ends_when_it_is_removed_or_the_tier_is_cl
     prefix, keys = fresh_prefix(), keys_of(2)
     other = through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS)
     other.claim(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
-    with tier_on(through(proxy, prefix)) as tier:
+    with tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier:
         first, second = tier.save(chunks_of(keys), ROOT)
         before = proxy.up_bytes
         wait_until(lambda: proxy.up_bytes - before > 2000)  # it asks again and again

@@ -24,10 +24,13 @@ PATIENT_SECONDS = 200.0
 
 
 def fleet(
-    requests: Sequence[Request], machines: int, host: int = 0, remote: int = 1000, route: str = "round-robin"
-) -> FleetOutcome:
+    requests: Sequence[Request], machines: int, host: int = 0, remote: int = 1000, route: str = "round-robin",
+    writes: str = "write_through",
+) -> FleetOutcome:  # fmt: skip
     own = [TierSpec("host", host, "lru")] if host else []
-    return simulate_fleet(requests, FleetSpec(machines, own, TierSpec("remote", remote, "lru"), route))
+    return simulate_fleet(
+        requests, FleetSpec(machines, own, TierSpec("remote", remote, "lru"), route, writes)
+    )
 
 
 def hits(outcome: FleetOutcome) -> dict[str, int]:
@@ -41,6 +44,23 @@ def test_what_one_machine_computed_another_loads() -> None:
     assert (done.requests, done.accesses, done.seconds, done.hit_rate) == (4, 8, 120.0, 0.75)
     assert (done.lookups, done.busiest_minute_lookups) == (2, 2)
     assert done.kept == 2
+
+
+def test_second_sight_stores_what_is_asked_for_again_within_an_hour() -> None:
+    hour = 3_600_000
+    requests = [request(1, 2, ms=0), request(1, 3, ms=1_000), request(1, 2, ms=2_000), request(2, ms=3_000)]
+    done = fleet(requests, 4, writes="second_sight")
+    assert (hits(done), done.store.written, done.kept) == (
+        {"remote": 2},
+        2,
+        2,
+    )  # 1 of the third, 2 of the fourth
+    late = fleet(
+        [request(1, ms=0), request(1, ms=hour + 1), request(1, ms=hour + 2)], 3, writes="second_sight"
+    )
+    assert (hits(late), late.store.written) == ({"remote": 0}, 1)
+    above = fleet([request(1, ms=ms) for ms in (0, 1_000, 2_000)], 1, host=10, writes="second_sight")
+    assert (hits(above), above.store.written) == ({"host": 2, "remote": 0}, 1), "a hit above asks too"
 
 
 def test_one_machine_is_what_its_tiers_would_be() -> None:
@@ -73,12 +93,14 @@ def test_a_fleet_that_cannot_be() -> None:
     for machines, route, said in ((0, "prefix", "at least one machine"), (1, "nearest", "not nearest")):
         with pytest.raises(ValueError, match=said):
             fleet([], machines, route=route)
+    with pytest.raises(ValueError, match="not third_sight"):
+        fleet([], 1, writes="third_sight")
     assert fleet([], 2).hit_rate == 0.0
 
 
-def _machine(root: Path, url: str, orders: Connection) -> None:
+def _machine(root: Path, url: str, second_sight: bool, orders: Connection) -> None:
     """One machine: plays each request that it is sent, says that it has, and at the end what each tier served."""
-    live = Live(root, "lru", host=HOST, remote=RedisClient(url))
+    live = Live(root, "lru", host=HOST, remote=RedisClient(url, second_sight=second_sight))
     for asked in iter(orders.recv, None):
         live.ask(asked)
         orders.send(live.hits)
@@ -86,13 +108,13 @@ def _machine(root: Path, url: str, orders: Connection) -> None:
 
 
 @contextmanager
-def machines(root: Path, url: str) -> Iterator[list[Connection]]:
+def machines(root: Path, url: str, second_sight: bool) -> Iterator[list[Connection]]:
     """Eight processes, each with its own host memory, that share a Redis."""
     with ExitStack() as ends:
         lines = []
         for number in range(MACHINES):
             mine, its = SPAWN.Pipe()
-            process = SPAWN.Process(target=_machine, args=(root / str(number), url, its))
+            process = SPAWN.Process(target=_machine, args=(root / str(number), url, second_sight, its))
             process.start()
             ends.callback(process.join, PATIENT_SECONDS)
             ends.callback(mine.send, None)
@@ -112,13 +134,16 @@ def played(lines: Sequence[Connection], requests: Sequence[Request], route: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ["round-robin", "prefix"])
-def test_eight_machines_over_one_redis(shm_root: Path, route: str) -> None:
+@pytest.mark.parametrize(
+    ("route", "writes"),
+    [("round-robin", "write_through"), ("prefix", "write_through"), ("round-robin", "second_sight")],
+)
+def test_eight_machines_over_one_redis(shm_root: Path, route: str, writes: str) -> None:
     requests = [asked for asked in sample() if len(asked.hash_ids) <= HOST][:SOME]
-    done = fleet(requests, MACHINES, HOST, 100_000, route)
-    with redis_server() as redis, machines(shm_root, redis.url) as lines:
+    done = fleet(requests, MACHINES, HOST, 100_000, route, writes)
+    with redis_server() as redis, machines(shm_root, redis.url, writes == "second_sight") as lines:
         served = played(lines, requests, route)
-        assert Redis(port=redis.port).dbsize() == done.kept
+        assert len(Redis(port=redis.port).keys("*}")) == done.kept, "chunks, without marks"
     rates = {tier: count / done.accesses for tier, count in hits(done).items()}
     real = {"host": served["host"] / done.accesses, "remote": served["redis"] / done.accesses}
     assert real == pytest.approx(rates, abs=0.01)

@@ -214,7 +214,10 @@ class StoreCall:
             self._stage(i, buffer, {tier: self._stamps[tier] for tier, end in ends.items() if end > i})
             self._deadline.progress()
             latest = self._sent[-self._staging.count :]
-            if refused := next(filter(None, (staged.refused for _, staged in latest)), None):
+            reasons = (staged.refused for _, staged in latest)
+            if refused := next(
+                (reason for reason in reasons if reason not in (None, Reason.NOT_ADMITTED)), None
+            ):
                 return refused
         return None
 

@@ -92,6 +92,9 @@ def replay(
     remote_policy: Annotated[
         str | None, Option(metavar="NAME", help="The policy of --remote; default: lru.")
     ] = None,
+    remote_write_policy: Annotated[
+        str | None, Option(metavar="NAME", help="What is sent there: write_through (default), second_sight.")
+    ] = None,
     link: Annotated[
         str | None, Option(metavar="RATE", help="Each machine's and the store's link, such as 25Gbit.")
     ] = None,
@@ -106,7 +109,8 @@ def replay(
     tiers = {name: size for name, size in (("host", host), ("disk", disk), ("remote", remote)) if size}
     _refuse(capacity_chunks, tiers, curve, png)
     shared = {
-        "--machines": machines, "--route": route, "--remote-policy": remote_policy, "--link": link, "--prices": prices
+        "--machines": machines, "--route": route, "--remote-policy": remote_policy,
+        "--remote-write-policy": remote_write_policy, "--link": link, "--prices": prices,
     }  # fmt: skip
     timed = {
         "--host-speed": host_speed, "--disk-speed": disk_speed, "--measured": measured, "--prefill": prefill,
@@ -128,6 +132,7 @@ def replay(
                 machines or 1,
                 replay_fleet.route_of(route or "round-robin"),
                 policies_of([remote_policy or "lru"], config, "--remote-policy")[0],
+                replay_fleet.write_policy_of(remote_write_policy or "write_through"),
                 replay_fleet.link_of(link),
                 replay_fleet.prices_of(prices),
             )

@@ -44,6 +44,7 @@ class FleetPlan(NamedTuple):
     machines: int
     route: str
     remote_policy: str
+    write_policy: str
     link: float | None
     prices: Mapping[str, StorePrices]
 
@@ -62,6 +63,16 @@ def route_of(name: str) -> str:
     if name not in ROUTES:
         near = did_you_mean(name, ROUTES) or f"; choose of {', '.join(ROUTES)}"
         raise UsageError(f"--route {name}: no such route{near}")
+    return name
+
+
+def write_policy_of(name: str) -> str:
+    """Return a write policy of a remote tier. Raises UsageError."""
+    from pagoda.replay import WRITE_POLICIES
+
+    if name not in WRITE_POLICIES:
+        near = did_you_mean(name, WRITE_POLICIES) or f"; choose of {', '.join(WRITE_POLICIES)}"
+        raise UsageError(f"--remote-write-policy {name}: no such policy{near}")
     return name
 
 
@@ -109,7 +120,7 @@ def results(plan: FleetPlan, policies: Sequence[str], jobs: int | None, quiet: b
     for policy in policies if len(plan.sizes) > 1 else [plan.remote_policy]:
         *own, remote = specs_of(plan.trace, plan.sizes, plan.chunk_bytes, policy)
         remote = remote._replace(policy=plan.remote_policy)
-        work.append(TraceJob(fleet, (FleetSpec(plan.machines, own, remote, plan.route),)))
+        work.append(TraceJob(fleet, (FleetSpec(plan.machines, own, remote, plan.route, plan.write_policy),)))
     with TracePool(plan.trace.requests, jobs or cores(), quiet) as pool:
         return pool.run(work, f"replaying {plan.trace.name}")
 
@@ -163,6 +174,7 @@ def as_json(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> dict[str, object
         "chunk_bytes": plan.chunk_bytes,
         "machines": plan.machines,
         "route": plan.route,
+        "remote_write_policy": plan.write_policy,
         "link_bits_per_second": plan.link,
         **(runs[0] if len(runs) == 1 else {}),
         "runs": runs,
@@ -223,7 +235,7 @@ def _print_tiers(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
     ]
     printing.print_dicts(plan.trace.title, rows)
     machines = "one machine" if plan.machines == 1 else f"{plan.machines:,} machines, {plan.route}"
-    machines += f", remote {plan.remote_policy}"
+    machines += f", remote {plan.remote_policy}{' with second sight' * (plan.write_policy == 'second_sight')}"
     hits = ", ".join(f"{policy} {printing.share(outcome.hit_rate, 1).strip()}" for policy, outcome in found)
     printing.print_text(f"{machines}: {hits} of all chunks are served")
 
@@ -263,14 +275,16 @@ def _print_requests(found: Sequence[PolicyOutcome]) -> None:
 
 
 def _print_dollars(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
-    rows = []
-    for policy, outcome in found:
-        for name, prices in plan.prices.items():
-            if day := _dollars_a_day(plan, outcome, prices):
-                heads = day.pop("look-ups") + day.pop("other HEADs")
-                parts = {"HEADs": heads, **day, "with index": day["total"] - heads}
-                texts = {part: _dollars(dollars) for part, dollars in parts.items()}
-                rows.append({"policy": policy, "store": name, **texts})
+    rows = [
+        {
+            "policy": policy,
+            "store": name,
+            **{part: _dollars(dollars) for part, dollars in day.items()},
+        }
+        for policy, outcome in found
+        for name, prices in plan.prices.items()
+        if (day := _dollars_a_day(plan, outcome, prices))
+    ]
     printing.print_dicts("dollars a day, were it an object store", rows)
 
 

@@ -11,7 +11,6 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
-from pagoda.config.sizes import AUTO, parse_size
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ __all__ = [
     "tuple_of",
 ]
 
-REDIS, OBJECTS, PAGODA, MOONCAKE = "redis", "objects", "pagoda", "mooncake"
+REDIS, OBJECTS, PAGODA = "redis", "objects", "pagoda"
 _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL gives one, how a URL is written
     "redis": (REDIS, "redis", "redis://host:6379/0"),
     "rediss": (REDIS, "redis", "rediss://host:6379/0"),
@@ -40,7 +39,6 @@ _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL 
     "rediss+cluster": (REDIS, "redis", "rediss+cluster://host1:6379,host2:6379"),
     "redis+sentinel": (REDIS, "redis", "redis+sentinel://host1:26379,host2:26379/service"),
     "rediss+sentinel": (REDIS, "redis", "rediss+sentinel://host1:26379,host2:26379/service"),
-    "mooncake": (MOONCAKE, "mooncake", "mooncake://host:50051"),
     "s3": (OBJECTS, "s3", "s3://bucket/prefix"),
     "gs": (OBJECTS, "gs", "gs://bucket/prefix"),
     "az": (OBJECTS, "az", "az://container/prefix"),
@@ -52,7 +50,6 @@ _LOOKS = {
     REDIS: "50ms",
     OBJECTS: "300ms",
     PAGODA: "50ms",
-    MOONCAKE: "50ms",
 }  # some round trips of a network that such an engine is on
 _MEANT = {  # what others call them
     "valkey": "redis",
@@ -61,7 +58,6 @@ _MEANT = {  # what others call them
     "redis-cluster": "redis+cluster",
     "redis+unix": "unix",
     "redis+socket": "unix",
-    "mooncakestore": "mooncake",
     "gcs": "gs",
     "azure": "az",
     "abfs": "az",
@@ -72,11 +68,21 @@ _MEANT = {  # what others call them
     "davs": "https",
     "webdav": "http",
 }
-_OURS = ("name", "prefix", "ttl", "codec", "connections", "deadline", "look", "queue_chunks", "password_file")
-_OF_MOONCAKE = ("segment", "protocol")
+_OURS = (
+    "name",
+    "prefix",
+    "ttl",
+    "write_policy",
+    "codec",
+    "connections",
+    "deadline",
+    "look",
+    "queue_chunks",
+    "password_file",
+)
+_NOT_OF_PAGODA = ("ttl", "prefix", "write_policy")
+_WRITE_POLICIES = ("write_through", "second_sight")
 _OF_PEERS = ("password_file", "server", "dns")
-_INDEX = "index"  # of an object store: the URL of a Redis that knows its chunks
-_OF_INDEX = ("prefix", "ttl", "password_file")
 _OF_LOOKUP = ("prefix", "password_file")
 MOST_PEERS = 8
 """How many neighbours are asked at once; of more, `lookup` says which."""
@@ -120,17 +126,19 @@ class RemoteSpec:
     redacted: str
     """The whole URL as it may be shown."""
     kind: str
-    """"redis", "objects", "pagoda" (another machine's `pagoda serve`) or "mooncake"."""
+    """"redis", "objects" or "pagoda" (another machine's `pagoda serve`)."""
     name: str
     prefix: str = "pagoda"
     ttl_seconds: float | None = None
+    write_policy: str = _WRITE_POLICIES[0]
+    """Of what the cache hands over: "write_through", all; "second_sight", what was asked for twice, on any machine."""
     codec: str = "raw"
     connections: int = 4
     deadline_seconds: float = 1.0
     look_seconds: float = 0.05
     queue_chunks: int = 64
     options: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
-    """Parameters for the object store's own client; of a neighbour "dns"; of a Mooncake pool "segment", in bytes."""
+    """Parameters for the object store's own client; of a neighbour "dns"."""
     password_file: str = ""
     """Where the password is read from when the tier is opened; empty: it is in the URL, or there is none."""
 
@@ -148,27 +156,17 @@ class RemoteSpec:
         """
         from pagoda.tiers.remote.open_client import open_client
 
-        options = dict(self.options)
-        index = options.pop(_INDEX, None)
-        client = open_client(
+        return open_client(
             self.kind,
             self.url,
             name=self.name,
             prefix=self.prefix,
             ttl_seconds=self.ttl_seconds,
-            options=options,
+            second_sight=self.write_policy == "second_sight",
+            options=self.options,
             password_file=self.password_file,
             look_seconds=self.look_seconds,
         )
-        if index is None:
-            return client
-        from pagoda.tiers.remote.indexed_store import IndexedStoreClient, index_prefix
-
-        spec = _parsed(index)
-        marks = replace(
-            spec, prefix=index_prefix(spec.prefix, client.address), look_seconds=self.look_seconds
-        )
-        return IndexedStoreClient(client, marks.engine())
 
     def url_with_password(self) -> str:
         """Return `url` with the content of `password_file`. ConfigError: it cannot be read."""
@@ -315,11 +313,8 @@ def _parsed(url: str) -> RemoteSpec:
             )
     elif kind == PAGODA:
         _check_pagoda(ours, given)
-    elif kind == MOONCAKE:
-        _check_mooncake(parts, ours, given)
     else:
         _check_objects(scheme, ours)
-        _check_index(given.get(_INDEX, _MASK))
     kept = "&".join(part for part in parts.query.split("&") if part.partition("=")[0] in given)
     place = f"{scheme}://{parts.netloc}{parts.path}"
     return RemoteSpec(
@@ -329,12 +324,13 @@ def _parsed(url: str) -> RemoteSpec:
         name=_named(ours.get("name", name)),
         prefix=_prefix(ours.get("prefix", RemoteSpec.prefix)),
         ttl_seconds=_seconds("ttl", ours["ttl"], 1.0, 10 * 365 * 86400.0) if "ttl" in ours else None,
+        write_policy=_write_policy(ours.get("write_policy", RemoteSpec.write_policy)),
         codec=_codec(ours.get("codec", RemoteSpec.codec)),
         connections=_count("connections", ours.get("connections", "4"), 64),
         deadline_seconds=_seconds("deadline", ours.get("deadline", "1"), 0.001, 3600.0),
         look_seconds=_seconds("look", ours.get("look", _LOOKS[kind]), 0.0001, 3600.0),
         queue_chunks=_count("queue_chunks", ours.get("queue_chunks", "64"), 2**20),
-        options=given if kind in (OBJECTS, MOONCAKE) else {},
+        options=given if kind == OBJECTS else {},
         password_file=_password_file(scheme, parts, ours.get("password_file")),
     )
 
@@ -433,23 +429,13 @@ def _check_objects(scheme: str, ours: Mapping[str, str]) -> None:
         raise ValueError(
             "ttl: an object store deletes by rules of its own (lifecycle); set one there instead"
         )
+    if ours.get("write_policy", RemoteSpec.write_policy) != RemoteSpec.write_policy:
+        raise ValueError("write_policy: only a Redis can remember what was asked for once; leave it out here")
     if "password_file" in ours and scheme not in ("http", "https"):
         raise ValueError(
             "password_file: is for redis and http; keys of an object store come from the environment variables "
             "of its client, such as AWS_SECRET_ACCESS_KEY"
         )
-
-
-def _check_index(index: str) -> None:
-    """Raise ValueError if this is not the URL of a Redis, nor a masked one."""
-    if index == _MASK:
-        return
-    if _SCHEMES.get(index.partition("://")[0].lower(), ("",))[0] != REDIS:
-        raise ValueError("index: the URL of a Redis is needed; write index=redis://host:6379/0")
-    _parsed(index)
-    for name in _parameters(index.partition("?")[2]):
-        if name in _OURS and name not in _OF_INDEX:
-            raise ValueError(f"index: {name} means nothing there; remove it")
 
 
 def _check_server(server: str, parts: SplitResult) -> None:
@@ -463,34 +449,13 @@ def _check_server(server: str, parts: SplitResult) -> None:
 
 
 def _check_pagoda(ours: Mapping[str, str], given: Mapping[str, str]) -> None:
-    for name in ("ttl", "prefix"):
+    for name in _NOT_OF_PAGODA:
         if name in ours:
             raise ValueError(f"{name}: a pagoda serve has none; remove it")
-    known = tuple(name for name in _OURS if name not in ("ttl", "prefix"))
+    known = tuple(name for name in _OURS if name not in _NOT_OF_PAGODA)
     for name in given:
         hint = did_you_mean(name, known)
         raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
-
-
-def _check_mooncake(parts: SplitResult, ours: Mapping[str, str], given: dict[str, str]) -> None:
-    """Raise ValueError for what a Mooncake pool has not; replace the size of the segment by its bytes."""
-    if parts.path.strip("/") or parts.username is not None:
-        raise ValueError("a Mooncake pool has neither path nor user; write mooncake://host:50051")
-    for name in ("ttl", "password_file"):
-        if name in ours:
-            raise ValueError(f"{name}: a Mooncake pool has none; remove it")
-    known = (*(name for name in _OURS if name not in ("ttl", "password_file")), *_OF_MOONCAKE)
-    for name in given:
-        if name not in _OF_MOONCAKE:
-            hint = did_you_mean(name, known)
-            raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
-    if "segment" in given:
-        size = parse_size(given["segment"])
-        if size == AUTO:
-            raise ValueError("segment=auto: write a size, such as 64GiB")
-        given["segment"] = str(size)
-    if given.get("protocol", "tcp") not in ("tcp", "rdma"):
-        raise ValueError(f"protocol={given['protocol']}: must be tcp or rdma")
 
 
 def _parsed_peer(url: str) -> RemoteSpec:
@@ -531,6 +496,13 @@ def _codec(codec: str) -> str:
     if codec not in _CODECS:
         raise ValueError(f"codec={codec}: must be one of {', '.join(_CODECS)}{did_you_mean(codec, _CODECS)}")
     return codec
+
+
+def _write_policy(policy: str) -> str:
+    if policy not in _WRITE_POLICIES:
+        hint = did_you_mean(policy, _WRITE_POLICIES)
+        raise ValueError(f"write_policy={policy}: must be {' or '.join(_WRITE_POLICIES)}{hint}")
+    return policy
 
 
 def _count(name: str, text: str, most: int) -> int:

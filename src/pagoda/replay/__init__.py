@@ -10,7 +10,15 @@ optimum         what no cache can do better
 
 from __future__ import annotations
 
-from pagoda.replay.fleet import ROUTES, FleetOutcome, FleetSpec, StoreRequests, Traffic, simulate_fleet
+from pagoda.replay.fleet import (
+    ROUTES,
+    WRITE_POLICIES,
+    FleetOutcome,
+    FleetSpec,
+    StoreRequests,
+    Traffic,
+    simulate_fleet,
+)
 from pagoda.replay.optimum import infinite, optimum
 from pagoda.replay.simulate import SimulatedOutcome, Simulation, TierOutcome, TierSpec, simulate
 from pagoda.replay.timed_replay import Engines, Seconds, TimedOutcome, TimedTier, replay_timed
@@ -18,6 +26,7 @@ from pagoda.replay.trace import Request, format_request, read_trace
 
 __all__ = [
     "ROUTES",
+    "WRITE_POLICIES",
     "Engines",
     "FleetOutcome",
     "FleetSpec",

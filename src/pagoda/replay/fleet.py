@@ -11,14 +11,23 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from pagoda.replay.simulate import Simulation, TierOutcome, TierSpec
-from pagoda.replay.simulated_tier import SimulatedTier
+from pagoda.replay.simulated_tier import SecondSightTier, SimulatedTier
 from pagoda.replay.trace import Request
 from pagoda.tiers.remote.leading_run import EXACT_REQUESTS, leading_run
 from pagoda.tiers.remote.object_store import BELIEVED_SECONDS
 
-__all__ = ["ROUTES", "FleetOutcome", "FleetSpec", "StoreRequests", "Traffic", "simulate_fleet"]
+__all__ = [
+    "ROUTES",
+    "WRITE_POLICIES",
+    "FleetOutcome",
+    "FleetSpec",
+    "StoreRequests",
+    "Traffic",
+    "simulate_fleet",
+]
 
 ROUTES = ("round-robin", "prefix")
+WRITE_POLICIES = ("write_through", "second_sight")
 _MINUTE_MS = 60_000
 
 
@@ -26,13 +35,14 @@ class FleetSpec(NamedTuple):
     """So many machines, each with these tiers (the first is asked first), above one remote tier.
 
     `route`: which machine gets a request. "round-robin": the next in turn. "prefix": the one that had the longest known
-    prefix of it last, if that is at least half of it; else the next in turn.
+    prefix of it last, if that is at least half of it; else the next in turn. `write_policy`: of the remote tier.
     """
 
     machines: int
     own: Sequence[TierSpec]
     remote: TierSpec
     route: str = ROUTES[0]
+    write_policy: str = WRITE_POLICIES[0]
 
 
 class Traffic(NamedTuple):
@@ -151,7 +161,10 @@ class _Fleet:
     def __init__(self, spec: FleetSpec) -> None:
         self._spec = spec
         self._router = _Router(spec.machines, spec.route)
-        self._remote = SimulatedTier(spec.remote.chunks, spec.remote.policy)
+        if spec.write_policy not in WRITE_POLICIES:
+            raise ValueError(f"writes are {' or '.join(WRITE_POLICIES)}, not {spec.write_policy}")
+        kind = SimulatedTier if spec.write_policy == WRITE_POLICIES[0] else SecondSightTier
+        self._remote = kind(spec.remote.chunks, spec.remote.policy)
         self._machines: list[_Machine] = []
         self._store = _Link()
         self._asked: Counter[str] = Counter()

@@ -17,8 +17,9 @@ from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, Marks
 from pagoda.ledger.eviction import GHOST_REASONS, Evictor
 from pagoda.ledger.transaction import BATCH
 from pagoda.metrics import Reason
+from pagoda.tiers.remote.redis import GHOST_SECONDS
 
-__all__ = ["Chain", "SimulatedTier", "marks_of_ids"]
+__all__ = ["Chain", "SecondSightTier", "SimulatedTier", "marks_of_ids"]
 
 _LEASE_NS = int(PRESENT_LEASE_SECONDS * 1e9)
 _SHARE_NS, _PREPARE_NS = 1_000_000_000, 100_000_000
@@ -246,6 +247,24 @@ class SimulatedTier:
 
     def _free(self) -> int:
         return self._columns.slots - len(self._ids)
+
+
+class SecondSightTier(SimulatedTier):
+    """Takes in a chunk when a second request asks for it, as a Redis with write_policy=second_sight."""
+
+    def __init__(self, chunks: int, policy: str) -> None:
+        super().__init__(chunks, policy)
+        self._ghosts: dict[int, int] = {}  # until when it is known that a chunk was asked for (ns)
+
+    def store(self, chain: Chain, start: int, end: int, stamp: int) -> None:
+        """Take in those of the chunks [start, end) that were asked for before."""
+        begin = start
+        for at in range(start, end):
+            if chain.ids[at] not in self._rows and self._ghosts.get(chain.ids[at], 0) <= chain.now:
+                self._ghosts[chain.ids[at]] = chain.now + int(GHOST_SECONDS * 1e9)
+                super().store(chain, begin, at, stamp)
+                begin = at + 1
+        super().store(chain, begin, end, stamp)
 
 
 def marks_of_ids(ids: Sequence[int]) -> Marks:

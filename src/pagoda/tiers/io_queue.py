@@ -6,7 +6,9 @@ a limit, and are replaced after a fork.
 
 from __future__ import annotations
 
+import heapq
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -86,7 +88,9 @@ class IoQueue:
         self._read_chunks = read_chunks
         self._changed = Condition()
         self._writes: deque[WriteRequest] = deque()
-        self._delayed: deque[tuple[Deadline, WriteRequest]] = deque()  # writes that were put back
+        self._delayed: list[
+            tuple[float, int, WriteRequest]
+        ] = []  # writes that were put back: a heap, by when due
         self._reads: deque[ReadRequest] = deque()
         self._outstanding_writes: dict[bytes, WriteRequest] = {}  # queued or running, by key
         # reads that others wait for, too
@@ -199,18 +203,19 @@ class IoQueue:
             return batch
 
     def put_back(self, write: WriteRequest, seconds: float) -> bool:
-        """Queue a write that a worker has taken once more, after some seconds (the same for all). False: closed."""
+        """Queue a write that a worker has taken once more, after some seconds. False: closed."""
         with self._changed:
             if not self._closed:
-                self._delayed.append((Deadline(seconds), write))
+                heapq.heappush(self._delayed, (time.monotonic() + seconds, id(write), write))
                 self._changed.notify_all()
             return not self._closed
 
     def _queue_delayed(self) -> float | None:
         """Queue what was put back and is due; return in how many seconds the next is. Called with the lock."""
-        while self._delayed and self._delayed[0][0].passed:
-            self._writes.append(self._delayed.popleft()[1])
-        return self._delayed[0][0].remaining() if self._delayed else None
+        now = time.monotonic()
+        while self._delayed and self._delayed[0][0] <= now:
+            self._writes.append(heapq.heappop(self._delayed)[2])
+        return self._delayed[0][0] - now if self._delayed else None
 
     def read_all(self, load: Callable[[ReadRequest], None]) -> None:
         """Call `load` for each read that is queued. A worker does so before each write: reads go first."""
@@ -259,7 +264,7 @@ class IoQueue:
         """Accept nothing more; return what was queued and not started, which the caller must finish. Idempotent."""
         with self._changed:
             self._closed = True
-            writes = [*self._writes, *(write for _, write in self._delayed)]
+            writes = [*self._writes, *(write for *_, write in self._delayed)]
             reads = list(self._reads)
             self._writes.clear()
             self._delayed.clear()

@@ -21,6 +21,7 @@ class _Settings(TypedDict):
 
     prefix: str
     ttl_seconds: float | None
+    second_sight: bool
     name: str
     password_file: str
 
@@ -34,14 +35,16 @@ def open_client(
     ttl_seconds: float | None,
     options: Mapping[str, str],
     password_file: str,
+    second_sight: bool = False,
     look_seconds: float = 0.05,
 ) -> StoreClient:
     """Return the client of a store; reads `password_file` (empty: none), connects to nothing.
 
     Args:
-        kind: "redis", "objects", "pagoda" or "mooncake".
+        kind: "redis", "objects" or "pagoda".
         url: without the parameters that are for PagodaKV.
-        options: for obstore, the client of object stores; of a Mooncake pool "segment" (bytes) and "protocol".
+        options: for obstore, the client of object stores.
+        second_sight: see RedisClient; only Redis can do it.
         look_seconds: how long a caller waits for a look-up: a slow one of several nodes is not waited for so long.
 
     Raises:
@@ -51,7 +54,11 @@ def open_client(
     try:
         if kind == "redis":
             settings = _Settings(
-                prefix=prefix, ttl_seconds=ttl_seconds, name=name, password_file=password_file
+                prefix=prefix,
+                ttl_seconds=ttl_seconds,
+                second_sight=second_sight,
+                name=name,
+                password_file=password_file,
             )
             layout = url.partition("://")[0].partition("+")[2]
             if layout == "pool":
@@ -70,11 +77,6 @@ def open_client(
             from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 
             return PagodaServerClient(url, name=name)
-        if kind == "mooncake":
-            from pagoda.tiers.remote.mooncake import MooncakeClient
-
-            size, protocol = int(options.get("segment", "0")), options.get("protocol", "tcp")
-            return MooncakeClient(url, prefix=prefix, name=name, segment_bytes=size, protocol=protocol)
         from pagoda.tiers.remote.object_store import ObjectStoreClient
 
         return ObjectStoreClient(url, prefix=prefix, name=name, options=options)

@@ -62,6 +62,7 @@ _SCANNED = ReplyShape(b"$*", 512, items=1 << 14, depth=2)  # of SCAN; our names 
 _TEXT = ReplyShape(b"$", 1 << 16)  # of INFO
 _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
+GHOST_SECONDS = 3600.0  # how long it is known that a chunk was asked for once
 _DRAFT_SECONDS = 2.0  # how long a draft or a claim outlives the deadline of its writer
 _KNOWN = ("host", "port", "path", *REDIS_OPTIONS)
 _SENTINEL_PORT = 26379
@@ -93,7 +94,8 @@ class RedisClient:
     """A Redis at `url` (see RedisAddress, SentinelAddress). All names begin with `<prefix>:`. Thread-safe.
 
     Keeps no connection. `ttl_seconds`: how long a chunk stays after it was last stored or used; None: until Redis
-    evicts it. `password_file` is read for each connection.
+    evicts it. `second_sight`: a chunk is stored when it is asked for a second time, on any machine. `password_file` is
+    read for each connection.
     """
 
     read_only = False
@@ -104,6 +106,7 @@ class RedisClient:
         *,
         prefix: str = "pagoda",
         ttl_seconds: float | None = None,
+        second_sight: bool = False,
         name: str = "redis",
         password_file: str = "",
     ) -> None:
@@ -113,13 +116,14 @@ class RedisClient:
         self._address = kind(url, password_file)
         self.address = self._address.text
         self._names = RedisNames(prefix)
+        self._second_sight = second_sight
         self._ttl_ms = None if ttl_seconds is None else max(1, int(ttl_seconds * 1000))
         # Redis keeps recency in seconds, and a chunk in use must not expire between two touches
         self.believed_seconds = min(_BELIEVED_SECONDS, (ttl_seconds or math.inf) / 4)
 
     def connection(self) -> RedisConnection:
         """Return a new connection that is still to be opened."""
-        return self.connection_type(self._address, self._names, self._ttl_ms)
+        return self.connection_type(self._address, self._names, self._ttl_ms, self._second_sight)
 
     @property
     def connection_type(self) -> type[RedisConnection]:
@@ -130,7 +134,10 @@ class RedisClient:
 class RedisConnection:
     """One connection to a Redis; see StoreConnection. For one thread at a time, except `abort`."""
 
-    def __init__(self, address: RedisAddress, names: RedisNames, ttl_ms: int | None) -> None:
+    def __init__(
+        self, address: RedisAddress, names: RedisNames, ttl_ms: int | None, second_sight: bool = False
+    ) -> None:
+        self._second_sight = second_sight
         self._address = address
         self._connected: Future[socket.socket] = Answer()
         self._names = names
@@ -181,14 +188,32 @@ class RedisConnection:
         return [reply != 0 for reply in self._checked(known)]
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
-        """Ask for chunks and claim those that are absent. Claims expire: others send what a dead writer does not."""
+        """Ask for chunks and claim those that are absent. Claims expire: others send what a dead writer does not.
+
+        One round trip; with second sight two, and only what was asked for before is claimed.
+        """
         names = [self._names.chunk(namespace, key) for key in keys]
+        seen = self._seen(names, until) if self._second_sight else [True] * len(names)
+        asked = [name for name, before in zip(names, seen, strict=True) if before]
+        claims = iter(self._claim(asked, until) if asked else ())
+        return [next(claims) if before else PutResult.UNSEEN for before in seen]
+
+    def _seen(self, names: Sequence[bytes], until: float) -> list[bool]:
+        """Return which chunks are present or were asked for before, by any machine; remember that all are now."""
+        life = b"%d" % int(GHOST_SECONDS * 1000)
+        commands = [command(b"EXISTS", name) for name in names]
+        commands += [command(b"SET", name + b":g", b"1", b"NX", b"PX", life) for name in names]
+        replies = self._execute(commands, until, _SHORT)
+        return [
+            present == 1 or new is None for present, new in zip(replies, replies[len(names) :], strict=False)
+        ]
+
+    def _claim(self, names: Sequence[bytes], until: float) -> list[PutResult | None]:
         claims, life = [name + b":w" for name in names], _draft_life(until)
         commands = [command(b"EXISTS", name) for name in names]
         commands += [command(b"SET", claim, b"1", b"NX", b"PX", life) for claim in claims]
-        self._send([b"".join(commands)], len(commands), until)
-        replies = [self._resp.read_reply(until, _SHORT) for _ in commands]
-        settled = list(zip(claims, replies, replies[len(keys) :], strict=False))
+        replies = self._replies(commands, until, _SHORT)
+        settled = list(zip(claims, replies, replies[len(names) :], strict=False))
         errors = [
             reply for _, *both in settled if both[0] != 1 for reply in both if isinstance(reply, ErrorReply)
         ]
@@ -451,13 +476,14 @@ _ELSEWHERE = ("READONLY", "NOREPLICAS", "MISCONF", "NOAUTH")
 class _Name(NamedTuple):
     text: bytes
     namespace: bytes
-    is_chunk: bool  # True: a chunk; False: a draft or a claim
+    is_chunk: bool  # False: a draft, a claim, or that it was asked for
 
 
 class RedisNames:
-    """The names of chunks: `<prefix>:<format>:<namespace>:{<key>}`; of their claims and drafts: that and `:w...`.
+    """The names of chunks: `<prefix>:<format>:<namespace>:{<key>}`; of their claims and drafts: that and `:w...`, of
+    what was asked for once: that and `:g`.
 
-    The braces keep all three on one node of a cluster. `<prefix>:at:<period>:<key>` is for `peer_directory`.
+    The braces keep all of them on one node of a cluster. `<prefix>:at:<period>:<key>` is for `peer_directory`.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -468,7 +494,7 @@ class RedisNames:
         self._start = f"{prefix}:{NAME_FORMAT}:".encode()
         self._at = f"{prefix}:at:".encode()
         self.probe = self._start + b"probe"  # no value has this name
-        root, key, draft = rb"([0-9a-f]{64})", rb"\{[0-9a-f]{64}\}", rb"(:w(?::[0-9a-f]{32})?)?"
+        root, key, draft = rb"([0-9a-f]{64})", rb"\{[0-9a-f]{64}\}", rb"(:g|:w(?::[0-9a-f]{32})?)?"
         self._ours = re.compile(re.escape(self._start) + root + b":" + key + draft)
 
     def chunk(self, namespace: bytes, key: bytes) -> bytes:

@@ -106,6 +106,7 @@ class RedisNodesClient:
         *,
         prefix: str = "pagoda",
         ttl_seconds: float | None = None,
+        second_sight: bool = False,
         name: str = "redis",
         password_file: str = "",
         look_seconds: float = 0.05,
@@ -120,7 +121,12 @@ class RedisNodesClient:
         self.patience_seconds = look_seconds * _PATIENCE_SHARE
         self._clock = clock or Clock()
         self._client_of = partial(
-            self._client_type, prefix=prefix, ttl_seconds=ttl_seconds, name=name, password_file=password_file
+            self._client_type,
+            prefix=prefix,
+            ttl_seconds=ttl_seconds,
+            second_sight=second_sight,
+            name=name,
+            password_file=password_file,
         )
         self.nodes = self._seeds = [RedisNode(self._client_of(each), self._clock) for each in node_urls(url)]
         first = self.nodes[0].client

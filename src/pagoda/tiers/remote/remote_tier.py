@@ -58,7 +58,8 @@ _BATCH_CHUNKS, _BATCH_BYTES = (
     16,
     4 << 20,
 )  # one connection's writes that are claimed at once: they are sent soon
-_BUSY_PAUSE_SECONDS = 0.05  # before a chunk that another machine is sending is asked for again
+# before a chunk that another machine is sending is asked for again: as long as it was waited for, within these bounds
+_BUSY_PAUSE_SECONDS = 0.05, 1.0
 _BUSY_SECONDS = 10.0  # how long that goes on, in addition to twice the time that sending a batch may take
 
 
@@ -710,7 +711,9 @@ class RemoteWorker(IoWorker):
         """Do a write of a chunk that another machine is sending again a moment later; False once that took too long."""
         if write.patience is None:
             write.patience = Deadline(2 * (self._store.batch_deadline() - time.monotonic()) + _BUSY_SECONDS)
-        return not write.patience.passed and self._queue.put_back(write, _BUSY_PAUSE_SECONDS)
+        waited = write.patience.patience_seconds - write.patience.remaining()
+        pause = min(max(waited, _BUSY_PAUSE_SECONDS[0]), _BUSY_PAUSE_SECONDS[1])
+        return not write.patience.passed and self._queue.put_back(write, pause)
 
     def _obstacle(self, write: WriteRequest) -> Reason | None:
         if self._store.breaker.is_open:
@@ -752,6 +755,8 @@ class RemoteWorker(IoWorker):
         store, key = self._store, write.chunk.key
         if result is PutResult.BUSY:
             return write.cancelled or Reason.BUSY
+        if result is PutResult.UNSEEN:
+            return write.cancelled or Reason.NOT_ADMITTED
         if result is PutResult.STALE:
             return write.cancelled or Reason.STALE
         if write.cancelled is not None:  # its key was removed while it was being published

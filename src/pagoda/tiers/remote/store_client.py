@@ -56,6 +56,7 @@ class PutResult(Enum):
     STORED = auto()
     PRESENT = auto()  # the key was present already, or another writer was first
     BUSY = auto()  # another writer is storing it
+    UNSEEN = auto()  # asked for once only, so far: it is to be stored when it is asked for again
     STALE = auto()  # the bytes were no longer what the key names: nothing was left in the store
 
 
@@ -91,7 +92,7 @@ class StoreConnection(Protocol):
         """Tell a store that keeps recency that these keys are in use; return which of them are present."""
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
-        """Ask before puts, in one round trip: PRESENT or BUSY of each key that is not to be sent, None of the others.
+        """Ask before puts: PRESENT, BUSY or UNSEEN of each key that is not to be sent, None of the others.
 
         A store that can keeps other writers from these others until they are put, or until a while after `until`.
         """
