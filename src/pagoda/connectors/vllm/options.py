@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagoda.config import Config, option_names
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.sources import DEFAULT, load
 from pagoda.errors import ConfigError
 
-__all__ = ["ConnectorOptions", "chunk_of", "read_options"]
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+__all__ = ["ConnectorOptions", "chunk_of", "chunk_options", "read_options"]
 
 # A hit ends with a chunk: the tokens after the last whole chunk of a prompt are computed again each time. On a CPU this
 # is expensive, so a chunk is one block, as in the engine's own cache. On a GPU it is cheap; there the processor time of
@@ -92,6 +95,23 @@ def read_options(
         store_output=_flag(extra_config, "store_output", True),
         allow_untested_vllm=_flag(extra_config, "allow_untested_vllm", False),
     )
+
+
+def chunk_options(config: OffloadingConfig) -> tuple[ConnectorOptions, int]:
+    """Return the options of a hybrid model and its blocks a chunk: vLLM's own options go before `chunk_tokens`."""
+    extra, blocks = config.extra_config, config.cache.blocks_per_chunk
+    if "store_output" in extra:
+        raise ValueError(
+            "store_output: offload_prompt_only (true by default) decides what vLLM's OffloadingConnector stores; "
+            "leave store_output out"
+        )
+    sizes = sorted({group.tokens_per_block for group in config.groups})
+    named = [name for name in ("block_size", "blocks_per_chunk") if extra.get(name) is not None]
+    if named or len(sizes) > 1:
+        decided_by = f"{named[0]} = {extra[named[0]]}" if named else f"groups with blocks of {sizes} tokens"
+        return read_options(extra, sizes[-1], (sizes[-1] * blocks, decided_by)), blocks
+    options = read_options(extra, sizes[0])
+    return options, options.config.chunk_tokens // sizes[0]
 
 
 def chunk_of(block_tokens: int, on_cpu: bool) -> int:

@@ -19,7 +19,10 @@ __all__ = ["TESTED", "check_engine", "check_vllm", "log_hashes"]
 
 log = guarded_logger("pagoda.vllm")
 
-TESTED = (0, 32)  # the minor release of vLLM that this connector is tested with; pyproject.toml has it too
+TESTED = (
+    (0, 32),
+    (0, 33),
+)  # minor releases of vLLM that this connector is tested with; pyproject.toml has them too
 _ROUTE_B = 'write "kv_connector": "PagodaHybridConnector" (pagoda vllm --hybrid) instead'
 _HASHES = ("sha256", "sha256_cbor")
 # spec classes by exact name: a subclass is an unknown kind until it has been checked
@@ -45,19 +48,19 @@ def check_vllm(options: ConnectorOptions) -> None:
 
 
 def check_version(version: str, allow_untested: bool) -> None:
-    """Raise ValueError if `version` of vLLM is older than the tested one, or newer without `allow_untested_vllm`."""
-    tested = ".".join(str(part) for part in TESTED)
+    """Raise ValueError if `version` of vLLM is older than those tested, or newer without `allow_untested_vllm`."""
+    oldest, *_, newest = (".".join(map(str, release)) for release in TESTED)
     found = re.match(r"(\d+)\.(\d+)", version)
     release = (int(found[1]), int(found[2])) if found else None
-    if release == TESTED:
+    if release in TESTED:
         return
-    if release is not None and release < TESTED:
+    if release is not None and release < TESTED[0]:
         raise ValueError(
-            f"vLLM {version} is older than {tested}, which this connector needs: install vLLM {tested}"
+            f"vLLM {version} is older than {oldest}, which this connector needs: install vLLM {newest}"
         )
     if not allow_untested:
         raise ValueError(
-            f"vLLM {version} was not tested with this connector, {tested} was: install vLLM {tested}, or allow it"
+            f"vLLM {version} was not tested with this connector, {newest} was: install vLLM {newest}, or allow it"
             ' (pagoda vllm --allow-untested-vllm; "allow_untested_vllm": true in kv_connector_extra_config)'
         )
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from pagoda.connectors.vllm.options import chunk_options
 from pagoda.connectors.vllm.supported_engines import log_hashes
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ class PagodaHybridConnector(OffloadingConnector):
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        super().__init__(_with_spec(vllm_config), role, kv_cache_config)
+        _set_chunks(_with_spec(vllm_config), kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             log_hashes(vllm_config)
         self._preemptions: dict[str, int] = {}  # by request, those that the workers know of
@@ -106,3 +109,11 @@ def _with_spec(vllm_config: Any) -> Any:
     """Set PagodaKV's spec where vLLM's OffloadingConnector looks for one. Changes only the connector's own options."""
     vllm_config.kv_transfer_config.kv_connector_extra_config.update(_SPEC)
     return vllm_config
+
+
+def _set_chunks(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Tell vLLM the size of a chunk beforehand: 0.33 derives from it how many chunks a sliding window needs."""
+    _, blocks = chunk_options(build_offloading_config(vllm_config, kv_cache_config))
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if extra.get("block_size") is None:
+        extra["blocks_per_chunk"] = blocks

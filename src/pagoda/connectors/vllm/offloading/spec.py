@@ -33,7 +33,7 @@ from pagoda.connectors.vllm.offloading.offloading_manager import (
     PagodaOffloadingManager,
 )
 from pagoda.connectors.vllm.offloading.offloading_worker import EnginePages, PagodaOffloadingWorker
-from pagoda.connectors.vllm.options import ConnectorOptions, read_options
+from pagoda.connectors.vllm.options import chunk_options
 from pagoda.connectors.vllm.shared_caches import opened
 from pagoda.connectors.vllm.supported_engines import check_engine, check_vllm
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
@@ -74,7 +74,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
         super().__init__(config)
         if config.canonical_layout:
             raise ValueError("canonical_layout: chunks always have the layout of the engine; leave it out")
-        self.options, self.blocks_per_chunk = _options(config)
+        self.options, self.blocks_per_chunk = chunk_options(config)
         join_vllm_log()
         check_vllm(self.options)
         # vLLM says that all ranks hold the same bytes: then only the first stores, and all load its chunks
@@ -175,23 +175,6 @@ class PagodaOffloadingSpec(OffloadingSpec):
             "parts": [self._parts, self.config.parallel.world_size],
         }
         return json.dumps(facts, sort_keys=True)
-
-
-def _options(config: OffloadingConfig) -> tuple[ConnectorOptions, int]:
-    """Return the options, and the blocks of a chunk: vLLM's own options take precedence over `chunk_tokens`."""
-    extra, blocks = config.extra_config, config.cache.blocks_per_chunk
-    if "store_output" in extra:
-        raise ValueError(
-            "store_output: offload_prompt_only (true by default) decides what vLLM's OffloadingConnector stores; "
-            "leave store_output out"
-        )
-    sizes = sorted({group.tokens_per_block for group in config.groups})
-    named = [name for name in ("block_size", "blocks_per_chunk") if extra.get(name) is not None]
-    if named or len(sizes) > 1:
-        decided_by = f"{named[0]} = {extra[named[0]]}" if named else f"groups with blocks of {sizes} tokens"
-        return read_options(extra, sizes[-1], (sizes[-1] * blocks, decided_by)), blocks
-    options = read_options(extra, sizes[0])
-    return options, options.config.chunk_tokens // sizes[0]
 
 
 def _kinds(layers: dict[str, Any]) -> set[str]:
