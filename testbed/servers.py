@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import importlib.util
 import os
@@ -24,6 +25,8 @@ __all__ = [
     "authority",
     "free_port",
     "lacking",
+    "mooncake_master",
+    "mooncake_peer",
     "moto_s3",
     "need",
     "nginx_dav",
@@ -37,7 +40,13 @@ __all__ = [
 START_SECONDS = 60.0  # moto takes longest: seconds for its imports on a busy machine
 BUCKET = "pagoda"
 DAV_MODULE = Path("/usr/lib/nginx/modules/ngx_http_dav_ext_module.so")  # PROPFIND: nginx alone lists nothing
+LIBRARIES = {
+    "libibverbs.so.1": "libibverbs1",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+}  # of Mooncake
 PACKAGES = {
+    "mooncake": "mooncake-transfer-engine-non-cuda",
     "redis-server": "the package redis-server",
     "nginx": "the package nginx",
     "openssl": "openssl",
@@ -508,3 +517,53 @@ def authority(root: Path) -> Path:
             "-out", "server.crt", "-days", "2", "-extfile", "names")  # fmt: skip
     ssl.create_default_context(cafile=str(root / "ca.crt"))  # raises if it must not be used
     return root / "ca.crt"
+
+
+@contextlib.contextmanager
+def mooncake_master(*args: str) -> Iterator[Server]:
+    """Start the master of a Mooncake pool; it has no memory. `args` are more options, such as "-client_ttl=2"."""
+    program = _mooncake("mooncake_master")
+
+    def command(port: int) -> list[str]:
+        own = ["-rpc_address=127.0.0.1", f"-rpc_port={port}", "-metrics_host=127.0.0.1"]
+        return [program, *own, f"-metrics_port={free_port()}", "-logtostderr", *args]
+
+    with _running(lambda root: Server(root, command, _accepts, "mooncake")) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def mooncake_peer(master: Server, size: str = "256MB") -> Iterator[Server]:
+    """Start a machine that gives memory to the pool of `master`: Mooncake's own client."""
+    program = _mooncake("mooncake_client")
+
+    def command(port: int) -> list[str]:
+        pool = [f"-master_server_address=127.0.0.1:{master.port}", "-metadata_server=P2PHANDSHAKE"]
+        return [
+            program,
+            "-host=127.0.0.1",
+            f"-port={port}",
+            f"-global_segment_size={size}",
+            "-logtostderr",
+            *pool,
+        ]
+
+    with _running(lambda root: Server(root, command, _accepts, "mooncake")) as server:
+        yield server
+
+
+def _mooncake(program: str) -> str:
+    need("mooncake")
+    for library, package in LIBRARIES.items():
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            raise skip(f"{library} is missing: install the package {package}") from None
+    found = importlib.util.find_spec("mooncake")
+    assert found is not None and found.origin is not None
+    return str(Path(found.origin).with_name(program))
+
+
+def _accepts(port: int) -> bool:
+    with socket.create_connection(("127.0.0.1", port), 1):
+        return True

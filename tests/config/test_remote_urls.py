@@ -50,6 +50,7 @@ def test_what_is_ours_is_taken_out_and_the_rest_is_the_engines() -> None:
         ("s3://bucket/some/where?region=eu", "objects", "s3", "s3://bucket/some/where"),
         ("gs://bucket?prefix=a", "objects", "gs", "gs://bucket"),
         ("az://container/x", "objects", "az", "az://container/x"),
+        ("mooncake://host?segment=1GiB&prefix=a", "mooncake", "mooncake", "mooncake://host"),
         ("http://host:8080/kv/", "objects", "webdav", "http://host:8080/kv/"),
         ("https://user:pw@host/kv/?name=dav", "objects", "dav", "https://user:pw@host/kv/"),
     ],
@@ -104,6 +105,12 @@ def test_the_options_of_an_object_store_are_its_clients() -> None:
     spec = parse("s3://b?endpoint=http://h:9000&secret_access_key=a+b/c%26d&ttt=x&codec=zstd")
     assert spec.options == {"endpoint": "http://h:9000", "secret_access_key": "a+b/c&d", "ttt": "x"}
     assert spec.codec == "zstd"
+
+
+def test_the_share_of_a_mooncake_pool_is_in_bytes() -> None:
+    spec = parse("mooncake://host:50051?segment=1GiB&protocol=rdma&connections=2")
+    assert spec.options == {"segment": str(1 << 30), "protocol": "rdma"} and spec.connections == 2
+    assert parse("mooncake://host").options == {}
 
 
 def test_a_password_may_lie_in_a_file_that_is_read_later(tmp_path: Path) -> None:
@@ -178,6 +185,15 @@ def test_a_password_may_lie_in_a_file_that_is_read_later(tmp_path: Path) -> None
         ("redis://u@host?credential_provider=a.b:C", "leave out those of the URL"),
         ("redis://host?credential_provider=a.b:C&password_file=/x", "leave out those of the URL"),
         ("redis+cluster://host?sentinel_username=x", "no such parameter"),
+        ("mooncakestore://host:1", "did you mean mooncake?"),
+        ("mooncake://host/path", "neither path nor user"),
+        ("mooncake://me@host", "neither path nor user"),
+        ("mooncake://host?ttl=1h", "ttl: a Mooncake pool has none"),
+        ("mooncake://host?password_file=/x", "password_file: a Mooncake pool has none"),
+        ("mooncake://host?segments=1GiB", "did you mean segment?"),
+        ("mooncake://host?segment=1G", "1GiB"),
+        ("mooncake://host?segment=auto", "write a size"),
+        ("mooncake://host?protocol=ib", "tcp or rdma"),
         ("s3://bucket?ttl=1h", "lifecycle"),
         (
             "redis://host?write_policy=second_site",
@@ -185,6 +201,7 @@ def test_a_password_may_lie_in_a_file_that_is_read_later(tmp_path: Path) -> None
         ),
         ("s3://bucket?write_policy=second_sight", "only a Redis can remember what was asked for once"),
         ("http://host:7777?server=pagoda&write_policy=second_sight", "a pagoda serve has none"),
+        ("mooncake://host:50051?write_policy=second_sight", "a Mooncake pool has none"),
         ("s3://bucket?password_file=/x", "AWS_SECRET_ACCESS_KEY"),
         ("s3://key:word@bucket", "only the bucket"),
         ("s3://bucket/a?b@c=1", "%40"),

@@ -177,7 +177,11 @@ def test_the_host_tier() -> None:
         ({"remote_url": "lm://host:port"}, "remote_url", "the port"),
         ({"remote_url": "lm://"}, "remote_url", "a host"),
         ({"remote_url": "redis-sentinel://a:1,b:2"}, "remote_url", "name the service in the URL: remote ="),
-        ({"remote_url": "mooncakestore://a:1"}, "remote_url", "mooncakestore://: this engine is not known"),
+        (
+            {"remote_url": "mooncakestore://a:1"},
+            "remote_url",
+            'mooncakestore://: write remote = "mooncake://',
+        ),
         ({"remote_url": "u:hunter2@host"}, "remote_url", "this engine is not known"),
         ({"remote_url": "redis://u:hunter2@host:port"}, "remote_url", "the port"),
         ({"remote_url": "s3://b.cwlota.com"}, "remote_url", 'remote = "s3://b?endpoint=https://cwlota.com"'),

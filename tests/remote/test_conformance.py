@@ -20,6 +20,8 @@ from pagoda.slab import aligned
 from pagoda.testing import TierConformance
 from pagoda.testing.tier_conformance import ONE, keys_of
 from pagoda.tiers.base import Bytes, Tier
+from pagoda.tiers.remote.indexed_store import IndexedStoreClient
+from pagoda.tiers.remote.mooncake import MooncakeClient
 from pagoda.tiers.remote.object_store import ObjectStoreClient
 from pagoda.tiers.remote.open_client import url_with_password
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient
@@ -31,6 +33,8 @@ from pagoda.tiers.remote.store_client import StoreClient
 from testbed.servers import (
     BUCKET,
     Server,
+    mooncake_master,
+    mooncake_peer,
     moto_s3,
     nginx_dav,
     pagoda_server,
@@ -71,6 +75,12 @@ def s3() -> Iterator[Server]:
 def dav() -> Iterator[Server]:
     with nginx_dav() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Server]:
+    with mooncake_master() as master, mooncake_peer(master):
+        yield master
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +190,15 @@ class TestS3(Remotely):
         return ObjectStoreClient(f"s3://{BUCKET}", prefix=self.prefix, options=options)
 
 
+class TestIndexedS3(TestS3):
+    @pytest.fixture(autouse=True)
+    def _index(self, redis: Server) -> None:
+        self.index = redis
+
+    def remote(self) -> StoreClient:
+        return IndexedStoreClient(super().remote(), RedisClient(self.index.url, prefix=self.prefix))
+
+
 class TestPagodaServer(Remotely):
     @pytest.fixture(autouse=True)
     def _server(self, machine: tuple[Server, Path]) -> None:
@@ -214,3 +233,12 @@ class TestWebDav(Remotely):
 
     def remote(self) -> StoreClient:
         return ObjectStoreClient(f"{self.server.url}/", prefix=self.prefix)
+
+
+class TestMooncake(Remotely):
+    @pytest.fixture(autouse=True)
+    def _server(self, pool: Server) -> None:
+        self.server = pool
+
+    def remote(self) -> StoreClient:
+        return MooncakeClient(self.server.url, prefix=self.prefix)

@@ -26,6 +26,7 @@ def opened(kind: str, url: str, password_file: object = "") -> StoreClient:
         ("redis", "redis+pool://user:hunter2@127.0.0.1:1,127.0.0.1:2/3"),
         ("redis", "redis+cluster://user:hunter2@127.0.0.1:1,127.0.0.1:2"),
         ("redis", "redis+sentinel://user:hunter2@127.0.0.1:1,127.0.0.1:2/service"),
+        ("mooncake", "mooncake://127.0.0.1:50051"),
         ("objects", "http://user:hunter2@127.0.0.1:80/kv/"),
     ],
 )

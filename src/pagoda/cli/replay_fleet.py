@@ -275,16 +275,14 @@ def _print_requests(found: Sequence[PolicyOutcome]) -> None:
 
 
 def _print_dollars(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
-    rows = [
-        {
-            "policy": policy,
-            "store": name,
-            **{part: _dollars(dollars) for part, dollars in day.items()},
-        }
-        for policy, outcome in found
-        for name, prices in plan.prices.items()
-        if (day := _dollars_a_day(plan, outcome, prices))
-    ]
+    rows = []
+    for policy, outcome in found:
+        for name, prices in plan.prices.items():
+            if day := _dollars_a_day(plan, outcome, prices):
+                heads = day.pop("look-ups") + day.pop("other HEADs")
+                parts = {"HEADs": heads, **day, "with index": day["total"] - heads}
+                texts = {part: _dollars(dollars) for part, dollars in parts.items()}
+                rows.append({"policy": policy, "store": name, **texts})
     printing.print_dicts("dollars a day, were it an object store", rows)
 
 

@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
+from pagoda.config.sizes import AUTO, parse_size
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ __all__ = [
     "tuple_of",
 ]
 
-REDIS, OBJECTS, PAGODA = "redis", "objects", "pagoda"
+REDIS, OBJECTS, PAGODA, MOONCAKE = "redis", "objects", "pagoda", "mooncake"
 _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL gives one, how a URL is written
     "redis": (REDIS, "redis", "redis://host:6379/0"),
     "rediss": (REDIS, "redis", "rediss://host:6379/0"),
@@ -39,6 +40,7 @@ _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL 
     "rediss+cluster": (REDIS, "redis", "rediss+cluster://host1:6379,host2:6379"),
     "redis+sentinel": (REDIS, "redis", "redis+sentinel://host1:26379,host2:26379/service"),
     "rediss+sentinel": (REDIS, "redis", "rediss+sentinel://host1:26379,host2:26379/service"),
+    "mooncake": (MOONCAKE, "mooncake", "mooncake://host:50051"),
     "s3": (OBJECTS, "s3", "s3://bucket/prefix"),
     "gs": (OBJECTS, "gs", "gs://bucket/prefix"),
     "az": (OBJECTS, "az", "az://container/prefix"),
@@ -50,6 +52,7 @@ _LOOKS = {
     REDIS: "50ms",
     OBJECTS: "300ms",
     PAGODA: "50ms",
+    MOONCAKE: "50ms",
 }  # some round trips of a network that such an engine is on
 _MEANT = {  # what others call them
     "valkey": "redis",
@@ -58,6 +61,7 @@ _MEANT = {  # what others call them
     "redis-cluster": "redis+cluster",
     "redis+unix": "unix",
     "redis+socket": "unix",
+    "mooncakestore": "mooncake",
     "gcs": "gs",
     "azure": "az",
     "abfs": "az",
@@ -81,8 +85,12 @@ _OURS = (
     "password_file",
 )
 _NOT_OF_PAGODA = ("ttl", "prefix", "write_policy")
+_NOT_OF_MOONCAKE = ("ttl", "password_file", "write_policy")
+_OF_MOONCAKE = ("segment", "protocol")
 _WRITE_POLICIES = ("write_through", "second_sight")
 _OF_PEERS = ("password_file", "server", "dns")
+_INDEX = "index"  # of an object store: the URL of a Redis that knows its chunks
+_OF_INDEX = ("prefix", "ttl", "password_file")
 _OF_LOOKUP = ("prefix", "password_file")
 MOST_PEERS = 8
 """How many neighbours are asked at once; of more, `lookup` says which."""
@@ -126,7 +134,7 @@ class RemoteSpec:
     redacted: str
     """The whole URL as it may be shown."""
     kind: str
-    """"redis", "objects" or "pagoda" (another machine's `pagoda serve`)."""
+    """"redis", "objects", "pagoda" (another machine's `pagoda serve`) or "mooncake"."""
     name: str
     prefix: str = "pagoda"
     ttl_seconds: float | None = None
@@ -138,7 +146,7 @@ class RemoteSpec:
     look_seconds: float = 0.05
     queue_chunks: int = 64
     options: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
-    """Parameters for the object store's own client; of a neighbour "dns"."""
+    """Parameters for the object store's own client; of a neighbour "dns"; of a Mooncake pool "segment", in bytes."""
     password_file: str = ""
     """Where the password is read from when the tier is opened; empty: it is in the URL, or there is none."""
 
@@ -156,17 +164,28 @@ class RemoteSpec:
         """
         from pagoda.tiers.remote.open_client import open_client
 
-        return open_client(
+        options = dict(self.options)
+        index = options.pop(_INDEX, None)
+        client = open_client(
             self.kind,
             self.url,
             name=self.name,
             prefix=self.prefix,
             ttl_seconds=self.ttl_seconds,
             second_sight=self.write_policy == "second_sight",
-            options=self.options,
+            options=options,
             password_file=self.password_file,
             look_seconds=self.look_seconds,
         )
+        if index is None:
+            return client
+        from pagoda.tiers.remote.indexed_store import IndexedStoreClient, index_prefix
+
+        spec = _parsed(index)
+        marks = replace(
+            spec, prefix=index_prefix(spec.prefix, client.address), look_seconds=self.look_seconds
+        )
+        return IndexedStoreClient(client, marks.engine())
 
     def url_with_password(self) -> str:
         """Return `url` with the content of `password_file`. ConfigError: it cannot be read."""
@@ -313,8 +332,11 @@ def _parsed(url: str) -> RemoteSpec:
             )
     elif kind == PAGODA:
         _check_pagoda(ours, given)
+    elif kind == MOONCAKE:
+        _check_mooncake(parts, ours, given)
     else:
         _check_objects(scheme, ours)
+        _check_index(given.get(_INDEX, _MASK))
     kept = "&".join(part for part in parts.query.split("&") if part.partition("=")[0] in given)
     place = f"{scheme}://{parts.netloc}{parts.path}"
     return RemoteSpec(
@@ -330,7 +352,7 @@ def _parsed(url: str) -> RemoteSpec:
         deadline_seconds=_seconds("deadline", ours.get("deadline", "1"), 0.001, 3600.0),
         look_seconds=_seconds("look", ours.get("look", _LOOKS[kind]), 0.0001, 3600.0),
         queue_chunks=_count("queue_chunks", ours.get("queue_chunks", "64"), 2**20),
-        options=given if kind == OBJECTS else {},
+        options=given if kind in (OBJECTS, MOONCAKE) else {},
         password_file=_password_file(scheme, parts, ours.get("password_file")),
     )
 
@@ -438,6 +460,18 @@ def _check_objects(scheme: str, ours: Mapping[str, str]) -> None:
         )
 
 
+def _check_index(index: str) -> None:
+    """Raise ValueError if this is not the URL of a Redis, nor a masked one."""
+    if index == _MASK:
+        return
+    if _SCHEMES.get(index.partition("://")[0].lower(), ("",))[0] != REDIS:
+        raise ValueError("index: the URL of a Redis is needed; write index=redis://host:6379/0")
+    _parsed(index)
+    for name in _parameters(index.partition("?")[2]):
+        if name in _OURS and name not in _OF_INDEX:
+            raise ValueError(f"index: {name} means nothing there; remove it")
+
+
 def _check_server(server: str, parts: SplitResult) -> None:
     """Raise ValueError if this is not the URL of a pagoda serve."""
     if server != PAGODA:
@@ -456,6 +490,27 @@ def _check_pagoda(ours: Mapping[str, str], given: Mapping[str, str]) -> None:
     for name in given:
         hint = did_you_mean(name, known)
         raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
+
+
+def _check_mooncake(parts: SplitResult, ours: Mapping[str, str], given: dict[str, str]) -> None:
+    """Raise ValueError for what a Mooncake pool has not; replace the size of the segment by its bytes."""
+    if parts.path.strip("/") or parts.username is not None:
+        raise ValueError("a Mooncake pool has neither path nor user; write mooncake://host:50051")
+    for name in _NOT_OF_MOONCAKE:
+        if name in ours:
+            raise ValueError(f"{name}: a Mooncake pool has none; remove it")
+    known = (*(name for name in _OURS if name not in _NOT_OF_MOONCAKE), *_OF_MOONCAKE)
+    for name in given:
+        if name not in _OF_MOONCAKE:
+            hint = did_you_mean(name, known)
+            raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
+    if "segment" in given:
+        size = parse_size(given["segment"])
+        if size == AUTO:
+            raise ValueError("segment=auto: write a size, such as 64GiB")
+        given["segment"] = str(size)
+    if given.get("protocol", "tcp") not in ("tcp", "rdma"):
+        raise ValueError(f"protocol={given['protocol']}: must be tcp or rdma")
 
 
 def _parsed_peer(url: str) -> RemoteSpec:

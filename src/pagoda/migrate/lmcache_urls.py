@@ -14,6 +14,7 @@ __all__ = ["IN_URLS", "START_SERVER", "Untranslated", "is_own_server", "translat
 _REDIS = 'remote = "redis://HOST:6379/0"'
 _REASONS = {
     "redis-sentinel": 'name the service in the URL: remote = "redis+sentinel://HOST:26379,HOST:26379/SERVICE"',
+    "mooncakestore": 'write remote = "mooncake://HOST:50051?segment=SIZE" (its global_segment_size)',
     "fs": 'a shared file system is no store here; serve it by WebDAV: remote = "http://HOST/PATH/"',
 }
 START_SERVER = "run pagoda serve --listen HOST:PORT --host-size SIZE there instead of LMCache's server"

@@ -12,7 +12,9 @@ In the order in which a save meets them:
 - `redis`, `resp`: Redis, and its wire protocol
 - `redis_nodes`, `redis_cluster`: several Redis as one store: a pool, a cluster
 - `object_store`: object stores (S3, GCS, Azure, WebDAV)
+- `indexed_store`: an object store below a Redis that knows which chunks it has
 - `obstore_runner`: obstore, which signs, lists and deletes, and moves what HTTP connections of ours cannot
+- `mooncake`, `mooncake_helper`: a Mooncake pool, and the processes in which its library runs
 - `pagoda_server`: `pagoda serve` of another machine
 - `peers`: several of these as one store that is only read
 - `peer_directory`: which machines say, in a Redis, that they have which chunks

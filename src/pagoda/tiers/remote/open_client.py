@@ -41,9 +41,9 @@ def open_client(
     """Return the client of a store; reads `password_file` (empty: none), connects to nothing.
 
     Args:
-        kind: "redis", "objects" or "pagoda".
+        kind: "redis", "objects", "pagoda" or "mooncake".
         url: without the parameters that are for PagodaKV.
-        options: for obstore, the client of object stores.
+        options: for obstore, the client of object stores; of a Mooncake pool "segment" (bytes) and "protocol".
         second_sight: see RedisClient; only Redis can do it.
         look_seconds: how long a caller waits for a look-up: a slow one of several nodes is not waited for so long.
 
@@ -77,6 +77,11 @@ def open_client(
             from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 
             return PagodaServerClient(url, name=name)
+        if kind == "mooncake":
+            from pagoda.tiers.remote.mooncake import MooncakeClient
+
+            size, protocol = int(options.get("segment", "0")), options.get("protocol", "tcp")
+            return MooncakeClient(url, prefix=prefix, name=name, segment_bytes=size, protocol=protocol)
         from pagoda.tiers.remote.object_store import ObjectStoreClient
 
         return ObjectStoreClient(url, prefix=prefix, name=name, options=options)

@@ -1,0 +1,439 @@
+"""A Mooncake pool as a remote store: the memory of many machines, which a `mooncake_master` keeps the books of.
+
+Mooncake's library runs in processes of its own (`mooncake_helper`), one for each connection, and chunks are copied
+between their slots and memory that such a process shares. So a call that is late can be ended, and writes into no slot
+afterwards; a crash of the library costs one call; and what peers may address is never a slot: Mooncake lets
+whoever reaches its port write into every registered buffer. What a slot holds is verified after the copy.
+
+A value is the header page followed by the stored bytes. Its name is `<prefix>:<NAME_FORMAT>:<namespace>:<key>`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn, Self
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from pagoda.codec import HEADER_BYTES
+from pagoda.finalizers import close_when_dropped
+from pagoda.fork import reset_in_child
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
+from pagoda.threads import Pool
+from pagoda.tiers.base import Bytes
+from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
+from pagoda.tiers.remote.store_client import NAME_FORMAT, ListingDeadline, PutResult, RefusedError, Usage
+from pagoda.tiers.remote.store_urls import check_prefix
+
+DEFAULT_PORT = 50051
+_HELPER = Path(__file__).with_name("mooncake_helper.py")
+_KEEPALIVE_SECONDS = 20.0
+_BELIEVED_SECONDS = 2.0
+_PROBES = 16
+_START_SECONDS = 30.0  # a process that has not joined the pool by then is replaced
+# of the environment, unless it is set: one attempt to reach the master (ours are repeated), no statistics
+_SETTINGS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_CLIENT_METRIC": "0"}
+
+# codes of Mooncake
+_FULL, _TOO_SMALL, _TRANSFER_FAILED = -200, -600, -800
+_NOT_FOUND = -704
+_ABSENT = (-702, -703, _NOT_FOUND, -707)  # no replica, not yet complete, no such name, gone while it was read
+_NO_ANSWER = -900  # and below: the master did not answer
+
+_logger = guarded_logger("pagoda.tiers.remote")
+_reaper = Pool(1, "pagoda-mooncake", exit_seconds=2.0)
+
+
+class PoolAddress(NamedTuple):
+    """Where the master of a pool is, and how its machines move chunks."""
+
+    host: str
+    port: int
+    protocol: str
+
+    def __str__(self) -> str:
+        return f"mooncake://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+class MooncakeProcess:
+    """A process that calls Mooncake, and the memory that it shares. For one thread at a time, except `abort`."""
+
+    def __init__(self, pool: PoolAddress, segment_bytes: int = 0) -> None:
+        """Start it; it joins the pool by `join`. OSError."""
+        self._pool, self._segment_bytes = pool, segment_bytes
+        self._owner, self._since = os.getpid(), time.monotonic()
+        self._answer = b""
+        self._is_joining = self.has_joined = self._aborted = False
+        self.staging: Bytes = np.empty(0, np.uint8)
+        self._socket, theirs = socket.socketpair()
+        self._memory = os.memfd_create("pagoda-mooncake")
+        with theirs:
+            numbers = theirs.fileno(), self._memory
+            command = [sys.executable, "-P", str(_HELPER), *map(str, (*numbers, self._owner))]
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=numbers,
+                    start_new_session=True,
+                    env={**_SETTINGS, **os.environ},
+                )
+            except BaseException:
+                self._socket.close()
+                os.close(self._memory)
+                raise
+
+    def join(self, until: float) -> None:
+        """Join the pool; may be called again after an OSError, as long as the process is `usable`."""
+        if not self.has_joined:
+            if not self._is_joining:
+                seconds = max(0.001, until - time.monotonic())
+                self._send(until, "setup", *self._pool, self._segment_bytes, seconds)
+                self._is_joining = True
+            self._receive(until)
+            self.has_joined = True
+
+    @property
+    def usable(self) -> bool:
+        """Whether it runs, and has joined the pool or has time for that."""
+        young = self.has_joined or time.monotonic() - self._since < _START_SECONDS
+        return young and not self._aborted and self._process.poll() is None
+
+    def call(self, until: float, function: str, *arguments: object) -> list[int]:
+        """Return what a function of `mooncake_helper` returns."""
+        self._send(until, function, *arguments)
+        return self._receive(until)
+
+    def reserve(self, nbytes: int, until: float) -> Bytes:
+        """Return the shared memory, of at least so many bytes."""
+        if nbytes > self.staging.nbytes:
+            os.ftruncate(self._memory, nbytes)
+            self.staging = np.frombuffer(mmap.mmap(self._memory, nbytes), np.uint8)
+            (code,) = self.call(until, "reserve", nbytes)
+            if code:
+                raise OSError(f"{self._pool}: {nbytes} bytes of memory cannot be registered ({code})")
+        return self.staging
+
+    def _send(self, until: float, *request: object) -> None:
+        try:
+            self._socket.settimeout(max(0.001, until - time.monotonic()))
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+        except OSError as error:
+            self._fail(error)
+
+    def _receive(self, until: float) -> list[int]:
+        while not self._answer.endswith(b"\n"):
+            try:
+                self._socket.settimeout(max(0.001, until - time.monotonic()))
+                part = self._socket.recv(1 << 16)
+            except OSError as error:
+                self._fail(error)
+            if not part:
+                self._fail(ConnectionError())
+            self._answer += part
+        answer: list[int] | str = json.loads(self._answer)
+        self._answer, self._is_joining = b"", False
+        if isinstance(answer, str):
+            raise OSError(f"{self._pool}: {answer}")
+        return answer
+
+    def _fail(self, error: OSError) -> NoReturn:
+        if isinstance(error, TimeoutError):
+            raise TimeoutError(f"{self._pool}: out of time") from None
+        if self._aborted:
+            raise ConnectionError(f"{self._pool}: aborted") from None
+        code = self._process.poll()
+        how = "" if code is None else f" (signal {-code})" if code < 0 else f" (exit code {code})"
+        raise ConnectionError(f"{self._pool}: the process that calls Mooncake ended{how}") from None
+
+    def abort(self) -> None:
+        """Make a call that waits fail now, and all later ones. From any thread."""
+        self._aborted = True
+        with suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the process: at once, or, if it has memory for the pool, after it has left the pool. Not a parent's."""
+        if self._owner != os.getpid():
+            return
+        self.abort()
+        if not self._segment_bytes:
+            self._process.kill()
+        self._socket.close()
+        os.close(self._memory)
+        _reaper.later(self._process.wait)
+
+
+class KeptProcesses:
+    """The processes of a client that belong to no connection. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.joining: deque[MooncakeProcess] = deque()  # their calls to join ran out of time
+        self.segment: MooncakeProcess | None = None  # has this machine's memory for the pool
+        self.mounting = threading.Lock()
+
+    def close(self) -> None:
+        """End them."""
+        processes = [*self.joining, *([] if self.segment is None else [self.segment])]
+        self.joining.clear()
+        self.segment = None
+        for process in processes:
+            process.close()
+
+
+class MooncakeClient:
+    """A Mooncake pool, by its master at mooncake://host:port. Thread-safe.
+
+    `segment_bytes`: how much memory of this machine the pool gets, from the first put until this object is dropped or
+    the process ends. In a forked child all processes are new.
+    """
+
+    read_only = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: str = "pagoda",
+        name: str = "mooncake",
+        segment_bytes: int = 0,
+        protocol: str = "tcp",
+    ) -> None:
+        """Start nothing yet. ModuleNotFoundError: Mooncake is not installed; says how to install it. ValueError."""
+        if importlib.util.find_spec("mooncake") is None:
+            raise ModuleNotFoundError("a Mooncake pool needs its library: pip install 'pagodakv[mooncake]'")
+        check_prefix(prefix)
+        parts = urlsplit(url)
+        self.name, self._segment_bytes = name, segment_bytes
+        self._pool = PoolAddress(parts.hostname or "", parts.port or DEFAULT_PORT, protocol)
+        self.address = str(self._pool)
+        self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
+        self.believed_seconds = _BELIEVED_SECONDS
+        self.base = f"{prefix}:{NAME_FORMAT}:"
+        self._log = RateLimitedLog()
+        self.reset()
+        reset_in_child(self)
+
+    def reset(self) -> None:
+        """Start without processes; those of a parent are left alone."""
+        self._kept = KeptProcesses()
+        close_when_dropped(self, self._kept.close)
+        self._log.reset()
+
+    def connection(self) -> MooncakeConnection:
+        """Return a new connection that is still to be opened."""
+        return MooncakeConnection(self)
+
+    def take(self) -> MooncakeProcess:
+        """Return a process that is still to join the pool, or has while nobody waited. OSError."""
+        while self._kept.joining:
+            try:
+                process = self._kept.joining.popleft()
+            except IndexError:
+                break
+            if process.usable:
+                return process
+            process.close()
+        return MooncakeProcess(self._pool)
+
+    def keep(self, process: MooncakeProcess) -> None:
+        """Keep a process that has not joined the pool yet for the next `take`."""
+        if process.usable:
+            self._kept.joining.append(process)
+        else:
+            process.close()
+
+    def mount(self, until: float) -> None:
+        """Give the pool this machine's share of memory, unless it has it already. OSError."""
+        kept = self._kept
+        if not self._segment_bytes or not kept.mounting.acquire(timeout=max(0.0, until - time.monotonic())):
+            return
+        try:
+            if kept.segment is not None and not kept.segment.usable:
+                if kept.segment.has_joined:
+                    self.log(
+                        Reason.IO_ERROR,
+                        "the process with this machine's share ended, and the chunks in it are lost",
+                    )
+                kept.segment.close()
+                kept.segment = None
+            if kept.segment is None:
+                kept.segment = MooncakeProcess(self._pool, self._segment_bytes)
+            kept.segment.join(until)
+        finally:
+            kept.mounting.release()
+
+    def log(self, reason: Reason, message: str) -> None:
+        """Log what went wrong with a part of the pool, at most one line per reason in a while."""
+        self._log.warn(_logger, reason, f"{self.address}: {message}")
+
+
+class MooncakeConnection:
+    """One process that calls Mooncake; see StoreConnection. For one thread at a time, except `abort`."""
+
+    def __init__(self, client: MooncakeClient) -> None:
+        self._client = client
+        self._process: MooncakeProcess | None = None
+        self._aborted = False
+
+    def open(self, until: float) -> Self:
+        """Start the process and let it join the pool: a fifth of a second. If that is late, it goes on."""
+        process = self._process = self._client.take()
+        if self._aborted:  # before there was a process
+            process.abort()
+        try:
+            process.join(until)
+        except OSError:
+            self._process = None
+            self._client.keep(process)
+            raise
+        return self
+
+    def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+        """Return how many leading keys are present; the leases of those that are asked about are renewed."""
+
+        def ask(positions: Sequence[int]) -> int:
+            here = self.touch(namespace, [keys[at] for at in positions], until)
+            return here.index(False) if False in here else len(here)
+
+        return leading_run(len(keys), ask, probes=_PROBES, exact=EXACT_KEYS)
+
+    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+        """Return which keys are present: one request. Their leases are renewed: others are evicted before them."""
+        codes = self._call(until, "exist", [self._name(namespace, key) for key in keys])
+        return [code == 1 for code in codes]
+
+    def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
+        """Say which keys are present. Of several writers of one key the master accepts the first: no other sends."""
+        return [PutResult.PRESENT if present else None for present in self.touch(namespace, keys, until)]
+
+    def put(
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        stored: Bytes,
+        is_valid: Callable[[], bool],
+        until: float,
+    ) -> PutResult:
+        """Store a copy; `is_valid` is called after the copy and before it is sent.
+
+        STORED also if the key was present or another writer was first: the master does not tell, and nothing is sent.
+        """
+        self._client.mount(until)
+        nbytes = HEADER_BYTES + stored.nbytes
+        staging = self._opened.reserve(nbytes, until)
+        staging[:HEADER_BYTES] = page
+        staging[HEADER_BYTES:nbytes] = stored
+        if not is_valid():
+            return PutResult.STALE
+        (code,) = self._call(until, "put", self._name(namespace, key), nbytes)
+        if code == _FULL:
+            raise RefusedError(Reason.FULL, f"the pool has no room ({code}): give it more by ?segment=SIZE")
+        if code:
+            raise RefusedError(Reason.IO_ERROR, f"the chunk was not stored ({code})")
+        return PutResult.STORED
+
+    def get(
+        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+    ) -> int | Reason | None:
+        """Copy a value to `page` and to the result of `destination`, once all of it has been received."""
+        name = self._name(namespace, key)
+        staging = self._opened.reserve(HEADER_BYTES, until)
+        code, *size = self._call(until, "get", name)
+        if code == _TOO_SMALL and size:
+            page[:] = staging[:HEADER_BYTES]
+            self._fitting(destination(), size[0] - HEADER_BYTES)
+            staging = self._opened.reserve(size[0], until)
+            code, *size = self._call(until, "get", name)
+        if code in _ABSENT:
+            return None
+        if code == _TRANSFER_FAILED:
+            self._client.log(
+                Reason.IO_ERROR, "a chunk cannot be read: the machine that has it does not answer"
+            )
+            return Reason.IO_ERROR
+        if code < HEADER_BYTES:
+            what = f"cannot be read ({code})" if code < 0 else "is shorter than a header"
+            raise RefusedError(Reason.FAILED_CHECK if code >= 0 else Reason.IO_ERROR, f"the value {what}")
+        page[:] = staging[:HEADER_BYTES]
+        rest_bytes = code - HEADER_BYTES
+        self._fitting(destination(), rest_bytes)[:rest_bytes] = staging[HEADER_BYTES:code]
+        return rest_bytes
+
+    def _fitting(self, target: Bytes | None, nbytes: int) -> Bytes:
+        if target is None or nbytes > target.nbytes:
+            raise RefusedError(Reason.FAILED_CHECK, "the value is not the requested chunk")
+        return target
+
+    def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+        """Remove values, leased ones too; return how many were present."""
+        codes = self._call(until, "remove", [self._name(namespace, key) for key in keys])
+        if refused := [code for code in codes if code not in (0, _NOT_FOUND)]:
+            raise RefusedError(Reason.BUSY, f"{len(refused)} values were not removed ({refused[0]})")
+        return codes.count(0)
+
+    def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
+        """Remove all values of one namespace (None: all of ours); return how many. One request."""
+        base = self._client.base.replace(".", r"\.")
+        pattern = f"^{base}{'' if namespace is None else namespace.hex() + ':'}"
+        (removed,) = self._call(deadline.next_step(), "remove_all", pattern)
+        if removed < 0:
+            raise RefusedError(Reason.IO_ERROR, f"the values were not removed ({removed})")
+        return removed
+
+    def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
+        """Refuse: Mooncake's library lists no names."""
+        raise RefusedError(
+            Reason.NOT_ADMITTED, "a Mooncake pool does not list what it has: see its master's metrics"
+        )
+
+    def usage(self, until: float) -> Usage:
+        """Return nothing known: the master's metrics say it."""
+        return Usage(None, None)
+
+    def ping(self, until: float) -> None:
+        """Return if the master answers."""
+        self._call(until, "exist", [f"{self._client.base}ping"])
+
+    def abort(self) -> None:
+        """Make a call that waits in this connection fail now with an OSError. From any thread."""
+        self._aborted = True
+        if (process := self._process) is not None:
+            process.abort()
+
+    def close(self) -> None:
+        """End the process, also in the middle of a call of Mooncake's; never waits. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+    @property
+    def _opened(self) -> MooncakeProcess:
+        if self._process is None:
+            raise OSError(f"{self._client.address}: the connection was closed")
+        return self._process
+
+    def _call(self, until: float, function: str, *arguments: object) -> list[int]:
+        codes = self._opened.call(until, function, *arguments)
+        if (worst := min(codes, default=0)) <= _NO_ANSWER:
+            raise OSError(f"{self._client.address}: the master does not answer ({worst})")
+        return codes
+
+    def _name(self, namespace: bytes, key: bytes) -> str:
+        return f"{self._client.base}{namespace.hex()}:{key.hex()}"

@@ -1,0 +1,193 @@
+"""An object store below a Redis that knows its chunks: a look-up sends the object store nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import redis as client
+
+from pagoda.config.remote_urls import parse, redacted
+from pagoda.errors import ConfigError
+from pagoda.metrics import Reason
+from testbed.servers import BUCKET, Server, moto_s3, redis_server
+from tests.cache.kit import CHUNK, cache_at, kv_of, prompt, served, stored
+from tests.remote.object_stores import until
+
+KEYS = "region=us-east-1&access_key_id=a&secret_access_key=b&allow_http=true"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Server]:
+    with moto_s3() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[Server]:
+    with redis_server() as running:
+        yield running
+
+
+@contextmanager
+def counted(s3: Server) -> Iterator[tuple[str, Counter[str]]]:
+    """A proxy before the object store that counts its requests by method; its URL."""
+    asked: Counter[str] = Counter()
+
+    class Proxy(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _forward(self) -> None:
+            asked[self.command] += 1
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            with closing(HTTPConnection("127.0.0.1", s3.port, timeout=20)) as line:
+                line.request(self.command, self.path, body, dict(self.headers))
+                answer = line.getresponse()
+                text = answer.read()
+            self.send_response(answer.status)
+            self.send_header("Content-Length", answer.getheader("Content-Length") or str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _forward
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def place(s3: Server, redis: Server, request: pytest.FixtureRequest) -> Iterator[tuple[str, Counter[str]]]:
+    """The URL of an indexed tier that this test has for itself, and the requests that its object store got."""
+    with client.Redis(port=redis.port) as other:
+        other.flushall()
+    with counted(s3) as (endpoint, asked):
+        yield (
+            f"s3://{BUCKET}/{request.node.name}?endpoint={endpoint}&{KEYS}&look=30s&deadline=30s"
+            f"&index=redis://127.0.0.1:{redis.port}/0",
+            asked,
+        )
+
+
+def test_a_look_up_sends_the_object_store_nothing(place: tuple[str, Counter[str]]) -> None:
+    url, asked = place
+    tokens = prompt(40)
+    with cache_at(None, None, remote=url) as cache:
+        stored(cache, tokens)
+        assert (asked["PUT"], asked["HEAD"]) == (40, 0)
+    with cache_at(None, None, remote=url) as cache:
+        cache.lookup(prompt(1, 9))  # opens the connection
+        before = asked.copy()
+        for _ in range(3):
+            assert cache.lookup(tokens).num_tokens == 40 * CHUNK
+            assert cache.lookup(prompt(20, 7)).num_tokens == 0
+        assert asked == before
+        assert served(cache, tokens)[0].num_tokens == 40 * CHUNK
+        stored(cache, tokens)
+        assert (asked["PUT"], asked["HEAD"]) == (40, 0)
+
+
+def test_an_object_that_was_deleted_is_a_miss_and_stored_again(
+    place: tuple[str, Counter[str]], s3: Server, redis: Server
+) -> None:
+    """As by a rule of the bucket's lifecycle: the index does not know of it."""
+    url, _ = place
+    tokens = prompt(6)
+    with cache_at(None, None, remote=url) as cache:
+        stored(cache, tokens)
+        third = cache.keys(tokens)[2][2]
+    with client.Redis(port=redis.port) as other:
+        (mark,) = other.keys(f"*{{{third.hex()}}}")
+    root = bytes.fromhex(mark.decode().split(":")[2])
+    bucket = parse(url.partition("&index=")[0]).engine().connection().open(until())
+    assert bucket.remove(root, [third], until()) == 1
+    bucket.close()
+    with cache_at(None, None, remote=url) as cache:
+        hit, _ = served(cache, tokens)
+        assert (hit.num_tokens, hit.reason) == (2 * CHUNK, Reason.ABSENT)
+        with client.Redis(port=redis.port) as other:
+            assert not other.exists(mark)
+        stored(cache, tokens)
+    with cache_at(None, None, remote=url) as cache:
+        assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
+
+
+def test_an_index_that_was_emptied_is_filled_by_stores(
+    place: tuple[str, Counter[str]], redis: Server
+) -> None:
+    url, _ = place
+    tokens = prompt(6)
+    with cache_at(None, None, remote=url) as cache:
+        stored(cache, tokens)
+    with client.Redis(port=redis.port) as other:
+        other.flushall()
+    with cache_at(None, None, remote=url) as cache:
+        assert served(cache, tokens)[0].num_tokens == 0
+        stored(cache, tokens)
+        assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
+
+
+def test_remove_and_clear_reach_both(place: tuple[str, Counter[str]], redis: Server) -> None:
+    url, _ = place
+    with client.Redis(port=redis.port) as other, cache_at(None, None, remote=url) as cache:
+        stored(cache, prompt(4))
+        assert len(other.keys("pagoda-index-*")) == 4 == other.dbsize()
+        cache.clear()
+        assert other.dbsize() == 0
+        assert served(cache, prompt(4))[0].num_tokens == 0
+
+
+def test_an_index_that_does_not_answer_is_a_miss_that_the_log_explains(
+    s3: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"s3://{BUCKET}/x?endpoint=http://127.0.0.1:{s3.port}&{KEYS}&look=30s&index=redis://127.0.0.1:1/0"
+    with cache_at(None, None, remote=url) as cache:
+        for _ in range(3):
+            assert cache.lookup(prompt(4)).num_tokens == 0
+        assert cache.store(prompt(4), kv_of(prompt(4)).transfer).refused in (0, 4)
+        assert cache.flush(30)
+    assert "127.0.0.1:1" in caplog.text
+
+
+def test_two_stores_share_an_index(s3: Server, redis: Server) -> None:
+    """Also with the chunks of a Redis tier: no mark is taken for another store's, or for a chunk."""
+    base = f"endpoint=http://127.0.0.1:{s3.port}&{KEYS}&look=30s&deadline=30s&index=redis://127.0.0.1:{redis.port}/0"
+    one, two = f"s3://{BUCKET}/one?{base}", f"s3://{BUCKET}/two?{base}"
+    with client.Redis(port=redis.port) as other:
+        other.flushall()
+    with cache_at(None, None, remote=one) as cache:
+        stored(cache, prompt(3))
+    for remote in (two, f"{redis.url}/0?look=30s&deadline=30s"):
+        with cache_at(None, None, remote=remote) as cache:
+            assert served(cache, prompt(3))[0].num_tokens == 0
+
+
+def test_what_an_index_may_be() -> None:
+    for index, said in (
+        ("s3://bucket", "the URL of a Redis is needed"),
+        ("redis://host/0?connections=3", "connections means nothing there"),
+        ("redis://host/0?tll=3", "no such parameter"),
+        ("redis:///0", "a host"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parse(f"s3://bucket?index={index}")
+    with pytest.raises(ConfigError, match=r"no such parameter"):
+        parse("redis://host:6379/0?index=redis://host/0")
+    secret = "s3://bucket?index=redis://:hunter2%40host:6379/0"
+    assert "hunter2" not in redacted(secret) + repr(parse(secret))
+    assert parse(redacted(secret)).lacks_secret
+    assert not parse(secret).lacks_secret
