@@ -25,6 +25,8 @@ from pagoda.tiers.remote.store_client import PutResult, StoreClient, StoreConnec
 CONNECTIONS = 4  # of a tier by default
 PATIENCE_SECONDS = 60.0
 Move = Callable[[int, bytes, Bytes], None]  # the number of a chunk, its key, its bytes
+# of the server, of several, or what returns them: processes of ours that start meanwhile count as servers
+Pids = int | tuple[int, ...] | Callable[[], tuple[int, ...]]
 ROOM_TURNS = 4  # capacity of a store that evicts
 Made = Callable[[str, str, str, float | None], Figure]  # of key, candidate, limit, target
 
@@ -34,14 +36,15 @@ class Entrant:
     """One side of a race; counts the processor time of this process and of the server during its turns."""
 
     step: Step
-    pid: int | tuple[int, ...]  # of the server, or of several
+    pid: Pids
     how: str
     client_seconds: float = field(default=0.0, init=False)
     server_seconds: float = field(default=0.0, init=False)
     calls: int = field(default=0, init=False)
 
     def __call__(self, number: int) -> None:
-        pids = (self.pid,) if isinstance(self.pid, int) else self.pid
+        found = self.pid() if callable(self.pid) else self.pid
+        pids = (found,) if isinstance(found, int) else found
         client, server = time.process_time(), sum(map(cpu_seconds, pids))
         self.step(number)
         self.client_seconds += time.process_time() - client
@@ -193,19 +196,19 @@ class Side(NamedTuple):
 
     put: Step
     get: Step
-    pid: int | tuple[int, ...]  # of the process, or processes, on the other end
+    pid: Pids  # of the other end
     how: str
     fill: Step | None = None  # puts a turn as earlier users of the store would; None: same as `put`
 
 
-def link_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int) -> Side:
+def link_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: Pids) -> Side:
     """Return one StoreConnection, to a store that was filled by as many parallel connections as a tier has."""
     move = stack.enter_context(closing(LinkMoves(remote)))
     fill = links_side(stack, turns, remote, pid).put
     return Side(turns.putting(move.put), turns.getting(move.get), pid, "1 connection", fill)
 
 
-def links_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int | tuple[int, ...]) -> Side:
+def links_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: Pids) -> Side:
     """Return as many StoreConnections as a tier has, on a thread each, without verification."""
     moves = [stack.enter_context(closing(LinkMoves(remote))) for _ in range(CONNECTIONS)]
     threads = stack.enter_context(ThreadPoolExecutor(CONNECTIONS))
@@ -228,7 +231,7 @@ def links_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int | t
     return Side(put, get, pid, f"{CONNECTIONS} connections, unverified")
 
 
-def tier_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: int | tuple[int, ...]) -> Side:
+def tier_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: Pids) -> Side:
     """Return a complete RemoteTier."""
     moves = stack.enter_context(closing(TierMoves(turns, remote)))
     return Side(moves.save, moves.load, pid, moves.how)
