@@ -295,6 +295,8 @@ def test_a_hanging_call_does_not_delay_the_end() -> None:
             recovers(tier, keys)
             machine.stop()
             futures = tier.load(keys, [aligned(SMALL.slot_bytes) for _ in keys], namespace=ROOT)
+            with pytest.raises(TimeoutError):
+                futures[0].result(1.0)
             with soon():
                 tier.close(LATE_SECONDS)
                 assert not any(end.ok for end in ends(futures, LATE_SECONDS))
