@@ -1,15 +1,18 @@
-"""Eight processes that compute the same prompt at the same time send it to the store once."""
+"""Eight processes and one prompt: machines that compute it send it once; one machine loads it once for all of them."""
 
 from __future__ import annotations
 
 import multiprocessing
 from multiprocessing.synchronize import Barrier
+from pathlib import Path
 
 import pytest
 
+from pagoda.cache import Cache
 from pagoda.layout import KVLayout
 from pagoda.tiers.remote.redis import RedisClient
 from testbed.servers import need, redis_server
+from tests.cache.kit import LAYOUT, NAMESPACE, config_of, prompt, run_all, served, stored
 from tests.remote.chunks import (
     LARGE,
     PATIENT_SECONDS,
@@ -53,3 +56,26 @@ def test_eight_processes_send_each_chunk_once(layout: KVLayout, commands: int) -
         assert client.dbsize() == CHUNKS, "no claim or draft is left"
         with tier_on(RedisClient(server.url), layout, deadline_seconds=PATIENT_SECONDS) as tier:
             assert load(tier, keys_of(CHUNKS), layout, PATIENT_SECONDS) == [None] * CHUNKS
+
+
+def retrieve(url: str, memory: Path, gate: Barrier) -> None:
+    """Retrieve the prompt with all other processes of the machine."""
+    config = config_of(memory, None, remote=f"{url}?deadline=30s&look=30s")
+    with Cache(config, namespace=NAMESPACE, layout=LAYOUT) as cache:
+        gate.wait(PATIENT_SECONDS)
+        assert served(cache, prompt(CHUNKS))[0].num_tokens == len(prompt(CHUNKS))
+
+
+@pytest.mark.slow
+def test_eight_processes_of_one_machine_load_each_chunk_once(shm_root: Path) -> None:
+    gate = SPAWN.Barrier(MACHINES)
+    with redis_server() as server, redis.Redis.from_url(server.url) as client:
+        with Cache(
+            config_of(shm_root / "other", None, remote=server.url), namespace=NAMESPACE, layout=LAYOUT
+        ) as cache:
+            stored(cache, prompt(CHUNKS))
+        assert client.dbsize() == CHUNKS
+        client.config_resetstat()
+        run_all([SPAWN.Process(target=retrieve, args=(server.url, shm_root, gate)) for _ in range(MACHINES)])
+        sent = client.info("stats")["total_net_output_bytes"]
+        assert sent < 1.1 * CHUNKS * (LAYOUT.chunk_bytes + 4096) + 20_000, "the answers to questions included"
