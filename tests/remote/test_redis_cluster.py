@@ -186,11 +186,11 @@ def test_a_slot_that_is_being_moved_is_read_where_its_chunks_are(
             begin_move(*moves[-1])
             with client.Redis(port=source.port) as sending:
                 sending.execute_command("MIGRATE", "127.0.0.1", target.port, name_of(prefix, key), 0, 5000)
-        wait_until(lambda: load(tier, keys[:10], layout) == [None] * 10)
         connection = remote.connection().open(time.monotonic() + PATIENT_SECONDS)
         try:
             until = time.monotonic() + PATIENT_SECONDS
             assert connection.find(ROOT, keys, until) == 10
+            wait_until(lambda: load(tier, keys[:10], layout) == [None] * 10)
             assert connection.touch(ROOT, keys, until) == [True] * 10 + [False] * 2
             assert connection.remove(ROOT, [keys[4]], until) == 1
             assert connection.find(ROOT, keys, until) == 4
