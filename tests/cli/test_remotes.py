@@ -327,7 +327,9 @@ def test_an_object_store(shm_root: Path) -> None:
         where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_HOST_SIZE": "1MiB", "PAGODA_REMOTE": url}
         share(url, LLAMA, 2)
         assert answer("config", "check", **where)["ok"] is True
-        assert answer("check", **where)["remotes"] == [{"tier": "webdav", "address": url, "trouble": ""}]
+        assert answer("check", **where)["remotes"] == [
+            {"tier": "webdav", "address": url, "trouble": "", "nodes": ""}
+        ]
         found = answer("clear", "-y", **where)
         assert found["cleared"] + len(found["failed"]) > 0  # type: ignore[operator,arg-type]
 
