@@ -30,7 +30,13 @@ def parts(quick: bool) -> tuple[dict[str, Part], dict[str, Part]]:
     """Return the parts that count, and those that are measured without a target."""
     from remote_mooncake import mooncake_figures
     from remote_objects import S3, WEBDAV, object_figures
-    from remote_redis import cluster_figures, fresh_figures, one_writer_figures, redis_figures
+    from remote_redis import (
+        cluster_figures,
+        fresh_figures,
+        lookup_figures,
+        one_writer_figures,
+        redis_figures,
+    )
     from remote_stopped import stopped_figures
 
     found: dict[str, Part] = {}
@@ -39,6 +45,7 @@ def parts(quick: bool) -> tuple[dict[str, Part], dict[str, Part]]:
         for engine in (WEBDAV, S3):
             found[f"{engine.name}_{size}mib"] = partial(object_figures, engine=engine, nbytes=size * MIB)
     found["cluster_8mib"] = partial(cluster_figures, nbytes=8 * MIB)
+    found["look_up"] = partial(lookup_figures, count=10_000)
     found["mooncake_8mib"] = partial(mooncake_figures, nbytes=8 * MIB)
     found["stopped"] = partial(stopped_figures, chunk_bytes=MIB)
     beside: dict[str, Part] = {  # without targets; they explain the other figures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -11,11 +12,12 @@ from functools import partial
 
 import numpy as np
 import redis
-from ground import Plan
+from ground import NAMESPACE, Plan, keys_of
 from harness import MIB, Figure, say
 from limits import Bytes
 from limits_wire import RespLoop
 from remote_ground import (
+    PATIENCE_SECONDS,
     ROOM_TURNS,
     Made,
     Side,
@@ -29,6 +31,8 @@ from remote_ground import (
     tier_side,
 )
 
+from pagoda.codec import HEADER_BYTES
+from pagoda.tiers.remote.leading_run import EXACT_KEYS
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient
 from testbed.servers import Server, lacking, redis_cluster, redis_server
@@ -119,6 +123,43 @@ def cluster_figures(plan: Plan, nbytes: int) -> list[Figure]:
             ]
 
         return raced_gets(turns, sides, figures)
+
+
+def lookup_figures(plan: Plan, count: int) -> list[Figure]:
+    """Race a look-up of `count` stored keys against one that asks for each of them."""
+    if missing := lacking("redis-server"):
+        say(f"{missing}; its figures are skipped")
+        return []
+    keys, seconds = keys_of("look-up", count), dict[str, list[float]](few=[], each=[])
+    with redis_server() as server, closing(RedisClient(server.url).connection()) as connection:
+        connection.open(time.monotonic() + PATIENCE_SECONDS)
+        page = np.zeros(HEADER_BYTES, np.uint8)
+        for key in keys:
+            connection.put(
+                NAMESPACE.root, key, page, page[:0], lambda: True, time.monotonic() + PATIENCE_SECONDS
+            )
+        parts = {
+            "few": [keys],
+            "each": [keys[start : start + EXACT_KEYS] for start in range(0, count, EXACT_KEYS)],
+        }
+
+        def look_up(name: str) -> None:
+            began = time.perf_counter()
+            until = time.monotonic() + PATIENCE_SECONDS
+            found = sum(connection.find(NAMESPACE.root, part, until) for part in parts[name])
+            seconds[name].append(time.perf_counter() - began)
+            if found != count:
+                raise RuntimeError(f"{found} of {count} keys were found")
+
+        for _ in range(3 * plan.rounds):
+            for name in parts:
+                look_up(name)
+    times = [few / each for few, each in zip(seconds["few"], seconds["each"], strict=True)]
+    few_ms, each_ms = (1e3 * statistics.median(seconds[name]) for name in ("few", "each"))
+    note = f"{few_ms:.2f} ms against {each_ms:.2f} ms"
+    quoted = {"times": [round(one, 4) for one in times]}
+    figure = f"look_up_{count}_keys_vs_each_key"
+    return [Figure(figure, statistics.median(times), 0.25, "times", quoted, note)]
 
 
 class Field:
