@@ -91,6 +91,7 @@ class Room:
         n: int = 1,
         seed: int | None = None,
         prompt_logprobs: int | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> list[Answer]:
         """Generate for all prompts at once; greedy unless there is a seed."""
         from vllm import SamplingParams
@@ -103,6 +104,7 @@ class Room:
             ignore_eos=True,
             n=n,
             prompt_logprobs=prompt_logprobs,
+            extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
         asked = [{"prompt_token_ids": list(one)} | ({"cache_salt": salt} if salt else {}) for one in prompts]
         outputs = self.llm.generate(

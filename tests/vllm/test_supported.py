@@ -81,8 +81,6 @@ ALWAYS = [
     ("cache_config.calculate_kv_scales", True, "calculate_kv_scales: .*set it to false"),
     ("cache_config.prefix_caching_hash_algo", "xxhash", "'xxhash'.*--prefix-caching-hash-algo sha256"),
     ("cache_config.prefix_caching_hash_algo", "xxhash_cbor", "--prefix-caching-hash-algo sha256"),
-    ("kv_transfer_config.kv_role", "kv_producer", "kv_role.*kv_both"),
-    ("kv_transfer_config.kv_role", "kv_consumer", "kv_role.*kv_both"),
     ("model_config.is_encoder_decoder", True, "an encoder and a decoder"),
     ("diffusion_config", SimpleNamespace(), "diffusion"),
     ("attention_config.use_non_causal", True, "use_non_causal.*what follows it"),
@@ -117,6 +115,14 @@ def test_failed_loads_must_be_recomputed(configs: tuple[Any, Any]) -> None:
     with pytest.raises(ValueError, match='"kv_load_failure_policy": "recompute"'):
         check(configs)
     check(configs, hybrid=True)  # there what is promised is held, and a load fails only with its process
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_hybrid_model_stores_and_loads(configs: tuple[Any, Any], role: str) -> None:
+    _set("kv_transfer_config.kv_role", role)(*configs)
+    check(configs)
+    with pytest.raises(ValueError, match=r"kv_role.*kv_both"):
+        check(configs, hybrid=True)
 
 
 def test_adapters_need_the_connector_that_knows_their_content(configs: tuple[Any, Any]) -> None:

@@ -46,6 +46,7 @@ class PagodaConnector(KVConnectorBase_V1):
                 shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
                 drops_last_block=speculative is not None and speculative.use_eagle_block_drop(),
                 in_lockstep=vllm_config.parallel_config.data_parallel_size > 1,
+                role=vllm_config.kv_transfer_config.kv_role,
             )
         else:
             self._worker = PagodaWorker(options, vllm_config, kv_cache_config)

@@ -50,8 +50,10 @@ class TrackedRequest:
     polled: bool = False
     recorded: bool = False  # in the trace, by its first look-up
     found: LookupAnswer | None = None
-    loads: bool = True  # False: a load or a look-up of it failed, so vLLM computes it
+    loads: bool = True  # False: not wanted, or a load or a look-up of it failed, so vLLM computes it
     saves: bool = True
+    most_loaded: int | None = None  # tokens, beyond those that the engine has
+    most_saved: int | None = None  # tokens, from the first on
     reason: Reason | None = None  # why there was no look-up
     counted: bool = False
     keys: list[bytes] = field(default_factory=list)  # in the namespace found.root
@@ -148,13 +150,14 @@ class LookupThreads:
         """Log what was stored of a request that has ended, with its first `tokens` tokens; on a thread."""
         request = tracked.request
         text_alone = not request.mm_features and request.prompt_embeds is None
-        if text_alone and tracked.saved and self._threads.under_way < _MOST_LOGS:
-            self._threads.later(self._log_prompt, tracked, tokens)
+        chunks = min(tracked.saved, tokens // self._chunk_tokens)
+        if text_alone and chunks and self._threads.under_way < _MOST_LOGS:
+            self._threads.later(self._log_prompt, tracked, chunks, tokens)
 
-    def _log_prompt(self, tracked: TrackedRequest, tokens: int) -> None:
-        self.extend_keys(tracked, tracked.saved)
+    def _log_prompt(self, tracked: TrackedRequest, chunks: int, tokens: int) -> None:
+        self.extend_keys(tracked, chunks)
         assert tracked.found is not None and self._cache.slots is not None
-        keys = tracked.keys[: tracked.saved]
+        keys = tracked.keys[:chunks]
         self._cache.slots.log_prompt(tracked.found.root, keys, list(tracked.request.all_token_ids[:tokens]))
 
     def renew(self) -> None:

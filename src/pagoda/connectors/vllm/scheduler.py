@@ -44,17 +44,19 @@ class PagodaScheduler:
         shares_blocks: bool = True,
         drops_last_block: bool = False,
         in_lockstep: bool = False,
+        role: str = "kv_both",
     ) -> None:
         """Prepare; `opened` makes it work.
 
         `shares_blocks`: other requests find the blocks that one request loaded in the engine's own cache.
         `drops_last_block`: the last block of a hit is computed nevertheless. `in_lockstep`: other engines wait for
-        each step of this one.
+        each step of this one. `role`: a `kv_producer` only stores, a `kv_consumer` only loads.
         """
         self._options = options
         self._shares_blocks = shares_blocks
         self._drops_last_block = drops_last_block
         self._in_lockstep = in_lockstep
+        self._loads_any, self._saves_any = role != "kv_producer", role != "kv_consumer"
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self._wants_events = events
         self._events: StoredEvents | None = None
@@ -92,8 +94,23 @@ class PagodaScheduler:
             text = f"request {request.request_id} is not cached: it has too many or too few block hashes"
             self._lines.warn(log, Reason.IO_ERROR, text)
             return
-        tracked = self._tracked[request.request_id] = TrackedRequest(request)
+        tracked = self._tracked[request.request_id] = TrackedRequest(
+            request,
+            loads=self._loads_any,
+            saves=self._saves_any,
+            most_loaded=self._limit(request, "max_load_tokens"),
+            most_saved=self._limit(request, "max_offload_tokens"),
+        )
         self._lookups.begin(tracked)
+
+    def _limit(self, request: Any, name: str) -> int | None:
+        """Return a limit that a request has in its `kv_transfer_params`, by the names of vLLM's OffloadingConnector."""
+        limit = (request.kv_transfer_params or {}).get(name)
+        if limit is None or (type(limit) is int and limit >= 0):
+            return limit
+        text = f"{name} = {limit!r} of a request is ignored: write a whole number that is not negative"
+        self._lines.warn(log, Reason.IO_ERROR, text)
+        return None
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond `local_tokens` can be loaded; (None, False): ask again.
@@ -109,6 +126,8 @@ class PagodaScheduler:
         # at least one token must be computed, because the model needs it for its answer
         most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
         dropped = self._block_tokens if self._drops_last_block else 0  # as in vLLM's own prefix cache
+        if tracked.most_loaded is not None:
+            most = min(most, (local_tokens + tracked.most_loaded) // self._block_tokens * self._block_tokens)
         whole = request.num_tokens // self._chunk_tokens * self._chunk_tokens
         least = max(1, self._options.config.min_hit_tokens)
         if min(most, whole) - dropped - local_tokens < least:  # too short, even if the tiers have everything
@@ -234,7 +253,7 @@ class PagodaScheduler:
             return
         # the tokens known by now; later ones may be a draft that is still rejected
         tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
-        done = self._chunks_of(request, tokens)
+        done = self._saved_of(tracked, tokens) // self._chunk_tokens
         if done <= max(tracked.saved, tracked.seen) or self._patience < _LEAST_SECONDS:
             return
         if not self._lookups.settled(tracked):
@@ -251,11 +270,13 @@ class PagodaScheduler:
             blocks = list(table[0][first * step : done * step])
             meta.saves.append(Save(request.request_id, tracked.found.root, copies, first, blocks))
 
-    def _chunks_of(self, request: Any, tokens: int) -> int:
-        """Return how many chunks of a request are to be saved once so many tokens are computed."""
+    def _saved_of(self, tracked: TrackedRequest, tokens: int) -> int:
+        """Return how many of the first `tokens` tokens of a request are to be saved."""
         if not self._options.store_output:
-            tokens = min(tokens, request.num_prompt_tokens)
-        return tokens // self._chunk_tokens
+            tokens = min(tokens, tracked.request.num_prompt_tokens)
+        if tracked.most_saved is not None:
+            tokens = min(tokens, tracked.most_saved)
+        return tokens
 
     def _reserved(self, tracked: TrackedRequest, first: int, done: int) -> list[ChunkRef]:
         assert tracked.found is not None
@@ -291,11 +312,9 @@ class PagodaScheduler:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None and tracked.saves and tracked.found is not None:
             # the last token was not computed; vLLM may count it already in a step that it began ahead
-            done = self._chunks_of(request, min(request.num_computed_tokens, request.num_tokens - 1))
-            self._count_unsaved(done - max(tracked.saved, tracked.seen))
-            self._lookups.log_prompt(
-                tracked, request.num_tokens if self._options.store_output else request.num_prompt_tokens
-            )
+            tokens = self._saved_of(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
+            self._count_unsaved(tokens // self._chunk_tokens - max(tracked.saved, tracked.seen))
+            self._lookups.log_prompt(tracked, self._saved_of(tracked, request.num_tokens))
 
     def _count_unsaved(self, chunks: int) -> None:
         """Count chunks that will not be saved, because their request ended first."""

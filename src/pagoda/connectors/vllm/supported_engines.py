@@ -161,8 +161,9 @@ def _refusals(vllm_config: Any, hybrid: bool) -> Iterator[tuple[str, str]]:
             " --prefix-caching-hash-algo sha256"
         )
         yield "prefix_caching_hash_algo", why
-    if (role := transfer.kv_role) != "kv_both":
-        yield "kv_role", f'{role!r}: a cache stores and loads; write "kv_role": "kv_both"'
+    if hybrid and (role := transfer.kv_role) != "kv_both":
+        why = f'{role!r}: vLLM\'s OffloadingConnector stores and loads; write "kv_role": "kv_both"'
+        yield "kv_role", why
     if of_model := _model_refusal(vllm_config):
         yield "model", of_model
     if vllm_config.attention_config.hisparse_config is not None:
