@@ -100,6 +100,7 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
     assert "no such policy; did you mean second_sight?" in refused("replay", trace, *fleet, *policy)
     assert "--engines: with --remote no time" in refused("replay", trace, *fleet, "--engines", 2)
     assert "--remote need --model" in refused("replay", trace, "--remote", "1GiB")
+    assert "--remote : " in refused("replay", trace, "--remote", "", *BYTES)
     assert "--remote 64G: " in refused("replay", trace, "--remote", "64G", *BYTES)
     assert "a chunk has 2.00 MiB" in refused("replay", trace, "--remote", "1MiB", *BYTES)
     assert "--machines" in refused("replay", trace, *fleet, "--machines", 0)

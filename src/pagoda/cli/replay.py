@@ -106,7 +106,9 @@ def replay(
     config: ConfigFile = None,
 ) -> int:
     """Say what a cache of that size and policy would have done with recorded requests."""
-    tiers = {name: size for name, size in (("host", host), ("disk", disk), ("remote", remote)) if size}
+    tiers = {
+        name: size for name, size in (("host", host), ("disk", disk), ("remote", remote)) if size is not None
+    }
     _refuse(capacity_chunks, tiers, curve, png)
     shared = {
         "--machines": machines, "--route": route, "--remote-policy": remote_policy,
@@ -116,13 +118,13 @@ def replay(
         "--host-speed": host_speed, "--disk-speed": disk_speed, "--measured": measured, "--prefill": prefill,
         "--engines": engines,
     }  # fmt: skip
-    _refuse_given(timed if remote else shared, remote is not None)
+    _refuse_given(shared if remote is None else timed, remote is not None)
     names = policies_of(policy, config)
     found = trace_of(trace)
     chunk_bytes = chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
     if tiers:
         sizes = {name: bytes_of(f"--{name}", size) for name, size in tiers.items()}
-        if remote:
+        if remote is not None:
             from pagoda.cli import replay_fleet
 
             plan = replay_fleet.FleetPlan(
