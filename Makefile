@@ -99,7 +99,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/cache.py $(ARGS)
 	$(BIN)/python benchmarks/blocks.py $(ARGS)
 
-# needs redis-server, nginx and, for shaped links, root
+# needs redis-server, nginx, libibverbs1, libnuma1 and libcurl4 (Mooncake) and, for shaped links, root
 bench-remote: $(READY)
 	$(BIN)/python benchmarks/remote.py $(ARGS)
 	$(BIN)/python benchmarks/remote_writes.py $(filter-out --markdown,$(ARGS))
