@@ -15,7 +15,7 @@ from remote_ground import Made, Side, Turns, both_ways, link_side, socket_side, 
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.tiers.remote.mooncake import MooncakeClient
-from testbed.servers import Server, lacking, mooncake_master, mooncake_peer
+from testbed.servers import LIBRARIES, Server, lacking, mooncake_master, mooncake_peer
 
 _SIDES = 3  # that put into the pool
 
@@ -53,7 +53,7 @@ class PlainMooncake:
 
 def mooncake_figures(plan: Plan, nbytes: int) -> list[Figure]:
     """Race puts and gets of chunks of `nbytes`; the pool is never full."""
-    if missing := lacking("mooncake"):
+    if missing := lacking("mooncake", *LIBRARIES):
         say(f"{missing}; its figures are skipped")
         return []
     turns = Turns(plan, nbytes, 32 * MIB)

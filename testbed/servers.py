@@ -46,6 +46,7 @@ LIBRARIES = {
     "libcurl.so.4": "libcurl4",
 }  # of Mooncake
 PACKAGES = {
+    **{library: f"the package {package}" for library, package in LIBRARIES.items()},
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "redis-server": "the package redis-server",
     "nginx": "the package nginx",
@@ -78,6 +79,10 @@ def lacking(*programs: str) -> str:
 
 
 def _path_of(program: str) -> str | None:
+    if program in LIBRARIES:
+        with contextlib.suppress(OSError):
+            return str(ctypes.CDLL(program))
+        return None
     if program == DAV_MODULE.name:
         return str(DAV_MODULE) if DAV_MODULE.exists() else None
     if program.isidentifier() and importlib.util.find_spec(program) is not None:
@@ -553,12 +558,8 @@ def mooncake_peer(master: Server, size: str = "256MB") -> Iterator[Server]:
 
 
 def _mooncake(program: str) -> str:
-    need("mooncake")
-    for library, package in LIBRARIES.items():
-        try:
-            ctypes.CDLL(library)
-        except OSError:
-            raise skip(f"{library} is missing: install the package {package}") from None
+    if missing := lacking("mooncake", *LIBRARIES):
+        raise skip(missing)
     found = importlib.util.find_spec("mooncake")
     assert found is not None and found.origin is not None
     return str(Path(found.origin).with_name(program))
