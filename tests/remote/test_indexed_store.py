@@ -141,6 +141,19 @@ def test_an_index_that_was_emptied_is_filled_by_stores(
         assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
 
 
+def test_a_load_keeps_the_mark(place: tuple[str, Counter[str]], redis: Server) -> None:
+    """A Redis that evicts what was not used for long must know that the object is used."""
+    url, _ = place
+    with client.Redis(port=redis.port) as other:
+        with cache_at(None, None, remote=f"{url}%3Fttl=1h") as cache:
+            stored(cache, prompt(1))
+            (mark,) = other.keys("pagoda-index-*")
+            other.pexpire(mark, 1_000_000)
+        with cache_at(None, None, remote=f"{url}%3Fttl=1h") as cache:
+            assert served(cache, prompt(1))[0].num_tokens == CHUNK
+        assert 2_000_000 < other.pttl(mark) <= 3_600_000
+
+
 def test_remove_and_clear_reach_both(place: tuple[str, Counter[str]], redis: Server) -> None:
     url, _ = place
     with client.Redis(port=redis.port) as other, cache_at(None, None, remote=url) as cache:

@@ -90,6 +90,8 @@ class IndexedStoreConnection:
         found = self._store.get(namespace, key, page, destination, until)
         if found is None:
             self._index.remove(namespace, [key], until)
+        elif isinstance(found, int):  # it is in use, which a look-up does not say
+            self._index.touch(namespace, [key], until)
         return found
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
