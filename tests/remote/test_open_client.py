@@ -13,7 +13,7 @@ from pagoda.tiers.remote.store_client import StoreClient
 
 def opened(kind: str, url: str, password_file: object = "") -> StoreClient:
     return open_client(
-        kind, url, name="far", prefix="mine", ttl_seconds=None, options={}, password_file=str(password_file)
+        kind, url, name="far", prefix="mine", ttl_seconds=60.0, options={}, password_file=str(password_file)
     )
 
 

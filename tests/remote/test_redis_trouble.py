@@ -336,7 +336,7 @@ def test_a_forked_child_makes_links_of_its_own() -> None:
 class Liar:
     """A server that greets as it should and then sends `answer`, whatever it is asked; it reads all that comes."""
 
-    def __init__(self, answer: bytes, then: str, greeting: bytes = b":0\r\n") -> None:
+    def __init__(self, answer: bytes, then: str, greeting: bytes = b":0\r\n" * 4) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
         self._answer, self._then, self._greeting = answer, then, greeting
@@ -446,7 +446,7 @@ def test_a_liar_at_the_door(greeting: bytes) -> None:
 
 
 def test_no_error_tells_the_password() -> None:
-    with Liar(b"", "drip", b"-ERR you said geheim\r\n" * 2) as liar:
+    with Liar(b"", "drip", b"-ERR you said geheim\r\n" * 5) as liar:
         with pytest.raises(RefusedError) as refused:
             RedisClient(liar.url.replace("//", "//:geheim@")).connection().open(soon(2))
         assert str(refused.value) == "ERR you said ***"
@@ -459,7 +459,9 @@ def scanned(answers: Iterator[bytes]) -> Iterator[RedisConnection]:
     def serve() -> None:
         with contextlib.suppress(OSError), listener.accept()[0] as peer:
             while asked := peer.recv(1 << 20):
-                peer.sendall(next(answers) if b"SCAN" in asked else b":0\r\n")
+                peer.sendall(
+                    next(answers) if b"SCAN" in asked else b":0\r\n" * (4 if b"INFO" in asked else 1)
+                )
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, daemon=True)
@@ -484,6 +486,6 @@ def test_a_walk_over_names_without_end_ends_at_one_deadline(call: str) -> None:
 
 
 def test_a_loading_server_does_not_count_as_answering() -> None:
-    greeting = b"-LOADING Redis is loading the dataset in memory\r\n"
+    greeting = b"-LOADING Redis is loading the dataset in memory\r\n" * 4
     with Liar(b"", "drip", greeting) as liar, pytest.raises(OSError, match="LOADING"):
         RedisClient(liar.url).connection().open(soon(2))

@@ -136,9 +136,9 @@ class Access(NamedTuple):
 # -- what only the disk tier is asked -----------------------------------------------------------------------------
 
 
-def recency_stamp(tier: Tier) -> int | None:
-    """Return a recency stamp for one run, so that its tail is evicted before its head; None if the tier uses none."""
-    return tier.ledger.stamp() if isinstance(tier, DiskTier) else None
+def recency_stamp(tier: Tier) -> int:
+    """Return a recency stamp for one run, so that its tail is evicted before its head."""
+    return tier.ledger.stamp() if isinstance(tier, DiskTier) else time.monotonic_ns()
 
 
 def admitted_prefix(
@@ -240,7 +240,7 @@ class WriteBackQueue:
     def note_access(self, access: Access) -> None:
         """Note that chunks were served; the thread soon tells the tier."""
         stamp = recency_stamp(self.tier)
-        if access.source is self.tier and stamp is not None:
+        if access.source is self.tier and isinstance(self.tier, DiskTier):
             return  # it keeps recency itself, and noted this access when it was asked
         if access.where is not None and self._is_known(*access.where).all():
             return

@@ -194,7 +194,8 @@ def _print_remotes(remotes: list[RemoteCheck]) -> None:
     if rows:
         printing.print_table("remote tiers", ("tier", "verdict", "address"), rows)
     for asked in remotes:
-        if asked.trouble:
-            printing.note(asked.trouble)
+        for text in (asked.trouble, *asked.warnings):
+            if text:
+                printing.note(text)
         if asked.nodes:
             printing.note(f"{asked.tier}: on all machines the same nodes: {asked.nodes}")

@@ -56,8 +56,13 @@ def check(file: File = None, as_json: AsJson = False) -> int:
     config = configured(file)
     asked = pinged([spec for specs in _servers(config).values() for spec in specs])
     troubles = [*_troubles(config), *(each.trouble for each in asked if each.trouble)]
+    stores = {spec.name for spec in config.remotes()}  # what holds no chunks may be set up in another way
+    warnings = [text for each in asked if each.tier in stores for text in each.warnings]
     if as_json:
-        printing.print_json({"ok": not troubles, "troubles": troubles})
+        printing.print_json({"ok": not troubles, "troubles": troubles, "warnings": warnings})
+    else:
+        for text in warnings:
+            printing.note(text)
     if troubles:
         raise FailedError("; ".join(troubles))
     if not as_json:

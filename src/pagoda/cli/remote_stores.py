@@ -31,12 +31,16 @@ WALK_SECONDS = 300.0
 
 
 class RemoteCheck(NamedTuple):
-    """A remote tier, what is wrong with it (empty: nothing), and of a pool the nodes: on all machines the same."""
+    """A remote tier, what is wrong with it (empty: nothing), and of a pool the nodes: on all machines the same.
+
+    `warnings`: what is wrong with how it is set up.
+    """
 
     tier: str
     address: str
     trouble: str
     nodes: str = ""
+    warnings: Sequence[str] = ()
 
 
 class Unanswered(Exception):
@@ -124,7 +128,7 @@ def cleared(spec: RemoteSpec, roots: Sequence[bytes] | None) -> int:
 
 def pinged(specs: Sequence[RemoteSpec]) -> list[RemoteCheck]:
     """Return for each remote tier whether it answers and can be read, and whether its codec is installed."""
-    return [RemoteCheck(spec.name, spec.redacted, _trouble(spec), _nodes(spec)) for spec in specs]
+    return [_checked(spec) for spec in specs]
 
 
 def patience(spec: RemoteSpec) -> float:
@@ -182,19 +186,29 @@ def _nodes(spec: RemoteSpec) -> str:
     return ""
 
 
-def _trouble(spec: RemoteSpec) -> str:
+def _checked(spec: RemoteSpec) -> RemoteCheck:
+    nodes = _nodes(spec)
     try:
-        ask(spec, partial(_ping, spec))
+        warnings = ask(spec, partial(_ping, spec))
     except Unanswered as trouble:
-        return str(trouble)
-    return ""
+        return RemoteCheck(spec.name, spec.redacted, str(trouble), nodes)
+    return RemoteCheck(spec.name, spec.redacted, "", nodes, [worded(spec, warning) for warning in warnings])
 
 
-def _ping(spec: RemoteSpec, link: StoreConnection) -> None:
+def worded(spec: RemoteSpec, warning: str) -> str:
+    """Return a warning about how a remote tier is set up, with its place."""
+    return f"{spec.name} ({spec.redacted}): {warning}"
+
+
+def _ping(spec: RemoteSpec, link: StoreConnection) -> Sequence[str]:
     from pagoda import codec
+    from pagoda.tiers.remote.store_client import RefusedError
 
     link.ping(time.monotonic() + patience(spec))
     codec.require(spec.codec)
+    with suppress(RefusedError):
+        return link.usage(time.monotonic() + patience(spec)).warnings
+    return ()
 
 
 def _masked(spec: RemoteSpec, text: str) -> str:

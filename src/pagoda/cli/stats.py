@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from pagoda.cli import FAILED, UsageError, printing
-from pagoda.cli.remote_stores import Unanswered, remotes_of, usage
+from pagoda.cli.remote_stores import Unanswered, remotes_of, usage, worded
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, Wide, find_stores, in_each, label
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def stats(
         _print_shared(shared)
     troubles = [*broken.values(), *(remote.error for remote in shared if remote.error)]
     if not as_json:
-        for trouble in troubles:
-            printing.note(trouble)
+        for text in (*troubles, *(warning for remote in shared for warning in remote.warnings)):
+            printing.note(text)
     return FAILED if troubles else 0
 
 
@@ -64,7 +64,8 @@ def remote_usage(spec: RemoteSpec) -> RemoteUsage:
         found = usage(spec)
     except Unanswered as trouble:
         return RemoteUsage(spec.name, spec.redacted, None, None, str(trouble))
-    return RemoteUsage(spec.name, spec.redacted, found.used_bytes, found.limit_bytes, "")
+    warnings = [worded(spec, text) for text in found.warnings]
+    return RemoteUsage(spec.name, spec.redacted, found.used_bytes, found.limit_bytes, "", warnings)
 
 
 def _print(found: list[StoreSnapshot], wide: bool) -> None:

@@ -72,24 +72,14 @@ _MEANT = {  # what others call them
     "davs": "https",
     "webdav": "http",
 }
-_OURS = (
-    "name",
-    "prefix",
-    "ttl",
-    "write_policy",
-    "codec",
-    "connections",
-    "deadline",
-    "look",
-    "queue_chunks",
-    "password_file",
-)
-_NOT_OF_PAGODA = ("ttl", "prefix", "write_policy")
-_NOT_OF_MOONCAKE = ("ttl", "password_file", "write_policy")
+_OF_REDIS = ("prefix", "ttl", "evict", "write_policy")
+_OURS = ("name", *_OF_REDIS, "codec", "connections", "deadline", "look", "queue_chunks", "password_file")
+_NOT_OF_MOONCAKE = ("ttl", "evict", "password_file", "write_policy")
 _OF_MOONCAKE = ("segment", "protocol")
 _WRITE_POLICIES = ("write_through", "second_sight")
 _OF_PEERS = ("password_file", "server", "dns")
 _INDEX = "index"  # of an object store: the URL of a Redis that knows its chunks
+_MOST_TTL_SECONDS = 10 * 365 * 86400.0  # and by default of the marks of an index: objects have no end either
 _OF_INDEX = ("prefix", "ttl", "password_file")
 _OF_LOOKUP = ("prefix", "password_file")
 MOST_PEERS = 8
@@ -137,7 +127,9 @@ class RemoteSpec:
     """"redis", "objects", "pagoda" (another machine's `pagoda serve`) or "mooncake"."""
     name: str
     prefix: str = "pagoda"
-    ttl_seconds: float | None = None
+    ttl_seconds: float = 7 * 86400.0
+    evict: str = ""
+    """"ttl": chunks are ranked by their remaining life, also if a Redis does not say that it evicts by that."""
     write_policy: str = _WRITE_POLICIES[0]
     """Of what the cache hands over: "write_through", all; "second_sight", what was asked for twice, on any machine."""
     codec: str = "raw"
@@ -172,6 +164,7 @@ class RemoteSpec:
             name=self.name,
             prefix=self.prefix,
             ttl_seconds=self.ttl_seconds,
+            ranks=self.evict == "ttl",
             second_sight=self.write_policy == "second_sight",
             options=options,
             password_file=self.password_file,
@@ -183,7 +176,10 @@ class RemoteSpec:
 
         spec = _parsed(index)
         marks = replace(
-            spec, prefix=index_prefix(spec.prefix, client.address), look_seconds=self.look_seconds
+            spec,
+            prefix=index_prefix(spec.prefix, client.address),
+            look_seconds=self.look_seconds,
+            ttl_seconds=spec.ttl_seconds if "ttl=" in index.partition("?")[2] else _MOST_TTL_SECONDS,
         )
         return IndexedStoreClient(client, marks.engine())
 
@@ -345,7 +341,8 @@ def _parsed(url: str) -> RemoteSpec:
         kind=kind,
         name=_named(ours.get("name", name)),
         prefix=_prefix(ours.get("prefix", RemoteSpec.prefix)),
-        ttl_seconds=_seconds("ttl", ours["ttl"], 1.0, 10 * 365 * 86400.0) if "ttl" in ours else None,
+        ttl_seconds=_seconds("ttl", ours.get("ttl", "7d"), 1.0, _MOST_TTL_SECONDS),
+        evict=_evict(ours.get("evict", "")),
         write_policy=_write_policy(ours.get("write_policy", RemoteSpec.write_policy)),
         codec=_codec(ours.get("codec", RemoteSpec.codec)),
         connections=_count("connections", ours.get("connections", "4"), 64),
@@ -447,10 +444,11 @@ def _check_redis(scheme: str, given: Mapping[str, str]) -> None:
 
 
 def _check_objects(scheme: str, ours: Mapping[str, str]) -> None:
-    if "ttl" in ours:
-        raise ValueError(
-            "ttl: an object store deletes by rules of its own (lifecycle); set one there instead"
-        )
+    for name in ("ttl", "evict"):
+        if name in ours:
+            raise ValueError(
+                f"{name}: an object store deletes by rules of its own (lifecycle); set one there instead"
+            )
     if ours.get("write_policy", RemoteSpec.write_policy) != RemoteSpec.write_policy:
         raise ValueError("write_policy: only a Redis can remember what was asked for once; leave it out here")
     if "password_file" in ours and scheme not in ("http", "https"):
@@ -483,10 +481,10 @@ def _check_server(server: str, parts: SplitResult) -> None:
 
 
 def _check_pagoda(ours: Mapping[str, str], given: Mapping[str, str]) -> None:
-    for name in _NOT_OF_PAGODA:
+    for name in _OF_REDIS:
         if name in ours:
             raise ValueError(f"{name}: a pagoda serve has none; remove it")
-    known = tuple(name for name in _OURS if name not in _NOT_OF_PAGODA)
+    known = tuple(name for name in _OURS if name not in _OF_REDIS)
     for name in given:
         hint = did_you_mean(name, known)
         raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
@@ -558,6 +556,14 @@ def _write_policy(policy: str) -> str:
         hint = did_you_mean(policy, _WRITE_POLICIES)
         raise ValueError(f"write_policy={policy}: must be {' or '.join(_WRITE_POLICIES)}{hint}")
     return policy
+
+
+def _evict(evict: str) -> str:
+    if evict not in ("", "ttl"):
+        raise ValueError(
+            f"evict={evict}: only evict=ttl is known: Redis evicts what has the shortest life left"
+        )
+    return evict
 
 
 def _count(name: str, text: str, most: int) -> int:

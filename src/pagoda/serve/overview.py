@@ -47,6 +47,7 @@ class RemoteUsage(NamedTuple):
     used_bytes: int | None
     limit_bytes: int | None
     error: str
+    warnings: Sequence[str] = ()  # about how it is set up
 
 
 class Sample(TypedDict):

@@ -75,6 +75,7 @@ class ReadRequest:
     source: Source = None
     future: Future[Done] = field(default_factory=running_future)
     followers: list[ReadRequest] = field(default_factory=list)
+    stamp: int = field(default_factory=time.monotonic_ns)
 
 
 class IoQueue:

@@ -60,9 +60,11 @@ class IndexedStoreConnection:
         """Return how many leading keys the index has."""
         return self._index.find(namespace, keys, until)
 
-    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+    def touch(
+        self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
+    ) -> list[bool]:
         """Tell the index that these keys are in use; return which of them it has."""
-        return self._index.touch(namespace, keys, until)
+        return self._index.touch(namespace, keys, until, ranks)
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
         """Ask the index before puts; it keeps other writers away until the mark is there."""
@@ -76,15 +78,22 @@ class IndexedStoreConnection:
         stored: Bytes,
         is_valid: Callable[[], bool],
         until: float,
+        rank: int = 0,
     ) -> PutResult:
         """Store an object, then its mark."""
         result = self._store.put(namespace, key, page, stored, is_valid, until)
         if result in (PutResult.STORED, PutResult.PRESENT):
-            self._index.put(namespace, key, page[:0], stored[:0], lambda: True, until)
+            self._index.put(namespace, key, page[:0], stored[:0], lambda: True, until, rank)
         return result
 
     def get(
-        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        destination: Callable[[], Bytes | None],
+        until: float,
+        rank: int = 0,
     ) -> int | Reason | None:
         """Read an object; remove the mark of one that is absent."""
         found = self._store.get(namespace, key, page, destination, until)

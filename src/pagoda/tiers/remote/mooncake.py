@@ -313,7 +313,9 @@ class MooncakeConnection:
 
         return leading_run(len(keys), ask, probes=_PROBES, exact=EXACT_KEYS)
 
-    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+    def touch(
+        self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
+    ) -> list[bool]:
         """Return which keys are present: one request. Their leases are renewed: others are evicted before them."""
         codes = self._call(until, "exist", [self._name(namespace, key) for key in keys])
         return [code == 1 for code in codes]
@@ -330,6 +332,7 @@ class MooncakeConnection:
         stored: Bytes,
         is_valid: Callable[[], bool],
         until: float,
+        rank: int = 0,
     ) -> PutResult:
         """Store a copy; `is_valid` is called after the copy and before it is sent.
 
@@ -350,7 +353,13 @@ class MooncakeConnection:
         return PutResult.STORED
 
     def get(
-        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        destination: Callable[[], Bytes | None],
+        until: float,
+        rank: int = 0,
     ) -> int | Reason | None:
         """Copy a value to `page` and to the result of `destination`, once all of it has been received."""
         name = self._name(namespace, key)

@@ -161,7 +161,9 @@ class ObjectStoreConnection:
 
         return leading_run(len(names), ask, probes=_AT_ONCE, exact=_AT_ONCE)
 
-    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+    def touch(
+        self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
+    ) -> list[bool]:
         """Return which keys are present, one request each; an object store keeps no recency."""
         names = [self._name(namespace, key) for key in keys]
         return self._are_present(names, until)
@@ -178,6 +180,7 @@ class ObjectStoreConnection:
         stored: Bytes,
         is_valid: Callable[[], bool],
         until: float,
+        rank: int = 0,
     ) -> PutResult:
         """Store it unless the store sees that it is present, then call `is_valid`. The buffers are not copied."""
         name = self._name(namespace, key)
@@ -189,7 +192,13 @@ class ObjectStoreConnection:
         return PutResult.STALE
 
     def get(
-        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        destination: Callable[[], Bytes | None],
+        until: float,
+        rank: int = 0,
     ) -> int | None:
         """Fill `page` and the result of `destination`, directly from the socket or piece by piece as they arrive."""
         name = self._name(namespace, key)

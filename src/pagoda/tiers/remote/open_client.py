@@ -20,7 +20,8 @@ class _Settings(TypedDict):
     """What every client of Redis is made with."""
 
     prefix: str
-    ttl_seconds: float | None
+    ttl_seconds: float
+    ranks: bool
     second_sight: bool
     name: str
     password_file: str
@@ -32,10 +33,11 @@ def open_client(
     *,
     name: str,
     prefix: str,
-    ttl_seconds: float | None,
+    ttl_seconds: float,
     options: Mapping[str, str],
     password_file: str,
     second_sight: bool = False,
+    ranks: bool = False,
     look_seconds: float = 0.05,
 ) -> StoreClient:
     """Return the client of a store; reads `password_file` (empty: none), connects to nothing.
@@ -43,6 +45,7 @@ def open_client(
     Args:
         kind: "redis", "objects", "pagoda" or "mooncake".
         url: without the parameters that are for PagodaKV.
+        ttl_seconds, ranks: see RedisClient.
         options: for obstore, the client of object stores; of a Mooncake pool "segment" (bytes) and "protocol".
         second_sight: see RedisClient; only Redis can do it.
         look_seconds: how long a caller waits for a look-up: a slow one of several nodes is not waited for so long.
@@ -56,6 +59,7 @@ def open_client(
             settings = _Settings(
                 prefix=prefix,
                 ttl_seconds=ttl_seconds,
+                ranks=ranks,
                 second_sight=second_sight,
                 name=name,
                 password_file=password_file,

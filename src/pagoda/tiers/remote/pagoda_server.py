@@ -99,7 +99,9 @@ class PagodaServerConnection:
             raise ConnectionError(f"the answer to {len(keys)} keys is no number of them: is it pagoda serve?")
         return found
 
-    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+    def touch(
+        self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
+    ) -> list[bool]:
         """Return which keys are present; the server counts the question as a use."""
         present: list[bool] = []
         while len(present) < len(keys):
@@ -120,6 +122,7 @@ class PagodaServerConnection:
         stored: Bytes,
         is_valid: Callable[[], bool],
         until: float,
+        rank: int = 0,
     ) -> PutResult:
         """Send a chunk; the server checks it before it appears. A large one is sent only if it is absent.
 
@@ -140,7 +143,13 @@ class PagodaServerConnection:
         return result
 
     def get(
-        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        destination: Callable[[], Bytes | None],
+        until: float,
+        rank: int = 0,
     ) -> int | None:
         """Fill `page` and the result of `destination`; one round trip."""
         response = self._http.request("GET", _target(namespace, key), until, self._headers)

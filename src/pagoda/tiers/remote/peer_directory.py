@@ -46,7 +46,7 @@ class PeerDirectory:
 
     def connection(self) -> PeerDirectoryConnection:
         """Return a new connection that is still to be opened."""
-        return PeerDirectoryConnection(self._address, self._names, None)
+        return PeerDirectoryConnection(self._address, self._names)
 
 
 class PeerDirectoryConnection(RedisConnection):

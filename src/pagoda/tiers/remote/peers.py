@@ -433,7 +433,13 @@ class PeersConnection:
             self._client.record_answers(look.keys, {line.peer: found})
 
     def get(
-        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        destination: Callable[[], Bytes | None],
+        until: float,
+        rank: int = 0,
     ) -> int | Reason | None:
         """Fill `page` and the result of `destination` from a neighbour that has the chunk, or from the next one.
 
@@ -481,7 +487,9 @@ class PeersConnection:
             self._served = None
         return 0
 
-    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+    def touch(
+        self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
+    ) -> list[bool]:
         """Return which leading keys are present: the question counts as a use."""
         found = self.find(namespace, keys, until)
         return [True] * found + [False] * (len(keys) - found)
@@ -498,6 +506,7 @@ class PeersConnection:
         stored: Bytes,
         is_valid: Callable[[], bool],
         until: float,
+        rank: int = 0,
     ) -> PutResult:
         """Refuse: neighbours are only read."""
         raise RefusedError(Reason.NOT_ADMITTED, "neighbours are only read")

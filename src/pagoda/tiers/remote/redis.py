@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import re
 import socket
@@ -23,6 +22,8 @@ from pagoda.metrics import Reason
 from pagoda.threads import NO_THREAD, Answer, begin, wait
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
+from pagoda.tiers.remote.redis_lives import LIFE_SECONDS, ChunkLives, count_of, settings
+from pagoda.tiers.remote.redis_setup import QUESTIONS, SAMPLE_NAMES, warnings
 from pagoda.tiers.remote.resp import (
     NUMBER,
     ErrorReply,
@@ -59,7 +60,8 @@ _SCAN_NAMES = 1000
 _NAMESPACES = 1 << 16
 _SHORT = ReplyShape(b":+$*", items=8, depth=1)  # of writing commands and transactions
 _SCANNED = ReplyShape(b"$*", 512, items=1 << 14, depth=2)  # of SCAN; our names are shorter
-_TEXT = ReplyShape(b"$", 1 << 16)  # of INFO
+_OPENED = ReplyShape(b":+$", 1 << 16)  # of the first commands of a connection
+_SETUP = ReplyShape(b"$*", 1 << 16, items=4 * SAMPLE_NAMES, depth=2)
 _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
 GHOST_SECONDS = 3600.0  # how long it is known that a chunk was asked for once
@@ -93,9 +95,9 @@ class RedirectError(RefusedError):
 class RedisClient:
     """A Redis at `url` (see RedisAddress, SentinelAddress). All names begin with `<prefix>:`. Thread-safe.
 
-    Keeps no connection. `ttl_seconds`: how long a chunk stays after it was last stored or used; None: until Redis
-    evicts it. `second_sight`: a chunk is stored when it is asked for a second time, on any machine. `password_file` is
-    read for each connection.
+    Keeps no connection. `ttl_seconds`: how long a chunk stays after it was last stored or used; `ranks`: chunks are
+    ranked by their remaining life, also if Redis does not say that it evicts by that. `second_sight`: a chunk is stored
+    when it is asked for a second time, on any machine. `password_file` is read for each connection.
     """
 
     read_only = False
@@ -105,7 +107,8 @@ class RedisClient:
         url: str,
         *,
         prefix: str = "pagoda",
-        ttl_seconds: float | None = None,
+        ttl_seconds: float = LIFE_SECONDS,
+        ranks: bool = False,
         second_sight: bool = False,
         name: str = "redis",
         password_file: str = "",
@@ -116,14 +119,13 @@ class RedisClient:
         self._address = kind(url, password_file)
         self.address = self._address.text
         self._names = RedisNames(prefix)
-        self._second_sight = second_sight
-        self._ttl_ms = None if ttl_seconds is None else max(1, int(ttl_seconds * 1000))
+        self._options = ttl_seconds, ranks, second_sight
         # Redis keeps recency in seconds, and a chunk in use must not expire between two touches
-        self.believed_seconds = min(_BELIEVED_SECONDS, (ttl_seconds or math.inf) / 4)
+        self.believed_seconds = min(_BELIEVED_SECONDS, ttl_seconds / 4)
 
     def connection(self) -> RedisConnection:
         """Return a new connection that is still to be opened."""
-        return self.connection_type(self._address, self._names, self._ttl_ms, self._second_sight)
+        return self.connection_type(self._address, self._names, *self._options)
 
     @property
     def connection_type(self) -> type[RedisConnection]:
@@ -135,16 +137,21 @@ class RedisConnection:
     """One connection to a Redis; see StoreConnection. For one thread at a time, except `abort`."""
 
     def __init__(
-        self, address: RedisAddress, names: RedisNames, ttl_ms: int | None, second_sight: bool = False
+        self,
+        address: RedisAddress,
+        names: RedisNames,
+        ttl_seconds: float = LIFE_SECONDS,
+        ranks: bool = False,
+        second_sight: bool = False,
     ) -> None:
         self._second_sight = second_sight
         self._address = address
         self._connected: Future[socket.socket] = Answer()
         self._names = names
-        self._ttl_ms = ttl_ms
+        self._ttl_seconds, self._ranks = ttl_seconds, ranks
 
     def open(self, until: float) -> Self:
-        """Connect, authenticate, select the database and check that it answers: one round trip.
+        """Connect, authenticate, select the database, check that it answers, and ask how it evicts: one round trip.
 
         OSError; RefusedError: the user may not read.
         """
@@ -152,7 +159,12 @@ class RedisConnection:
         commands = self._address.login()
         if self._address.db:
             commands.append(command(b"SELECT", b"%d" % self._address.db))
-        self._execute_here([*commands, self._probe()], until, _SHORT)
+        probe = self._names.probe
+        commands += [self._probe(), command(b"INFO", b"memory"), command(b"PTTL", probe)]
+        commands.append(command(b"PEXPIRE", probe, b"1", b"GT"))
+        *replies, info, remaining, extended = self._replies_here(commands, until, _OPENED)
+        self._lives = ChunkLives.of_server(self._ttl_seconds, info, remaining, extended, self._ranks)
+        self._checked(replies)
         return self
 
     def ping(self, until: float) -> None:
@@ -172,20 +184,28 @@ class RedisConnection:
 
         return leading_run(len(keys), ask, probes=_PROBES, exact=EXACT_KEYS)
 
-    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
-        """Update recency and extend expiry times; return which keys are present. One round trip.
+    def touch(
+        self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
+    ) -> list[bool]:
+        """Update recency and extend lives; return which keys are present. One round trip, two if a life is short.
 
         HLEN counts as a use and, unlike TOUCH, is among the commands that a writer needs anyway. What is no hash is no
         chunk.
         """
+        lives, commands = self._lives, list[list[bytes]]()
         names = [self._names.chunk(namespace, key) for key in keys]
-        if self._ttl_ms is None:
-            commands = [command(b"HLEN", name) for name in names]
-        else:
-            commands = [command(b"PEXPIRE", name, b"%d" % self._ttl_ms) for name in names]
-        replies = self._replies(commands, until, NUMBER)
+        for name, rank in zip(names, ranks := ranks or [0] * len(keys), strict=True):
+            commands.append([command(b"HLEN", name), *lives.used(name, rank)])
+        replies = self._replies([each for use in commands for each in use], until, NUMBER)
         known = [0 if isinstance(each, ErrorReply) and each.code == "WRONGTYPE" else each for each in replies]
-        return [reply != 0 for reply in self._checked(known)]
+        left = iter(self._checked(known))
+        answers = [[next(left) for _ in use] for use in commands]
+        asked = zip(names, ranks, answers, strict=True)
+        if short := [
+            lives.extend(name, rank) for name, rank, said in asked if lives.is_short(said[1:], rank)
+        ]:
+            self._execute(short, until)
+        return [answer[0] != 0 for answer in answers]
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
         """Ask for chunks and claim those that are absent. Claims expire: others send what a dead writer does not.
@@ -200,7 +220,7 @@ class RedisConnection:
 
     def _seen(self, names: Sequence[bytes], until: float) -> list[bool]:
         """Return which chunks are present or were asked for before, by any machine; remember that all are now."""
-        life = b"%d" % int(GHOST_SECONDS * 1000)
+        life = self._lives.outlasts(b"%d" % int(GHOST_SECONDS * 1000))
         commands = [command(b"EXISTS", name) for name in names]
         commands += [command(b"SET", name + b":g", b"1", b"NX", b"PX", life) for name in names]
         replies = self._execute(commands, until, _SHORT)
@@ -237,19 +257,37 @@ class RedisConnection:
         stored: Bytes,
         is_valid: Callable[[], bool],
         until: float,
+        rank: int = 0,
     ) -> PutResult:
         """Write a draft, call `is_valid`, rename the draft: one or two round trips, by size. Ends the claim.
 
         A draft has an expiry time from its first byte on, so what a dead writer leaves disappears.
         """
+        result = self._put(namespace, key, page, stored, is_valid, until, rank)
+        if result is PutResult.PRESENT:
+            with suppress(RefusedError):
+                self.touch(namespace, [key], until, [rank])
+        return result
+
+    def _put(
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        stored: Bytes,
+        is_valid: Callable[[], bool],
+        until: float,
+        rank: int,
+    ) -> PutResult:
         name, fields = self._names.chunk(namespace, key), _fields(page, stored)
         claim, draft = name + b":w", name + b":w:" + os.urandom(16).hex().encode()
         with self._drop_on_refusal([draft, claim], until):
             if stored.nbytes <= _SMALL_BYTES:
-                result = self._put_in_one(name, draft, claim, fields, is_valid, until)
+                result = self._put_in_one(name, draft, claim, fields, is_valid, until, rank)
             else:
-                self._write_draft(draft, fields, until)
-                result = self._publish(draft, name, claim, until) if is_valid() else PutResult.STALE
+                # where Redis evicts by life, a draft with a short one would be the first to be evicted
+                self._write_draft(draft, fields, self._lives.outlasts(_draft_life(until)), until)
+                result = self._publish(draft, name, claim, until, rank) if is_valid() else PutResult.STALE
         if result is PutResult.STALE:
             self._drop([draft, claim], until)
         return result
@@ -262,9 +300,9 @@ class RedisConnection:
             self._drop(names, until)
             raise
 
-    def _write_draft(self, draft: bytes, fields: list[_Field], until: float) -> None:
+    def _write_draft(self, draft: bytes, fields: list[_Field], life: bytes, until: float) -> None:
         """Write all fields, one transaction per piece: a single command could leave a draft that never expires."""
-        end = command(b"PEXPIRE", draft, _draft_life(until)) + command(b"EXEC")
+        end = command(b"PEXPIRE", draft, life) + command(b"EXEC")
         for start in range(0, len(fields), _WRITE_PIECES):
             parts: list[bytes | memoryview] = []
             batch = fields[start : start + _WRITE_PIECES]
@@ -277,8 +315,8 @@ class RedisConnection:
                     Reason.FULL, "the chunk was evicted or removed, or expired, before it was complete"
                 )
 
-    def _publish(self, draft: bytes, name: bytes, claim: bytes, until: float) -> PutResult:
-        commands = [command(b"MULTI"), *self._rename_commands(draft, name, claim), command(b"EXEC")]
+    def _publish(self, draft: bytes, name: bytes, claim: bytes, until: float, rank: int) -> PutResult:
+        commands = [command(b"MULTI"), *self._rename_commands(draft, name, claim, rank), command(b"EXEC")]
         return _rename_result(self._execute_here(commands, until, _SHORT))
 
     def _put_in_one(
@@ -289,31 +327,43 @@ class RedisConnection:
         fields: list[_Field],
         is_valid: Callable[[], bool],
         until: float,
+        rank: int,
     ) -> PutResult:
         """Write one transaction, and end it only if `is_valid`. Its end decides which of two writers is first."""
         words = [word for field in fields for word in field]
         self._send([command(b"MULTI"), *command_parts(b"HSET", draft, *words)], 2, until)
         rest = [command(b"DISCARD")]
         if good := is_valid():
-            rest = [*self._rename_commands(draft, name, claim), command(b"EXEC")]
+            rest = [*self._rename_commands(draft, name, claim, rank), command(b"EXEC")]
         self._resp.send([b"".join(rest)], len(rest), until)
         replies = self._read_replies(2 + len(rest), until, _SHORT)
         return _rename_result(replies) if good else PutResult.STALE
 
-    def _rename_commands(self, draft: bytes, name: bytes, claim: bytes) -> list[bytes]:
+    def _rename_commands(self, draft: bytes, name: bytes, claim: bytes, rank: int) -> list[bytes]:
         """Return the commands that turn a draft into a chunk. Redis decides which writer is first."""
-        stay = command(b"PERSIST", draft)
-        if self._ttl_ms is not None:
-            stay = command(b"PEXPIRE", draft, b"%d" % self._ttl_ms)
-        return [stay, command(b"RENAMENX", draft, name), command(b"UNLINK", draft, claim)]
+        life = self._lives.extend(draft, rank)
+        return [life, command(b"RENAMENX", draft, name), command(b"UNLINK", draft, claim)]
 
     def get(
-        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        destination: Callable[[], Bytes | None],
+        until: float,
+        rank: int = 0,
     ) -> int | None:
-        """Fill `page` and the result of `destination`; one round trip: the first pieces are requested with the page."""
+        """Fill `page` and the result of `destination`; one round trip: the first pieces are requested with the page.
+
+        So is a longer life for the chunk.
+        """
         self._resp.check_usable()
         name = self._names.chunk(namespace, key)
-        self._request(name, [b"h", *_field_names(range(_READ_PIECES))], until)
+        use = self._lives.used(name, rank)
+        self._request(use, name, [b"h", *_field_names(range(_READ_PIECES))], until)
+        remaining = [
+            self._resp.read_reply(until, NUMBER) for _ in use
+        ]  # a refusal does not keep the chunk from us
         found = self._resp.read_into(page.data, until)
         buffer = destination() if found == page.nbytes else None
         pieces = [] if buffer is None else _pieces(buffer.data)
@@ -323,6 +373,8 @@ class RedisConnection:
                 raise self._refusal(reply)
         sizes = [piece.nbytes for piece in pieces]
         if buffer is not None and received == sizes + [None] * (len(received) - len(sizes)):
+            if self._lives.is_short(remaining, rank):
+                self._replies([self._lives.extend(name, rank)], until, NUMBER)
             return buffer.nbytes
         is_missing = None in (found, *received[: len(sizes)])
         if is_missing and self._execute([command(b"EXISTS", name)], until) == [0]:
@@ -340,12 +392,12 @@ class RedisConnection:
             right = right and received[-1] == piece.nbytes
             if right and len(received) + _READ_PIECES // 2 == requested < len(pieces):
                 more = range(requested, min(len(pieces), requested + _READ_PIECES // 2))
-                self._request(name, _field_names(more), until)
+                self._request([], name, _field_names(more), until)
                 requested = more.stop
         return received
 
-    def _request(self, name: bytes, fields: list[bytes], until: float) -> None:
-        self._resp.send_commands([command(b"HGET", name, field) for field in fields], until)
+    def _request(self, use: list[bytes], name: bytes, fields: list[bytes], until: float) -> None:
+        self._resp.send_commands([*use, *(command(b"HGET", name, field) for field in fields)], until)
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove chunks; return how many were present."""
@@ -370,12 +422,12 @@ class RedisConnection:
         return chunks
 
     def usage(self, until: float) -> Usage:
-        """Return the memory of the whole server, and its `maxmemory`."""
-        (info,) = self._execute([command(b"INFO", b"memory")], until, _TEXT)
-        lines = info.split(b"\r\n") if isinstance(info, bytes) else []
-        numbers = dict(line.split(b":", 1) for line in lines if re.fullmatch(rb"\w+:\d{1,19}", line))
-        used, limit = numbers.get(b"used_memory"), numbers.get(b"maxmemory")
-        return Usage(int(used) if used else None, int(limit) or None if limit else None)
+        """Return the memory of the whole server, its `maxmemory`, and what is wrong with how it is set up."""
+        replies = self._replies_here(QUESTIONS, until, _SETUP)
+        self._checked(replies[:1])
+        said = settings(replies[0])
+        used, limit = (count_of(said, name) or None for name in ("used_memory", "maxmemory"))
+        return Usage(used, limit, warnings(replies, self._lives, self._ranks, self._address.db))
 
     def abort(self) -> None:
         """Make a call that waits in this connection fail soon with an OSError. From any thread."""
@@ -424,8 +476,12 @@ class RedisConnection:
 
     def _execute_here(self, commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
         """Send commands that belong together, or to this server. RefusedError if one is an error."""
+        return self._checked(self._replies_here(commands, until, shape))
+
+    def _replies_here(self, commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
+        """Send commands that belong together, or to this server, and return all replies: an error is a value."""
         self._send([b"".join(commands)], len(commands), until)
-        return self._read_replies(len(commands), until, shape)
+        return [self._resp.read_reply(until, shape) for _ in commands]
 
     def _execute(self, commands: Sequence[bytes], until: float, shape: ReplyShape = NUMBER) -> list[Reply]:
         """Send independent commands together and return their replies. RefusedError if one is an error."""

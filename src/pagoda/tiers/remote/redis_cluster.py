@@ -73,16 +73,22 @@ class ClusterNodeConnection(RedisConnection):
     _target: _ReceivingNodeConnection | None = None
 
     def get(
-        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        destination: Callable[[], Bytes | None],
+        until: float,
+        rank: int = 0,
     ) -> int | None:
         """Fill `page` and the result of `destination`; see RedisConnection."""
         try:
-            return super().get(namespace, key, page, destination, until)
+            return super().get(namespace, key, page, destination, until, rank)
         except RedirectError as redirect:
             if not redirect.target:
                 raise
             with self._following(redirect.target, until) as target:
-                return target.get(namespace, key, page, destination, until)
+                return target.get(namespace, key, page, destination, until, rank)
 
     def _replies(self, commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
         replies = super()._replies(commands, until, shape)
@@ -102,7 +108,9 @@ class ClusterNodeConnection(RedisConnection):
         """Connect to a node that receives a slot. Contained refusal: it fails."""
         target: _ReceivingNodeConnection | None = None
         try:
-            target = _ReceivingNodeConnection(self._address.at(place), self._names, self._ttl_ms)
+            target = _ReceivingNodeConnection(
+                self._address.at(place), self._names, self._ttl_seconds, self._ranks
+            )
             self._target = target
             yield target.open(until)
         except OSError as error:

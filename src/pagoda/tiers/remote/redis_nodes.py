@@ -30,6 +30,7 @@ from pagoda.threads import Pool, wait
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
+from pagoda.tiers.remote.redis_lives import LIFE_SECONDS
 from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
 from pagoda.tiers.remote.store_urls import node_urls
 
@@ -105,7 +106,8 @@ class RedisNodesClient:
         url: str,
         *,
         prefix: str = "pagoda",
-        ttl_seconds: float | None = None,
+        ttl_seconds: float = LIFE_SECONDS,
+        ranks: bool = False,
         second_sight: bool = False,
         name: str = "redis",
         password_file: str = "",
@@ -125,6 +127,7 @@ class RedisNodesClient:
             prefix=prefix,
             ttl_seconds=ttl_seconds,
             second_sight=second_sight,
+            ranks=ranks,
             name=name,
             password_file=password_file,
         )
@@ -269,9 +272,16 @@ class RedisNodesConnection:
             raise RefusedError(Reason.DEADLINE, "the node of the first chunk did not answer", contained=True)
         return end  # what was found is worth more than the reason
 
-    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
-        """Update recency and extend expiry times; return which keys are present on nodes that answer."""
-        shares, touched = self._ask_for(keys, RedisConnection.touch, namespace, until)
+    def touch(
+        self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
+    ) -> list[bool]:
+        """Update recency and extend lives; return which keys are present on nodes that answer."""
+        ranked = dict(zip(keys, ranks or [0] * len(keys), strict=True))
+
+        def touch(line: RedisConnection, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+            return line.touch(namespace, keys, until, [ranked[key] for key in keys])
+
+        shares, touched = self._ask_for(keys, touch, namespace, until)
         here = [False] * len(keys)
         for node, present in touched.items():
             for at, is_here in zip(shares[node], present, strict=True):
@@ -301,19 +311,28 @@ class RedisNodesConnection:
         stored: Bytes,
         is_valid: Callable[[], bool],
         until: float,
+        rank: int = 0,
     ) -> PutResult:
         """Store a chunk on its node; see RedisConnection."""
 
         def put(line: RedisConnection) -> PutResult:
-            return line.put(namespace, key, page, stored, is_valid, until)
+            return line.put(namespace, key, page, stored, is_valid, until, rank)
 
         return self._call_for(key, put, until, writes=True)
 
     def get(
-        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        destination: Callable[[], Bytes | None],
+        until: float,
+        rank: int = 0,
     ) -> int | None:
         """Fill `page` and the result of `destination` from the chunk's node; see RedisConnection."""
-        return self._call_for(key, lambda line: line.get(namespace, key, page, destination, until), until)
+        return self._call_for(
+            key, lambda line: line.get(namespace, key, page, destination, until, rank), until
+        )
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove chunks; return how many there were. Of a pool all nodes are asked: it may have been on another one.
@@ -345,10 +364,12 @@ class RedisNodesConnection:
     def usage(self, until: float) -> Usage:
         """Return the memory of the nodes that answer, and the sum of their limits; None: one has no limit."""
         calls = {node: lambda line: line.usage(until) for node in self._client.nodes}
-        usages = list(self._ask(calls, until).values())
+        answers = self._ask(calls, until)
+        usages = list(answers.values())
+        wrong = [f"{node.place}: {text}" for node, usage in answers.items() for text in usage.warnings]
         used = sum(usage.used_bytes or 0 for usage in usages)
         limits = [usage.limit_bytes for usage in usages if usage.limit_bytes]
-        return Usage(used or None, sum(limits) if 0 < len(limits) == len(usages) else None)
+        return Usage(used or None, sum(limits) if 0 < len(limits) == len(usages) else None, wrong)
 
     def abort(self) -> None:
         """Make all calls that wait in this connection fail soon. From any thread."""

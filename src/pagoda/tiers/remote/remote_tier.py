@@ -61,6 +61,8 @@ _BATCH_CHUNKS, _BATCH_BYTES = (
 # before a chunk that another machine is sending is asked for again: as long as it was waited for, within these bounds
 _BUSY_PAUSE_SECONDS = 0.05, 1.0
 _BUSY_SECONDS = 10.0  # how long that goes on, in addition to twice the time that sending a batch may take
+# of a position in a chain: a tail is evicted before its head, and a later use counts more than that
+_RANK_MS = 2
 
 
 class RemoteTier(QueuedTier):
@@ -172,8 +174,10 @@ class RemoteTier(QueuedTier):
         # first: what leaves the queue meanwhile is in the store
         queued = self._pool.queue.pending_writes(keys)
         here: list[bool] = []
+        stamp = self._store.stamp() if stamp is None else stamp
         while len(here) < len(keys):
-            there = self._store.touch(namespace, keys[len(here) : len(here) + _MOST_TOUCHED])
+            touched = keys[len(here) : len(here) + _MOST_TOUCHED]
+            there = self._store.touch(namespace, touched, start + len(here), stamp)
             if there is None:
                 return None
             here += there
@@ -261,13 +265,11 @@ class RemoteTier(QueuedTier):
     def stats(self) -> Mapping[str, int]:
         """Return this process's counters, `queued_writes`, `queued_reads`, `resting`, and how full the store is."""
         if self._refusal() is None:
-            self._query("usage", self._update_usage, time.monotonic() + self._look_seconds)
-        known = {name: size for name, size in self._store.usage._asdict().items() if size is not None}
+            self._query("usage", self._store.update_usage, time.monotonic() + self._look_seconds)
+        usage = self._store.usage or Usage(None, None)
+        sizes = {"used_bytes": usage.used_bytes, "limit_bytes": usage.limit_bytes}
+        known = {name: size for name, size in sizes.items() if size is not None}
         return {**self._store.counters(), **self._queue_stats(), **known}
-
-    def _update_usage(self, connection: StoreConnection) -> int:
-        self._store.usage = connection.usage(self._store.deadline())
-        return 0
 
 
 class RemoteStore(WorkerBackend):
@@ -300,7 +302,7 @@ class RemoteStore(WorkerBackend):
         self.exact_keys = (
             EXACT_REQUESTS if costs else EXACT_KEYS
         )  # of longer prompts not all keys are asked for
-        self.usage = Usage(None, None)
+        self.usage: Usage | None = None
         self._log = RateLimitedLog(clock)
         self._counts: Counter[str] = Counter()
         self._roots: dict[bytes, None] = {}
@@ -333,6 +335,8 @@ class RemoteStore(WorkerBackend):
                     skipped, asked = self.breaker.is_open, query.function
                     answer = Reason.TIER_SKIPPED if skipped else self._call(connection, asked, "a question")
                     self.queries.finish(query, answer)
+                    if self.usage is None and not self.breaker.is_open:
+                        self._call(connection, self.update_usage, "asking how it is set up")
                 if stop.is_set():
                     break
                 if self.breaker.is_open and not self.breaker.resting:
@@ -348,6 +352,15 @@ class RemoteStore(WorkerBackend):
             return connection.call(function, what)
         except Exception as error:  # noqa: BLE001  # a background thread: other queries still need their answers
             return self.record_error(error, what)
+
+    def update_usage(self, connection: StoreConnection) -> int:
+        """Ask how full the store is; log once what is wrong with how it is set up."""
+        is_first, self.usage = self.usage is None, self.usage or Usage(None, None)
+        with contextlib.suppress(RefusedError):
+            self.usage = connection.usage(self.deadline())
+        if is_first and self.usage.warnings:
+            _logger.warning("%s: %s", self.client.address, "; ".join(self.usage.warnings))
+        return 0
 
     def _probe(self, connection: StoreConnection) -> int:
         try:
@@ -426,14 +439,23 @@ class RemoteStore(WorkerBackend):
 
     # ---- recency -------------------------------------------------------------------------------------------------
 
-    def touch(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool] | None:
-        """Touch these keys and return which of them are present; None: unknown at present.
+    def stamp(self) -> int:
+        """Return the recency of a request that begins now (monotonic ns)."""
+        return time.monotonic_ns()
+
+    def rank(self, stamp: int, position: int | None) -> int:
+        """Return the rank of a chunk of a request, which began some time ago: see StoreConnection."""
+        return max(0, self.stamp() - stamp) // 1_000_000 + _RANK_MS * (position or 0)
+
+    def touch(self, namespace: bytes, keys: Sequence[bytes], start: int, stamp: int) -> list[bool] | None:
+        """Touch a run of keys and return which of them are present; None: unknown at present.
 
         If the store refuses touches, the log says so, and the number of leading keys that are present is asked for.
         """
 
         def touched(connection: StoreConnection) -> list[bool]:
-            return connection.touch(namespace, keys, self.deadline())
+            ranks = [self.rank(stamp, start + n) for n in range(len(keys))]
+            return connection.touch(namespace, keys, self.deadline(), ranks)
 
         def leading(connection: StoreConnection) -> list[bool]:
             found = connection.find(namespace, keys, self.deadline())
@@ -612,7 +634,8 @@ class RemoteWorker(IoWorker):
             return payload if found.codec == "raw" else self._encoding_buffer()[:nbytes]
 
         try:
-            count = connection.get(root, read.key, self._page, destination, store.deadline(store.chunk_bytes))
+            until, rank = store.deadline(store.chunk_bytes), store.rank(read.stamp, read.position)
+            count = connection.get(root, read.key, self._page, destination, until, rank)
             if isinstance(count, Reason):
                 store.count({"failed_checks": int(count is Reason.FAILED_CHECK and not stays)})
                 return count
@@ -745,8 +768,8 @@ class RemoteWorker(IoWorker):
             return write.is_valid() if name == "raw" else write.cancelled is None
 
         def put(connection: StoreConnection) -> PutResult:
-            until = store.deadline(stored.nbytes)
-            return connection.put(write.namespace, write.chunk.key, self._page, stored, is_valid, until)
+            until, rank = store.deadline(stored.nbytes), store.rank(write.stamp, write.chunk.position)
+            return connection.put(write.namespace, write.chunk.key, self._page, stored, is_valid, until, rank)
 
         result = self._connection.call(put, "a save", store.write_breaker)
         return result if isinstance(result, Reason) else self._finish_put(write, result)

@@ -65,6 +65,7 @@ class Usage(NamedTuple):
 
     used_bytes: int | None
     limit_bytes: int | None
+    warnings: Sequence[str] = ()  # about how it is set up: what is wrong, and the command that mends it
 
 
 class StoreConnection(Protocol):
@@ -72,8 +73,9 @@ class StoreConnection(Protocol):
 
     A call ends by `until` (time.monotonic()), whatever the store does. A failure is an OSError (TimeoutError: late);
     after it the connection cannot be used and is closed. A refusal is a RefusedError, and so is an answer that cannot
-    be one of our chunks (FAILED_CHECK). No answer makes a call use more memory than its arguments have. Names contain
-    NAME_FORMAT, the namespace (its root) and the key, and no other names are ever touched.
+    be one of our chunks (FAILED_CHECK). A `rank` says how many milliseconds earlier than the head of a chain that is
+    used now a chunk may be evicted, for stores that have such an order. No answer makes a call use more memory than its
+    arguments have. Names contain NAME_FORMAT, the namespace (its root) and the key, and no others are ever touched.
     """
 
     def open(self, until: float) -> Self:
@@ -88,7 +90,9 @@ class StoreConnection(Protocol):
         Of many keys some positions may be asked about only: see `leading_run`.
         """
 
-    def touch(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+    def touch(
+        self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
+    ) -> list[bool]:
         """Tell a store that keeps recency that these keys are in use; return which of them are present."""
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
@@ -105,6 +109,7 @@ class StoreConnection(Protocol):
         stored: Bytes,
         is_valid: Callable[[], bool],
         until: float,
+        rank: int = 0,
     ) -> PutResult:
         """Store `page` (HEADER_BYTES) and `stored` as one value that appears completely or not at all.
 
@@ -113,7 +118,13 @@ class StoreConnection(Protocol):
         """
 
     def get(
-        self, namespace: bytes, key: bytes, page: Bytes, destination: Callable[[], Bytes | None], until: float
+        self,
+        namespace: bytes,
+        key: bytes,
+        page: Bytes,
+        destination: Callable[[], Bytes | None],
+        until: float,
+        rank: int = 0,
     ) -> int | Reason | None:
         """Fill `page`, call `destination`, fill its result from the start; return how many bytes. None: absent.
 

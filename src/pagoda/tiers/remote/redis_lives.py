@@ -1,0 +1,92 @@
+"""How long chunks stay in a Redis. Where it evicts by remaining life (`volatile-ttl`), lives rank the chunks.
+
+`RedisConnection` asks what to send with each use of a chunk. The rank is the last use and, within a chain, the
+position: a tail is evicted before its head. No machine shortens the life that another one gave.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pagoda.tiers.remote.resp import ErrorReply, Reply, command
+
+LIFE_SECONDS = 7 * 86400.0
+_LEAST_SHARE = 1 / 2  # of the life: ranks take no more of it
+_RENEWED_SHARE = 1 / 16  # a life that ranks nothing is renewed once this share of it is over
+_ABSENT, _ENDLESS = -2, -1  # of PTTL
+_IN_CLUSTER = ("MOVED", "ASK", "TRYAGAIN")
+
+
+class ChunkLives(NamedTuple):
+    """The rule for one server. Immutable."""
+
+    life_ms: int
+    ranks: bool = (
+        False  # each use extends the life; else one use in a while renews it, and other uses write nothing
+    )
+    has_gt: bool = True  # PEXPIRE ... GT is there: since Redis 7
+    extends: bool = True  # the user may ask for lives and extend them
+
+    @classmethod
+    def of_server(
+        cls, ttl_seconds: float, info: Reply, remaining: Reply, extended: Reply, ranks: bool
+    ) -> ChunkLives:
+        """Return the rule for a server, by its replies to INFO memory, PTTL and PEXPIRE ... GT of no name.
+
+        `ranks`: also if the server does not say that it evicts by life.
+        """
+        policy = settings(info).get("maxmemory_policy")
+        may = not isinstance(remaining, ErrorReply) or remaining.code in _IN_CLUSTER
+        code = extended.code if isinstance(extended, ErrorReply) else ""
+        return cls(
+            life_ms=max(1, int(ttl_seconds * 1000)),
+            ranks=ranks or policy == "volatile-ttl",
+            has_gt=code != "ERR",
+            extends=may and code in ("", "ERR", *_IN_CLUSTER),
+        )
+
+    def life(self, rank: int) -> bytes:
+        """Return the life in milliseconds of a chunk that is used now. `rank`: see StoreConnection."""
+        lost = min(rank, int(self.life_ms * _LEAST_SHARE)) if self.ranks else 0
+        return b"%d" % (self.life_ms - lost)
+
+    def outlasts(self, life: bytes) -> bytes:
+        """Return the life of what is no chunk and needs a short one; by that it must not be evicted before chunks."""
+        return self.life(0) if self.ranks else life
+
+    def extend(self, name: bytes, rank: int) -> bytes:
+        """Return the command that gives a chunk its life, whatever it has."""
+        return command(b"PEXPIRE", name, self.life(rank))
+
+    def used(self, name: bytes, rank: int) -> list[bytes]:
+        """Return the commands to send with each use of a chunk; `is_short` says if more is to be sent."""
+        if not self.extends:
+            return []
+        asked = command(b"PTTL", name)
+        return [asked, command(b"PEXPIRE", name, self.life(rank), b"GT")] if self._raises else [asked]
+
+    def is_short(self, replies: Sequence[Reply], rank: int) -> bool:
+        """Return whether a chunk needs `extend` after `used`: GT gives no life to a chunk that has none."""
+        remaining = replies[0] if replies else _ABSENT
+        if not isinstance(remaining, int) or remaining == _ABSENT:
+            return False
+        share = 0.0 if self.ranks else _RENEWED_SHARE
+        return remaining == _ENDLESS or (not self._raises and remaining < int(self.life(rank)) * (1 - share))
+
+    @property
+    def _raises(self) -> bool:
+        return self.ranks and self.has_gt
+
+
+def settings(info: Reply) -> dict[str, str]:
+    """Return what a reply to INFO says, by name; nothing if the server refuses it."""
+    text = info.decode("ascii", "replace") if isinstance(info, bytes) else ""
+    return dict(re.findall(r"^(\w{1,64}):([^\r\n]{0,200})\r?$", text, re.MULTILINE))
+
+
+def count_of(said: dict[str, str], name: str) -> int:
+    """Return a number of `settings`; 0 if the server does not say it."""
+    text = said.get(name, "")
+    return int(text) if re.fullmatch(r"[0-9]{1,19}", text) else 0

@@ -1,0 +1,258 @@
+"""How long chunks stay in a real Redis, and in which order it evicts them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from pagoda.codec import HEADER_BYTES
+from pagoda.slab import aligned
+from pagoda.tiers.base import Chunk
+from pagoda.tiers.remote.redis import RedisClient, RedisConnection
+from pagoda.tiers.remote.redis_cluster import RedisClusterClient
+from pagoda.tiers.remote.redis_lives import LIFE_SECONDS
+from pagoda.tiers.remote.redis_nodes import RedisNodesClient, RedisPoolClient
+from pagoda.tiers.remote.remote_tier import RemoteTier
+from pagoda.tiers.remote.store_client import PutResult
+from testbed.servers import Server, need, redis_cluster, redis_server
+from tests.remote.chunks import ROOT, SMALL, chunks_of, ends, keys_of, name_of, tier_on
+from tests.remote.evil import LyingRedis
+
+need("redis-server")
+redis = pytest.importorskip("redis")
+
+PAGE = np.arange(HEADER_BYTES, dtype=np.uint64).astype(np.uint8)
+LIFE_MS = int(LIFE_SECONDS * 1000)
+SECOND_MS = 1000
+SIZES = (100, 3 << 20)
+Client = "redis.Redis[bytes]"
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[Server, Server]]:
+    """Two servers: one evicts by life, the other by recency."""
+    with (
+        redis_server("--maxmemory", "1gb", "--maxmemory-policy", "volatile-ttl") as by_life,
+        redis_server("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru") as by_use,
+    ):
+        yield by_life, by_use
+
+
+@pytest.fixture
+def by_life(servers: tuple[Server, Server]) -> Server:
+    servers[0].call("FLUSHALL")
+    return servers[0]
+
+
+@pytest.fixture
+def by_use(servers: tuple[Server, Server]) -> Server:
+    servers[1].call("FLUSHALL")
+    return servers[1]
+
+
+def soon() -> float:
+    return time.monotonic() + 10.0
+
+
+def opened(url: str, **options: object) -> contextlib.closing[RedisConnection]:
+    return contextlib.closing(RedisClient(url, **options).connection().open(soon()))  # type: ignore[arg-type]
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def name(number: int) -> str:
+    return f"pagoda:1:{ROOT.hex()}:{{{key(number).hex()}}}"
+
+
+def put(connection: RedisConnection, number: int, rank: int = 0, size: int = 100) -> PutResult:
+    stored = np.full(size, number, np.uint8)
+    return connection.put(ROOT, key(number), PAGE, stored, lambda: True, soon(), rank)
+
+
+def get(connection: RedisConnection, number: int, rank: int = 0, size: int = 100) -> bool:
+    page, room = np.zeros(HEADER_BYTES, np.uint8), np.zeros(size, np.uint8)
+    return connection.get(ROOT, key(number), page, lambda: room, soon(), rank) == size
+
+
+def lives(client: Client, *numbers: int) -> list[int]:
+    """Return how much of its whole life each chunk has lost, in milliseconds."""
+    return [LIFE_MS - client.pttl(name(number)) for number in numbers]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_position_costs_its_rank(by_life: Server, size: int) -> None:
+    with opened(by_life.url) as connection, redis.Redis(port=by_life.port) as client:
+        for number, rank in enumerate((0, 60_000, 120_000)):
+            assert put(connection, number, rank, size) is PutResult.STORED
+        for lost, rank in zip(lives(client, 0, 1, 2), (0, 60_000, 120_000), strict=True):
+            assert rank <= lost < rank + 30 * SECOND_MS
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("gt", [True, False], ids=["GT", "no GT"])
+def test_a_use_extends_and_never_shortens(by_life: Server, size: int, gt: bool) -> None:
+    with without_gt(by_life) as old, redis.Redis(port=by_life.port) as client:
+        url = by_life.url if gt else f"redis://127.0.0.1:{old.port}"
+        with opened(url) as connection, opened(url, ttl_seconds=100.0) as other:
+            put(connection, 1, 0, size)
+            uses: tuple[Callable[..., object], ...] = get, put
+            for use in uses:
+                for its_rank, lasting in ((0, connection), (9_000_000, connection), (0, other)):
+                    client.pexpire(name(1), 200_000)
+                    use(lasting, 1, its_rank, size)
+                    expected = 200_000 if lasting is other else LIFE_MS - its_rank
+                    assert expected - 30_000 < client.pttl(name(1)) <= expected
+                    use(other, 1, 0, size)
+                    assert expected - 30_000 < client.pttl(name(1)), "another machine shortened it"
+            client.pexpire(name(1), 200_000)
+            assert connection.touch(ROOT, [key(1), key(2)], soon(), [9_000_000, 0]) == [True, False]
+            assert other.touch(ROOT, [key(1)], soon(), [0]) == [True]
+            assert 9_000_000 <= lives(client, 1)[0] < 9_030_000
+
+
+@contextlib.contextmanager
+def without_gt(server: Server) -> Iterator[LyingRedis]:
+    """A server of version 6, as far as it matters here: PEXPIRE takes two arguments."""
+    with contextlib.closing(LyingRedis(server.port)) as old:
+        old.lies[b"PEXPIRE"] = lambda said: (
+            [b"-ERR wrong number of arguments for 'pexpire' command\r\n"] if len(said) > 3 else None
+        )
+        yield old
+
+
+@pytest.mark.parametrize("gt", [True, False], ids=["GT", "no GT"])
+@pytest.mark.parametrize("policy", ["volatile-ttl", "allkeys-lru"])
+def test_a_chunk_without_a_life_gets_one(by_life: Server, by_use: Server, gt: bool, policy: str) -> None:
+    server = by_life if policy == "volatile-ttl" else by_use
+    with (
+        without_gt(server) as old,
+        redis.Redis(port=server.port) as client,
+        opened(server.url if gt else f"redis://127.0.0.1:{old.port}") as connection,
+    ):
+        put(connection, 1)
+        uses: Sequence[Callable[[], object]] = (
+            lambda: get(connection, 1),
+            lambda: connection.touch(ROOT, [key(1)], soon()),
+            lambda: put(connection, 1),
+        )
+        for use in uses:
+            client.persist(name(1))
+            use()
+            assert 0 <= lives(client, 1)[0] < 30_000
+
+
+def test_where_lives_rank_nothing_uses_write_nothing(by_use: Server) -> None:
+    """Except now and then: what is used stays."""
+    with opened(by_use.url) as connection, redis.Redis(port=by_use.port) as client:
+        put(connection, 1, rank=9_000_000)
+        assert lives(client, 1)[0] < 30_000
+        changed = client.info("persistence")["rdb_changes_since_last_save"]
+        assert get(connection, 1) and connection.touch(ROOT, [key(1)], soon()) == [True]
+        assert client.info("persistence")["rdb_changes_since_last_save"] == changed
+        for use in (lambda: get(connection, 1), lambda: connection.touch(ROOT, [key(1)], soon())):
+            client.pexpire(name(1), LIFE_MS // 2)
+            use()
+            assert lives(client, 1)[0] < 30_000
+    with opened(by_use.url, ranks=True) as connection, redis.Redis(port=by_use.port) as client:
+        put(connection, 2, rank=9_000_000)
+        assert lives(client, 2)[0] >= 9_000_000, "the URL says that it evicts by life"
+
+
+def test_ranks_take_half_of_a_life_at_most(by_life: Server) -> None:
+    with opened(by_life.url, ttl_seconds=100.0) as connection, redis.Redis(port=by_life.port) as client:
+        put(connection, 1, rank=10**12)
+        assert 20_000 < client.pttl(name(1)) <= 50_000
+
+
+@pytest.mark.parametrize("forbidden", ["info", "pttl", "pexpire"])
+def test_a_user_without_a_right_reads_and_writes(by_life: Server, forbidden: str) -> None:
+    with redis.Redis(port=by_life.port) as client:
+        client.execute_command(f"ACL SETUSER less on >x ~* +@all -{forbidden}")
+        with opened(f"redis://less:x@127.0.0.1:{by_life.port}") as connection:
+            stored = put(connection, 1) if forbidden != "pexpire" else PutResult.STORED
+            assert stored is PutResult.STORED
+            with opened(by_life.url) as whole:
+                put(whole, 1)
+            assert get(connection, 1)
+            assert connection.touch(ROOT, [key(1), key(2)], soon()) == [True, False]
+            with contextlib.suppress(Exception):
+                assert any("+pttl +pexpire" in text for text in connection.usage(soon()).warnings)
+
+
+STEP = 5000  # positions between two chunks: a busy machine may pause for seconds
+
+
+def placed(keys: Sequence[bytes]) -> list[Chunk]:
+    return [chunk._replace(position=STEP * n) for n, chunk in enumerate(chunks_of(keys))]
+
+
+def check_order(tier: RemoteTier, clients: Sequence[Client], prefix: str = "pagoda") -> None:
+    """Check that a chain that is stored, read or touched is evicted from its tail, whatever the order of the calls."""
+    keys = keys_of(9)
+
+    def lasts() -> list[float]:
+        """Return for each chunk by how many positions it is evicted before the head."""
+        found = {each: client.pexpiretime(each) for client in clients for each in client.keys("*")}
+        ends = [found[name_of(prefix, each).encode()] for each in keys]
+        return [(ends[0] - end) / 2 / STEP for end in ends]
+
+    def stepwise() -> bool:
+        return all(abs(lost - n) < 0.5 for n, lost in enumerate(lasts()))
+
+    backwards = list(reversed(list(enumerate(keys))))
+    assert all(end.ok for end in ends(tier.save(list(reversed(placed(keys))), ROOT)))
+    assert stepwise()
+    for client in clients:
+        for each in client.keys("*"):
+            client.persist(each)
+    for n, each in backwards:
+        room = [aligned(SMALL.slot_bytes)]
+        assert ends(tier.load([each], room, start=STEP * n, namespace=ROOT))[0].ok
+    assert stepwise()
+    for client in clients:
+        for each in client.keys("*"):
+            client.pexpire(each, 1000_000)
+    for n, each in backwards:
+        assert tier.touch([each], namespace=ROOT, start=STEP * n) == [True]
+    assert stepwise()
+    late = time.monotonic_ns() - 3600 * 10**9
+    assert tier.touch(keys[:1], namespace=ROOT, start=0, stamp=late) == [True]
+    assert stepwise(), "a request that was made an hour ago counts as that old"
+
+
+def test_a_tail_is_evicted_before_its_head(by_life: Server) -> None:
+    with tier_on(RedisClient(by_life.url)) as tier, redis.Redis(port=by_life.port) as client:
+        check_order(tier, [client])
+
+
+def test_a_draft_is_not_the_first_to_be_evicted(by_life: Server) -> None:
+    """A draft with a life of seconds would go before every chunk, while it is written."""
+    seen: list[int] = []
+    with opened(by_life.url) as connection, redis.Redis(port=by_life.port) as client:
+
+        def is_valid() -> bool:
+            seen.extend(client.pttl(each) for each in client.keys("*:w:*"))
+            return True
+
+        connection.put(ROOT, key(1), PAGE, np.zeros(3 << 20, np.uint8), is_valid, soon())
+    assert len(seen) == 1 and seen[0] > LIFE_MS - 60_000
+
+
+@pytest.mark.parametrize("kind", ["pool", "cluster"])
+def test_several_nodes(kind: str) -> None:
+    options = ("--maxmemory", "1gb", "--maxmemory-policy", "volatile-ttl")
+    with contextlib.ExitStack() as stack:
+        if kind == "pool":
+            nodes = [stack.enter_context(redis_server(*options)) for _ in range(3)]
+        else:
+            nodes = stack.enter_context(redis_cluster(3, *options))
+        made: type[RedisNodesClient] = RedisPoolClient if kind == "pool" else RedisClusterClient
+        url = f"redis+{kind}://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
+        tier = stack.enter_context(tier_on(made(url)))
+        check_order(tier, [stack.enter_context(redis.Redis(port=node.port)) for node in nodes])
