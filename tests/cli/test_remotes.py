@@ -54,7 +54,7 @@ def share(url: str, namespace: Namespace, chunks: int) -> list[bytes]:
         spec.url,
         name=spec.name,
         prefix=spec.prefix,
-        ttl_seconds=None,
+        ttl_seconds=60.0,
         options={},
         password_file="",
     )
@@ -328,7 +328,7 @@ def test_an_object_store(shm_root: Path) -> None:
         share(url, LLAMA, 2)
         assert answer("config", "check", **where)["ok"] is True
         assert answer("check", **where)["remotes"] == [
-            {"tier": "webdav", "address": url, "trouble": "", "nodes": ""}
+            {"tier": "webdav", "address": url, "trouble": "", "nodes": "", "warnings": []}
         ]
         found = answer("clear", "-y", **where)
         assert found["cleared"] + len(found["failed"]) > 0  # type: ignore[operator,arg-type]

@@ -396,7 +396,7 @@ def test_clear_of_thousands(connection: RedisConnection, client: Client) -> None
 
 
 def test_usage(connection: RedisConnection, client: Client) -> None:
-    used, limit = connection.usage(soon())
+    used, limit, _ = connection.usage(soon())
     assert used is not None and used > 100_000 and limit is None
     client.config_set("maxmemory", 500 * MIB)
     assert connection.usage(soon()).limit_bytes == 500 * MIB

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
+from pagoda.cli.remote_stores import pinged
 from pagoda.codec import HEADER_BYTES
+from pagoda.config.remote_urls import parse
 from pagoda.slab import aligned
 from pagoda.tiers.base import Chunk
 from pagoda.tiers.remote.redis import RedisClient, RedisConnection
@@ -19,7 +21,7 @@ from pagoda.tiers.remote.redis_nodes import RedisNodesClient, RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import PutResult
 from testbed.servers import Server, need, redis_cluster, redis_server
-from tests.remote.chunks import ROOT, SMALL, chunks_of, ends, keys_of, name_of, tier_on
+from tests.remote.chunks import ROOT, SMALL, chunks_of, ends, keys_of, name_of, tier_on, wait_until
 from tests.remote.evil import LyingRedis
 
 need("redis-server")
@@ -256,3 +258,52 @@ def test_several_nodes(kind: str) -> None:
         url = f"redis+{kind}://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
         tier = stack.enter_context(tier_on(made(url)))
         check_order(tier, [stack.enter_context(redis.Redis(port=node.port)) for node in nodes])
+
+
+MENDS = {
+    "maxmemory is 0": ("CONFIG SET maxmemory ", ("maxmemory", "0")),
+    "maxmemory-policy is noeviction": ("volatile-ttl", ("maxmemory-policy", "noeviction")),
+    "maxmemory-policy is allkeys-lru": ("volatile-ttl", ("maxmemory-policy", "allkeys-lru")),
+    "forks": ("CONFIG SET save ''", ("save", "3600 1")),
+    "appendonly is yes": ("CONFIG SET appendonly no", ("appendonly", "yes")),
+}
+
+
+@pytest.mark.parametrize("sign", MENDS)
+def test_what_is_wrong_with_a_server_is_said_with_its_mend(sign: str) -> None:
+    mend, (option, value) = MENDS[sign]
+    with (
+        redis_server("--maxmemory", "1gb", "--maxmemory-policy", "volatile-ttl") as server,
+        redis.Redis(port=server.port) as client,
+        opened(server.url, ranks=True) as connection,
+    ):
+        put(connection, 1)
+        assert list(connection.usage(soon()).warnings) == []
+        client.config_set(option, value)
+        (warning,) = connection.usage(soon()).warnings
+        assert sign in warning and mend in warning
+        (asked,) = pinged([parse(f"{server.url}?evict=ttl")])
+        assert not asked.trouble and warning in asked.warnings[0]
+        client.execute_command("ACL SETUSER less on >x ~* +@all -config")
+        with opened(f"redis://less:x@127.0.0.1:{server.port}", ranks=True) as less:
+            assert list(less.usage(soon()).warnings) == ([] if option == "save" else [warning])
+
+
+@pytest.mark.parametrize("db", [0, 1])
+def test_keys_of_others_are_seen(by_life: Server, db: int) -> None:
+    with opened(by_life.url) as connection, redis.Redis(port=by_life.port, db=db) as client:
+        put(connection, 1)
+        assert list(connection.usage(soon()).warnings) == []
+        client.set("session:1", "theirs", ex=1800)
+        (warning,) = connection.usage(soon()).warnings
+        assert f"database {db}" in warning and "redis-server --port" in warning
+
+
+def test_the_log_says_once_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    with redis_server() as server, tier_on(RedisClient(server.url)) as tier:
+        for _ in range(3):
+            assert tier.find(keys_of(1), namespace=ROOT) == 0
+            tier.stats()
+        wait_until(lambda: bool(caplog.records), 10.0)
+        (line,) = [one.getMessage() for one in caplog.records if "maxmemory" in one.getMessage()]
+        assert "CONFIG SET maxmemory " in line and "noeviction" in line
