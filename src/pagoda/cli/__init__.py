@@ -15,6 +15,7 @@ what), 130 interrupted.
                            `hit_rate_plot`, `trace_pool`, `model_sizes`
     demo                   three processes, one text
     stores, remote_stores  which stores and remote tiers a command is about
+    remote_check           whether remote tiers answer, and how they are set up
     printing, text_tables  how commands print
 """
 

@@ -10,7 +10,8 @@ from typer import Option
 
 from pagoda.cli import FAILED, printing
 from pagoda.cli.prompt_source import read_prompt
-from pagoda.cli.remote_stores import pinged, remotes_of
+from pagoda.cli.remote_check import pinged
+from pagoda.cli.remote_stores import remotes_of
 from pagoda.cli.stores import (
     AsJson,
     ConfigFile,

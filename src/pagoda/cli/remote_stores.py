@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from pagoda.cli import printing
@@ -28,19 +26,6 @@ PATIENCE_SECONDS = 5.0
 """The least that a person waits for one answer; a tier's own deadline counts if it is longer."""
 WALK_SECONDS = 300.0
 """The most that a walk over all names takes."""
-
-
-class RemoteCheck(NamedTuple):
-    """A remote tier, what is wrong with it (empty: nothing), and of a pool the nodes: on all machines the same.
-
-    `warnings`: what is wrong with how it is set up.
-    """
-
-    tier: str
-    address: str
-    trouble: str
-    nodes: str = ""
-    warnings: Sequence[str] = ()
 
 
 class Unanswered(Exception):
@@ -126,11 +111,6 @@ def cleared(spec: RemoteSpec, roots: Sequence[bytes] | None) -> int:
     return ask(spec, lambda link: sum(link.clear(root, walk) for root in found))
 
 
-def pinged(specs: Sequence[RemoteSpec]) -> list[RemoteCheck]:
-    """Return for each remote tier whether it answers and can be read, and whether its codec is installed."""
-    return [_checked(spec) for spec in specs]
-
-
 def patience(spec: RemoteSpec) -> float:
     """Return how long one step may take."""
     return max(PATIENCE_SECONDS, spec.deadline_seconds)
@@ -165,7 +145,9 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
         said = str(refusal).rstrip(".")
         if refusal.contained:
             raise Unanswered(spec, said) from None
-        if refusal.reason is not Reason.NOT_ADMITTED:  # else it says where to ask instead
+        if (
+            refusal.reason is not Reason.NOT_ADMITTED and "write redis" not in said
+        ):  # else it says where to ask
             said += "; check the password and the rights of its user"
         raise Unanswered(spec, f"refuses: {said}") from None
     except OSError as trouble:
@@ -173,42 +155,6 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
         raise Unanswered(spec, f"{said}; does it run there?") from None
     except PagodaError as trouble:
         raise Unanswered(spec, str(trouble)) from None
-
-
-def _nodes(spec: RemoteSpec) -> str:
-    """Return the nodes of a pool in one spelling, and a digest of them to compare; else an empty string."""
-    from pagoda.errors import PagodaError
-
-    if "+pool:" in spec.redacted[:12]:
-        with suppress(PagodaError):
-            place = spec.engine().address.partition("://")[2]
-            return f"{place} digest {blake2b(f'{place} {spec.prefix}'.encode(), digest_size=4).hexdigest()}"
-    return ""
-
-
-def _checked(spec: RemoteSpec) -> RemoteCheck:
-    nodes = _nodes(spec)
-    try:
-        warnings = ask(spec, partial(_ping, spec))
-    except Unanswered as trouble:
-        return RemoteCheck(spec.name, spec.redacted, str(trouble), nodes)
-    return RemoteCheck(spec.name, spec.redacted, "", nodes, [worded(spec, warning) for warning in warnings])
-
-
-def worded(spec: RemoteSpec, warning: str) -> str:
-    """Return a warning about how a remote tier is set up, with its place."""
-    return f"{spec.name} ({spec.redacted}): {warning}"
-
-
-def _ping(spec: RemoteSpec, link: StoreConnection) -> Sequence[str]:
-    from pagoda import codec
-    from pagoda.tiers.remote.store_client import RefusedError
-
-    link.ping(time.monotonic() + patience(spec))
-    codec.require(spec.codec)
-    with suppress(RefusedError):
-        return link.usage(time.monotonic() + patience(spec)).warnings
-    return ()
 
 
 def _masked(spec: RemoteSpec, text: str) -> str:

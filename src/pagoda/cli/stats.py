@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from pagoda.cli import FAILED, UsageError, printing
-from pagoda.cli.remote_stores import Unanswered, remotes_of, usage, worded
+from pagoda.cli.remote_check import worded
+from pagoda.cli.remote_stores import Unanswered, remotes_of, usage
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, Wide, find_stores, in_each, label
 
 if TYPE_CHECKING:
