@@ -147,3 +147,18 @@ def test_eight_machines_over_one_redis(shm_root: Path, route: str, writes: str) 
     rates = {tier: count / done.accesses for tier, count in hits(done).items()}
     real = {"host": served["host"] / done.accesses, "remote": served["redis"] / done.accesses}
     assert real == pytest.approx(rates, abs=0.01)
+
+
+@pytest.mark.slow
+def test_eight_machines_over_a_redis_that_evicts(shm_root: Path) -> None:
+    """By the lives that rank its chunks; the simulator gets as many chunks as the Redis had room for."""
+    requests = [asked for asked in sample() if len(asked.hash_ids) <= HOST][: 4 * SOME // 3]
+    room = "--maxmemory 22mb --maxmemory-policy volatile-ttl --maxmemory-samples 64"
+    with redis_server(*room.split()) as redis, machines(shm_root, redis.url, False) as lines:
+        served = played(lines, requests, "round-robin")
+        stored, evicted = Redis(port=redis.port).dbsize(), Redis(port=redis.port).info()["evicted_keys"]
+    assert evicted > stored / 2
+    done = fleet(requests, MACHINES, HOST, stored)
+    rates = {tier: count / done.accesses for tier, count in hits(done).items()}
+    real = {"host": served["host"] / done.accesses, "remote": served["redis"] / done.accesses}
+    assert real == pytest.approx(rates, abs=0.01)
