@@ -144,7 +144,7 @@ def test_after_its_end(shm_root: Path) -> None:
 
 
 ACL = "-@all +select +exists +set +hset +hget +hlen +pexpire +persist +renamenx +unlink +multi +exec +discard +scan"
-ACL += " +info"
+ACL += " +info +object|idletime +object|freq"
 READ_ONLY = "-@all +select +exists +hget +info"
 
 

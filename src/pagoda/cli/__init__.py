@@ -7,6 +7,7 @@ what), 130 interrupted.
     stats, top, ls, check  what is stored and what hits; single chunks; is all of it right
     explain                why a prompt misses: `prompt_source`, `prompt_coverage`, `nearest_prompt`, `engine_keys`
     clear, pin, remove     changes
+    warm                   fills the host tier of a machine that has just started
     serve                  chunks for other machines, and the page: `serve_page`
     config                 options, and the import of LMCache's
     vllm                   starts vLLM with the connector

@@ -21,6 +21,7 @@ from pagoda.cli.serve import serve
 from pagoda.cli.size import size
 from pagoda.cli.stats import stats
 from pagoda.cli.top import top
+from pagoda.cli.warm import warm
 
 app = typer.Typer(
     name="pagoda",
@@ -29,7 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (stats, top, ls, check, clear, remove, pin, unpin, explain, bench, replay, size, serve):
+for command in (stats, top, ls, check, clear, remove, pin, unpin, explain, bench, replay, size, serve, warm):
     app.command()(command)
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(record)
 app.command()(demo)

@@ -25,10 +25,9 @@ from pagoda.errors import ClosedError, NoRoomError
 from pagoda.metrics import Reason
 from pagoda.serve.access import ServeLimits, break_connection, refusal
 from pagoda.serve.blocking_calls import CALLS, OverloadedError
-from pagoda.serve.served_stores import LocatedChunk, ServedStore, ServedStores
+from pagoda.serve.served_stores import LocatedChunk, ServedStore, ServedStores, is_value_of
 from pagoda.slab import aligned
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.remote.remote_tier import STORE_ID
 
 STORES: web.AppKey[ServedStores] = web.AppKey("stores", ServedStores)
 COUNTS: web.AppKey[Counter[str]] = web.AppKey("counts", Counter)
@@ -246,7 +245,7 @@ async def _put(request: web.Request) -> web.Response:
     if not await _read_body(request, page):
         return _closing(refusal(408, "late"))
     header = codec.parse(page)
-    if header is None or not _is_of(header, namespace, key, length):
+    if header is None or not is_value_of(header, namespace, key, length):
         return _closing(refusal(422, "failed_check", "the header is not of this key, or is damaged"))
     try:
         store = await calls.run(stores.room_for, header)
@@ -268,36 +267,14 @@ async def _put(request: web.Request) -> web.Response:
     return web.json_response({"reason": reason}, status=status)
 
 
-def _is_of(header: codec.Header, namespace: bytes, key: bytes, length: int) -> bool:
-    """Return whether a header describes a value of this key and of this size, in a codec that is known."""
-    expected = codec.Expected(store_id=STORE_ID, slot=0, epoch=0, namespace=namespace, key=key)
-    stored = length - HEADER_BYTES
-    return (
-        codec.agrees(header, expected)
-        and stored == (header.stored_bytes or header.length)
-        and stored <= header.length
-        and header.tokens < 1 << 31
-        and header.position < 1 << 31
-        and re.fullmatch(r"[0-9a-f]{16}", header.fingerprint) is not None
-    )
-
-
 def _store(
     stores: ServedStores, store: ServedStore, header: codec.Header, page: Bytes, stored: Bytes, nbytes: int
 ) -> tuple[int, str]:
     """Verify what arrived in `stored` and store it; return the status and the reason. On a thread."""
-    payload = stored
-    if header.codec != "raw":
-        payload = aligned(store.ledger.slot_bytes)
-        word_bytes = int(stored[1])  # as the encoded bytes say themselves; a wrong one fails
-        if not codec.decode(header.codec, stored[:nbytes], word_bytes, payload[: header.length]):
-            return 422, Reason.FAILED_CHECK.value
-    if codec.verify(page, payload, header) is not None:
-        return 422, Reason.FAILED_CHECK.value
-    is_new, reason = stores.put(store, header, payload)
+    is_new, reason = stores.put_value(store, header, page, stored[:nbytes])
     if reason is None:
         return (201, "stored") if is_new else (200, "present")
-    return {Reason.BUSY: 409, Reason.TOO_LARGE: 413}.get(reason, 507), reason.value
+    return {Reason.BUSY: 409, Reason.TOO_LARGE: 413, Reason.FAILED_CHECK: 422}.get(reason, 507), reason.value
 
 
 async def _delete(request: web.Request) -> web.Response:

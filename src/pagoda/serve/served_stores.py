@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -348,8 +349,24 @@ class ServedStores:
                 self._stores = {path: made, **self._stores}
         return made
 
-    def put(self, store: ServedStore, header: codec.Header, payload: Bytes) -> tuple[bool, Reason | None]:
-        """Store a verified chunk. Return whether it is new; and why it is not stored, if so."""
+    def put_value(
+        self, store: ServedStore, header: codec.Header, page: Bytes, stored: Bytes, stamp: int | None = None
+    ) -> tuple[bool, Reason | None]:
+        """Verify a value, its header page and all bytes after it, and do what `put` does."""
+        payload = stored
+        if header.codec != "raw":
+            payload = aligned(store.ledger.slot_bytes)
+            word_bytes = int(stored[1])  # as the encoded bytes say themselves; a wrong one fails
+            if not codec.decode(header.codec, stored, word_bytes, payload[: header.length]):
+                return False, Reason.FAILED_CHECK
+        if codec.verify(page, payload, header) is not None:
+            return False, Reason.FAILED_CHECK
+        return self.put(store, header, payload, stamp)
+
+    def put(
+        self, store: ServedStore, header: codec.Header, payload: Bytes, stamp: int | None = None
+    ) -> tuple[bool, Reason | None]:
+        """Store a verified chunk. Return whether it is new; and why it is not stored, if so. `stamp`: its recency."""
         namespace, key = header.namespace, header.key
         tier = store.host_tier(max(1, header.tokens))
         if tier.find([key], start=header.position, namespace=namespace):
@@ -357,7 +374,7 @@ class ServedStores:
         fields = self._labels.get(namespace) or {"layout": header.fingerprint}
         store.ledger.namespaces.register(namespace, dict(fields))
         chunk = Chunk(key, header.position, header.tokens, payload, None, lambda: True)
-        (ended,) = tier.save([chunk], namespace, stamp=self._stamp(store, namespace))
+        (ended,) = tier.save([chunk], namespace, stamp=stamp or self._stamp(store, namespace))
         done = ended.result(0)
         return done.ok, done.reason
 
@@ -392,3 +409,17 @@ class ServedStores:
             if len(found.slots):
                 removed += admin.remove(store.ledger, [key])
         return removed
+
+
+def is_value_of(header: codec.Header, namespace: bytes, key: bytes, length: int) -> bool:
+    """Return whether a header describes a value of this key and of `length` bytes, in a codec that is known."""
+    expected = codec.Expected(store_id=STORE_ID, slot=0, epoch=0, namespace=namespace, key=key)
+    stored = length - HEADER_BYTES
+    return (
+        codec.agrees(header, expected)
+        and stored == (header.stored_bytes or header.length)
+        and stored <= header.length
+        and header.tokens < 1 << 31
+        and header.position < 1 << 31
+        and re.fullmatch(r"[0-9a-f]{16}", header.fingerprint) is not None
+    )

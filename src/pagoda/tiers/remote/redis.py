@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import importlib
 import os
 import re
@@ -17,6 +18,7 @@ from itertools import takewhile
 from typing import NamedTuple, Protocol, Self
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from pagoda.codec import HEADER_BYTES
 from pagoda.errors import ConfigError, StoreError
 from pagoda.metrics import Reason
 from pagoda.threads import NO_THREAD, Answer, begin, wait
@@ -62,6 +64,8 @@ _SHORT = ReplyShape(b":+$*", items=8, depth=1)  # of writing commands and transa
 _SCANNED = ReplyShape(b"$*", 512, items=1 << 14, depth=2)  # of SCAN; our names are shorter
 _OPENED = ReplyShape(b":+$", 1 << 16)  # of the first commands of a connection
 _SETUP = ReplyShape(b"$*", 1 << 16, items=4 * SAMPLE_NAMES, depth=2)
+_AGE = ReplyShape(b":$")  # of OBJECT; nil of what is gone
+_PAGE = ReplyShape(b"$", HEADER_BYTES)
 _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
 GHOST_SECONDS = 3600.0  # how long it is known that a chunk was asked for once
@@ -421,6 +425,42 @@ class RedisConnection:
                 raise ConnectionError(f"more than {_NAMESPACES} namespaces")
         return chunks
 
+    def most_used(self, most: int, deadline: ListingDeadline) -> list[ChunkUse]:
+        """Return up to `most` chunks, those that were used last first. Lists all names.
+
+        Redis with an LFU policy keeps no times of use: those that were used most often first. What this connection
+        reads from now on counts as no use (since Redis 7.2).
+        """
+        self._replies_here([command(b"CLIENT", b"NO-TOUCH", b"ON")], deadline.next_step(), _SHORT)
+        return heapq.nsmallest(most, self._uses(deadline))
+
+    def _uses(self, deadline: ListingDeadline) -> Iterator[ChunkUse]:
+        for names in self._scan(None, deadline):
+            chunks, until = [name for name in names if name.is_chunk], deadline.next_step()
+            replies = self._replies(
+                [command(b"OBJECT", b"IDLETIME", name.text) for name in chunks], until, _AGE
+            )
+            sign = 1
+            if any(isinstance(reply, ErrorReply) and "LFU" in reply.text for reply in replies):
+                replies = self._replies(
+                    [command(b"OBJECT", b"FREQ", name.text) for name in chunks], until, _AGE
+                )
+                sign = -1
+            for name, reply in zip(chunks, self._checked(replies), strict=True):
+                if isinstance(reply, int):
+                    yield ChunkUse(sign * reply, name.namespace, name.key)
+
+    def headers(self, namespace: bytes, keys: Sequence[bytes], until: float) -> dict[bytes, bytes]:
+        """Return the header pages of the chunks that are present. One round trip."""
+        names = [self._names.chunk(namespace, key) for key in keys]
+        replies = self._replies([command(b"HGET", name, b"h") for name in names], until, _PAGE)
+        known = [
+            None if isinstance(each, ErrorReply) and each.code == "WRONGTYPE" else each for each in replies
+        ]
+        return {
+            key: page for key, page in zip(keys, self._checked(known), strict=True) if isinstance(page, bytes)
+        }
+
     def usage(self, until: float) -> Usage:
         """Return the memory of the whole server, its `maxmemory`, and what is wrong with how it is set up."""
         replies = self._replies_here(QUESTIONS, until, _SETUP)
@@ -529,9 +569,18 @@ _ELSEWHERE_IN_CLUSTER = ("MOVED", "ASK", "TRYAGAIN")
 _ELSEWHERE = ("READONLY", "NOREPLICAS", "MISCONF", "NOAUTH")
 
 
+class ChunkUse(NamedTuple):
+    """A chunk and how long ago it was used, in seconds; of LFU, how often, below zero. The smallest is used most."""
+
+    coldness: int
+    namespace: bytes
+    key: bytes
+
+
 class _Name(NamedTuple):
     text: bytes
     namespace: bytes
+    key: bytes
     is_chunk: bool  # False: a draft, a claim, or that it was asked for
 
 
@@ -550,7 +599,7 @@ class RedisNames:
         self._start = f"{prefix}:{NAME_FORMAT}:".encode()
         self._at = f"{prefix}:at:".encode()
         self.probe = self._start + b"probe"  # no value has this name
-        root, key, draft = rb"([0-9a-f]{64})", rb"\{[0-9a-f]{64}\}", rb"(:g|:w(?::[0-9a-f]{32})?)?"
+        root, key, draft = rb"([0-9a-f]{64})", rb"\{([0-9a-f]{64})\}", rb"(:g|:w(?::[0-9a-f]{32})?)?"
         self._ours = re.compile(re.escape(self._start) + root + b":" + key + draft)
 
     def chunk(self, namespace: bytes, key: bytes) -> bytes:
@@ -571,7 +620,10 @@ class RedisNames:
     def parse(self, name: bytes) -> _Name | None:
         """Return what a name contains; None: it is not ours."""
         found = self._ours.fullmatch(name)
-        return found and _Name(name, bytes.fromhex(found[1].decode()), found[2] is None)
+        if found is None:
+            return None
+        namespace, key = (bytes.fromhex(found[part].decode()) for part in (1, 2))
+        return _Name(name, namespace, key, found[3] is None)
 
 
 def _rename_result(replies: list[Reply]) -> PutResult:

@@ -10,6 +10,7 @@ A look-up asks all nodes at the same time. A node that fails is left out, and a 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -29,7 +31,7 @@ from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool, wait
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.breaker import CircuitBreaker
-from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
+from pagoda.tiers.remote.redis import ChunkUse, RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_lives import LIFE_SECONDS
 from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
 from pagoda.tiers.remote.store_urls import node_urls
@@ -360,6 +362,17 @@ class RedisNodesConnection:
         for counted in self._all(lambda line: line.count_by_namespace(deadline), deadline):
             chunks.update(counted)
         return chunks
+
+    def most_used(self, most: int, deadline: ListingDeadline) -> list[ChunkUse]:
+        """Return the chunks of all nodes that are used most; see RedisConnection. OSError if one fails."""
+        return heapq.nsmallest(
+            most, chain.from_iterable(self._all(lambda line: line.most_used(most, deadline), deadline))
+        )
+
+    def headers(self, namespace: bytes, keys: Sequence[bytes], until: float) -> dict[bytes, bytes]:
+        """Return the header pages of the chunks on nodes that answer."""
+        answers = self._ask_for(keys, RedisConnection.headers, namespace, until, patience_seconds=math.inf)[1]
+        return {key: page for pages in answers.values() for key, page in pages.items()}
 
     def usage(self, until: float) -> Usage:
         """Return the memory of the nodes that answer, and the sum of their limits; None: one has no limit."""

@@ -1,0 +1,273 @@
+"""`pagoda warm`: brings the chunks that are used most from Redis into this machine's host tier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
+
+from typer import Option
+
+from pagoda.cli import FailedError, UsageError, printing
+from pagoda.cli.remote_stores import WALK_SECONDS, Unanswered, ask, patience, remotes_of
+from pagoda.cli.stores import AsJson, ConfigFile, find_stores, given_size
+
+if TYPE_CHECKING:
+    from pagoda.codec import Header
+    from pagoda.config import RemoteSpec
+    from pagoda.serve.served_stores import ServedStore, ServedStores
+    from pagoda.tiers.base import Bytes
+    from pagoda.tiers.remote.redis import ChunkUse, RedisConnection
+    from pagoda.tiers.remote.store_client import StoreConnection
+
+_MOST_CHUNKS = 1 << 16  # that are considered
+_HEADERS = 64  # read at once
+_LOOK_SECONDS = 0.1  # between two looks at what the engines here do
+_WORK = ("lookups", "loaded_chunks", "stored_chunks")  # counters that rise with it
+
+
+class WarmedTier(NamedTuple):
+    """What was brought from one remote tier, and what ended it: "all", "bytes", "room" or "traffic"."""
+
+    tier: str
+    chunks: int
+    bytes: int
+    damaged: int
+    ended: str
+    address: str
+
+
+class _EndedError(Exception):
+    """Nothing more is to be brought; the message is what ended it."""
+
+
+def warm(
+    most: Annotated[
+        str | None,
+        Option("--bytes", metavar="SIZE", help="The most to bring; default: half of the host tier."),
+    ] = None,
+    rate: Annotated[
+        str, Option(metavar="SIZE", help="The most to bring in a second, over this machine's link.")
+    ] = "256MiB",
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> int:
+    """Bring the chunks that all machines use most from Redis into this machine's host tier.
+
+    For a machine that has just started: nothing is evicted for it, and it ends when an engine here begins to work.
+    """
+    wanted, speed = None if most is None else _given("--bytes", most), _given("--rate", rate)
+    specs = remotes_of(None, config)
+    remotes = [spec for spec in specs if spec.kind == "redis"]
+    if not remotes:
+        raise UsageError(
+            "warm needs a remote tier in Redis, which knows what is used: set remote to redis://HOST"
+        )
+    for spec in specs:
+        if spec not in remotes:
+            printing.note(f"{spec.redacted}: only Redis knows which chunks are used most; left out")
+    done: list[WarmedTier] = []
+    broken: dict[str, str] = {}
+    with _host_stores(config) as stores, printing.progress(as_json) as bars:
+        left = _half(stores) if wanted is None else wanted
+        for spec in remotes:
+            show = partial(bars.update, bars.add_task(f"warming from {spec.name}", total=None))
+            try:
+                done.append(ask(spec, partial(_Warming(stores, spec, left, speed).run, show)))
+            except Unanswered as trouble:
+                broken[spec.redacted] = trouble.text
+                continue
+            left -= done[-1].bytes
+            if done[-1].ended == "traffic":
+                break
+    if as_json:
+        printing.print_json({"remotes": [one._asdict() for one in done], "failed": broken})
+    else:
+        rows = [one._replace(bytes=printing.size(one.bytes)) for one in done]  # type: ignore[arg-type]
+        printing.print_table("", ("tier", "chunks", "size", "damaged", "ended by", "address"), rows)
+    if broken:
+        troubles = "; ".join(f"{where}: {trouble}" for where, trouble in broken.items())
+        raise FailedError(f"not brought: {troubles}")
+    return 0
+
+
+def _given(option: str, text: str) -> int:
+    size = given_size(option, text)
+    if not isinstance(size, int) or size < 1:
+        raise UsageError(f"{option} {text}: write a size, such as 64GiB")
+    return size
+
+
+@contextmanager
+def _host_stores(config: ConfigFile) -> Iterator[ServedStores]:
+    """Open the stores of this machine. FailedError: none of them is in memory."""
+    from pagoda.serve.served_stores import ServedStores
+
+    stores = ServedStores(lambda: find_stores(None, config))
+    try:
+        stores.scan()
+        if not any(store.in_memory for store in stores.stores()):
+            raise FailedError("there is no host tier here yet: an engine makes it when it starts")
+        yield stores
+    finally:
+        for store in stores.end():
+            store.close()
+
+
+def _half(stores: ServedStores) -> int:
+    """Return half of the bytes that the host stores can hold now."""
+    from pagoda.ledger import admin
+
+    found = [(admin.gauges(store.ledger), store.chunk_bytes) for store in stores.stores() if store.in_memory]
+    return sum((gauges["slots"] - gauges["unbacked"]) * nbytes for gauges, nbytes in found) // 2
+
+
+class _Warming:
+    """Brings chunks from one remote tier, at most `left` bytes, `rate` of them a second. For one thread."""
+
+    def __init__(self, stores: ServedStores, spec: RemoteSpec, left: int, rate: int) -> None:
+        self._stores, self._spec, self._left, self._rate = stores, spec, left, rate
+        self._hosts = {store.fingerprint: store for store in stores.stores() if store.in_memory}
+        # one for all: what is brought last, the tails, must not outlive its heads
+        self._stamps = {name: store.ledger.stamp() for name, store in self._hosts.items()}
+        self._chunks = self._bytes = self._damaged = 0
+        self._ended = "all"
+        self._due, self._before = time.monotonic(), self._work()
+
+    def run(self, show: Callable[..., None], link: StoreConnection) -> WarmedTier:
+        """Bring what fits, parents first; `show` what is done of it. Raises what the connection raises."""
+        from pagoda.tiers.remote.store_client import ListingDeadline
+
+        self._redis = cast("RedisConnection", link)  # or one to several nodes, with the same methods
+        try:
+            uses = self._redis.most_used(_MOST_CHUNKS, ListingDeadline(patience(self._spec), WALK_SECONDS))
+            self._idle = {use.key: max(0, use.coldness) for use in uses}
+            chosen = sorted(self._chosen(uses), key=lambda header: header.position)
+            show(total=len(chosen))
+            for number, header in enumerate(chosen):
+                self._bring(header)
+                show(completed=number + 1)
+        except _EndedError as end:
+            self._ended = str(end)
+        return WarmedTier(
+            self._spec.name, self._chunks, self._bytes, self._damaged, self._ended, self._spec.redacted
+        )
+
+    def _chosen(self, uses: Sequence[ChunkUse]) -> Iterator[Header]:
+        """Yield the headers of the most used chunks that fit; of those used alike, parents first."""
+        room, left = {name: self._room(store) for name, store in self._hosts.items()}, self._left
+        strange: set[bytes] = set()  # namespaces of other layouts: a namespace has one
+        for _, alike in groupby(uses, lambda use: min(use.coldness, 0) or use.coldness.bit_length()):
+            for header in sorted(self._headers(list(alike), strange), key=lambda header: header.position):
+                if header.length > left:
+                    self._ended = "bytes"
+                    return
+                if room[header.fingerprint] < 1:
+                    self._ended = "room"
+                    continue
+                room[header.fingerprint] -= 1
+                left -= header.length
+                yield header
+
+    def _headers(self, uses: Sequence[ChunkUse], strange: set[bytes]) -> Iterator[Header]:
+        """Yield the headers of the chunks that a host store here can take and has not."""
+        by_namespace = sorted(uses, key=lambda use: use.namespace)
+        for namespace, same in groupby(by_namespace, lambda use: use.namespace):
+            keys = [use.key for use in same if not self._has(use.key)]
+            for at in range(0, len(keys), _HEADERS):
+                if namespace in strange:
+                    break
+                until = time.monotonic() + patience(self._spec)
+                pages = self._redis.headers(namespace, keys[at : at + _HEADERS], until)
+                self._pace(sum(map(len, pages.values())))
+                for key, page in pages.items():
+                    header = self._sound(namespace, key, page)
+                    if header is not None and self._takes(header):
+                        yield header
+                    elif header is not None:
+                        strange.add(namespace)
+
+    def _sound(self, namespace: bytes, key: bytes, page: bytes) -> Header | None:
+        """Return the header in a page if it is this chunk's; ConfigError: the library of its codec is missing."""
+        from pagoda import codec
+        from pagoda.serve.served_stores import is_value_of
+
+        header = codec.parse(page)
+        length = header and codec.HEADER_BYTES + (header.stored_bytes or header.length)
+        if header is None or not is_value_of(header, namespace, key, length or 0):
+            self._damaged += not codec.is_foreign(page)
+            return None
+        codec.require(header.codec)
+        return header
+
+    def _bring(self, wanted: Header) -> None:
+        """Read, verify and store one chunk, unless something would be evicted for it."""
+        from pagoda import codec
+        from pagoda.metrics import Reason
+        from pagoda.slab import aligned
+        from pagoda.tiers.remote.store_client import RefusedError
+
+        store = self._hosts[wanted.fingerprint]
+        page, buffer = aligned(codec.HEADER_BYTES), aligned(store.ledger.slot_bytes)
+
+        def destination() -> Bytes | None:
+            return buffer[: wanted.stored_bytes or wanted.length] if codec.parse(page) == wanted else None
+
+        until = time.monotonic() + patience(self._spec)
+        rank = 1000 * (self._idle[wanted.key] + 2)  # the life that its last use gave it: seconds are rounded
+        try:
+            received = self._redis.get(wanted.namespace, wanted.key, page, destination, until, rank)
+        except RefusedError as refusal:
+            if refusal.reason is not Reason.FAILED_CHECK and not refusal.contained:  # of one node of several
+                raise
+            self._damaged += refusal.reason is Reason.FAILED_CHECK
+            return
+        self._pace(received or 0)
+        if self._room(store) < 1:
+            raise _EndedError("room")
+        if received is not None:
+            stamp = self._stamps[wanted.fingerprint]
+            is_new, reason = self._stores.put_value(store, wanted, page, buffer[:received], stamp)
+            self._damaged += reason is Reason.FAILED_CHECK
+            if is_new and reason is None:
+                self._chunks, self._bytes = self._chunks + 1, self._bytes + wanted.length
+
+    def _has(self, key: bytes) -> bool:
+        ledgers = [store.ledger for store in self._hosts.values()]
+        return any(len(ledger.match_prefix([key], start=None, touch=False).slots) for ledger in ledgers)
+
+    def _takes(self, header: Header) -> bool:
+        store = self._hosts.get(header.fingerprint)
+        return store is not None and store.chunk_bytes == header.length
+
+    def _room(self, store: ServedStore) -> int:
+        """Return for how many chunks nothing is evicted, here or in a store that would have to give pages.
+
+        A ledger asks for pages when less than a window of slots is free.
+        """
+        from pagoda.ledger import admin
+
+        return admin.gauges(store.ledger)["free"] - store.ledger.window
+
+    def _pace(self, nbytes: int) -> None:
+        """Wait as long as the rate requires after so many bytes. _EndedError: others look up, load or store here."""
+        self._due = max(self._due, time.monotonic() - _LOOK_SECONDS) + nbytes / self._rate
+        while self._work() == self._before:
+            left = self._due - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, _LOOK_SECONDS))
+        raise _EndedError("traffic")
+
+    def _work(self) -> int:
+        """Return what the others have done here so far."""
+        from pagoda.ledger import admin
+
+        done = 0
+        for store in self._hosts.values():
+            every, own = admin.counters(store.ledger), store.ledger.session.own_counters()
+            done += sum(every[name] - own.get(name, 0) for name in _WORK)
+        return done
