@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,8 +22,8 @@ from pagoda.tiers.remote.redis_nodes import RedisNodesClient, RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import PutResult
 from testbed.servers import Server, need, redis_cluster, redis_server
-from tests.remote.chunks import ROOT, SMALL, chunks_of, ends, keys_of, name_of, tier_on, wait_until
-from tests.remote.evil import LyingRedis
+from tests.remote.chunks import LARGE, ROOT, SMALL, chunks_of, ends, keys_of, name_of, tier_on, wait_until
+from tests.remote.evil import LyingRedis, bulk
 
 need("redis-server")
 redis = pytest.importorskip("redis")
@@ -246,6 +247,30 @@ def test_a_draft_is_not_the_first_to_be_evicted(by_life: Server) -> None:
     assert len(seen) == 1 and seen[0] > LIFE_MS - 60_000
 
 
+def test_a_writer_whose_draft_is_evicted_asks_again_how_the_server_evicts() -> None:
+    with (
+        redis_server("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru") as server,
+        tier_on(RedisClient(server.url), LARGE, connections=1) as tier,
+        redis.Redis(port=server.port) as client,
+    ):
+        keys = keys_of(2)
+        assert tier.put_many(chunks_of(keys[:1], LARGE), namespace=ROOT) == 1
+        client.config_set("maxmemory-policy", "volatile-ttl")
+        taken = threading.Event()
+
+        def still_valid() -> bool:
+            for draft in client.keys("*:w:*"):
+                if not taken.is_set() and client.pttl(draft) < LIFE_MS / 2:
+                    taken.set()
+                    client.delete(draft)
+            return True
+
+        (chunk,) = chunks_of(keys[1:], LARGE)
+        (end,) = ends(tier.save([chunk._replace(position=STEP, still_valid=still_valid)], ROOT))
+        assert taken.is_set() and end.ok
+        assert client.pttl(name_of("pagoda", keys[1])) <= LIFE_MS - 2 * STEP, "now its life ranks it"
+
+
 @pytest.mark.parametrize("kind", ["pool", "cluster"])
 def test_several_nodes(kind: str) -> None:
     options = ("--maxmemory", "1gb", "--maxmemory-policy", "volatile-ttl")
@@ -289,14 +314,25 @@ def test_what_is_wrong_with_a_server_is_said_with_its_mend(sign: str) -> None:
             assert list(less.usage(soon()).warnings) == ([] if option == "save" else [warning])
 
 
+@pytest.mark.parametrize("prefix", ["pagoda", "team:kv"])
 @pytest.mark.parametrize("db", [0, 1])
-def test_keys_of_others_are_seen(by_life: Server, db: int) -> None:
-    with opened(by_life.url) as connection, redis.Redis(port=by_life.port, db=db) as client:
+def test_keys_of_others_are_seen(by_life: Server, db: int, prefix: str) -> None:
+    with opened(by_life.url, prefix=prefix) as connection, redis.Redis(port=by_life.port, db=db) as client:
         put(connection, 1)
         assert list(connection.usage(soon()).warnings) == []
         client.set("session:1", "theirs", ex=1800)
         (warning,) = connection.usage(soon()).warnings
         assert f"database {db}" in warning and "redis-server --port" in warning
+
+
+def test_a_scan_may_give_more_names_than_it_was_asked_for(by_life: Server) -> None:
+    """As while the server saves: its table of names does not grow then."""
+    names = b"*2\r\n$1\r\n0\r\n*200\r\n" + bulk(b"session:1") * 200
+    with contextlib.closing(LyingRedis(by_life.port)) as proxy:
+        proxy.lies[b"SCAN"] = lambda said: [names]
+        with opened(f"redis://127.0.0.1:{proxy.port}") as connection:
+            (warning,) = connection.usage(soon()).warnings
+    assert "keys of others" in warning
 
 
 def test_the_log_says_once_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import pytest
 import redis as client
 
+from pagoda.clock import Clock
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers import Done
@@ -189,6 +190,16 @@ def test_a_full_server_refuses_and_what_it_has_is_served(server: Server) -> None
         recovers(tier, keys, LARGE)  # a no is not a failure
         truth.config_set("maxmemory", "0")
         stores(tier, more, LARGE)
+
+
+def test_a_server_that_refuses_chunks_and_grants_claims_is_left_alone(server: Server) -> None:
+    """As one that is so full that a claim fits and a chunk does not."""
+    truth, keys = client.Redis(port=server.port), keys_of(12)
+    truth.execute_command("ACL SETUSER claims on >x ~* +@all -hset")
+    with tier_on(RedisClient(f"redis://claims:x@127.0.0.1:{server.port}"), clock=Clock()) as tier:
+        for each in keys:
+            save(tier, [each])
+    assert truth.info("commandstats")["cmdstat_hset"]["rejected_calls"] < len(keys)
 
 
 def test_a_server_that_evicts_whole_chunks(server: Server) -> None:

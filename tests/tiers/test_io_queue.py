@@ -155,6 +155,21 @@ def test_cancel_takes_what_waits_and_marks_what_is_being_written() -> None:
     assert queue.take(9) == [other]
 
 
+def test_what_was_put_back_is_cancelled_at_once() -> None:
+    queue = IoQueue(8)
+    first, second, third = (write(n) for n in range(3))
+    for each in (first, second, third):
+        queue.add_write(each)
+    for pause, each in zip((0.02, 3600.0, 0.01), queue.take(3), strict=True):
+        assert queue.put_back(each, pause)
+    queued: list[WriteRequest] = []
+    assert queue.cancel(Reason.REMOVED, queued, key=KEYS[1]) == [] and queued == [second]
+    queue.finish_write(second, Done(False, Reason.REMOVED))
+    assert isinstance(queue.add_write(write(1)), WriteRequest), "it can be stored again"
+    again = queue.pending_writes(KEYS)[KEYS[1]]
+    assert [queue.take(1) for _ in range(3)] == [[again], [third], [first]]
+
+
 def test_close_hands_back_what_had_not_begun() -> None:
     queue = IoQueue(8)
     begun, waiting, one = write(0), write(1), read(3)

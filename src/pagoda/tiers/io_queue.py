@@ -178,8 +178,10 @@ class IoQueue:
             ]
             for write in chosen:
                 write.cancelled = reason
-            waiting += [write for write in self._writes if write.cancelled is not None]
+            queued = [*self._writes, *(write for *_, write in self._delayed)]
+            waiting += [write for write in queued if write.cancelled is not None]
             self._writes = deque(write for write in self._writes if write.cancelled is None)
+            self._delayed = sorted(each for each in self._delayed if each[-1].cancelled is None)
             return [write for write in chosen if write not in waiting]
 
     def take(self, most_writes: int, shares: int = 1) -> ReadRequest | list[WriteRequest] | None:

@@ -25,7 +25,7 @@ from pagoda.threads import NO_THREAD, Answer, begin, wait
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis_lives import LIFE_SECONDS, ChunkLives, count_of, settings
-from pagoda.tiers.remote.redis_setup import QUESTIONS, SAMPLE_NAMES, warnings
+from pagoda.tiers.remote.redis_setup import QUESTIONS, warnings
 from pagoda.tiers.remote.resp import (
     NUMBER,
     ErrorReply,
@@ -63,7 +63,7 @@ _NAMESPACES = 1 << 16
 _SHORT = ReplyShape(b":+$*", items=8, depth=1)  # of writing commands and transactions
 _SCANNED = ReplyShape(b"$*", 512, items=1 << 14, depth=2)  # of SCAN; our names are shorter
 _OPENED = ReplyShape(b":+$", 1 << 16)  # of the first commands of a connection
-_SETUP = ReplyShape(b"$*", 1 << 16, items=4 * SAMPLE_NAMES, depth=2)
+_SETUP = ReplyShape(b"$*", 1 << 16, items=1 << 10, depth=2)  # SCAN may give more than it was asked for
 _AGE = ReplyShape(b":$")  # of OBJECT; nil of what is gone
 _PAGE = ReplyShape(b"$", HEADER_BYTES)
 _KEEPALIVE_SECONDS = 20.0
@@ -315,9 +315,9 @@ class RedisConnection:
             parts.append(command(b"HLEN", draft))
             self._send(parts, 4 * len(batch) + 1, until)
             if self._read_replies(4 * len(batch) + 1, until, _SHORT)[-1] != start + len(batch):
-                raise RefusedError(
-                    Reason.FULL, "the chunk was evicted or removed, or expired, before it was complete"
-                )
+                text = "the chunk was evicted or removed, or expired, before it was complete"
+                # a new connection asks again how the server evicts: since then that may have changed
+                raise RefusedError(Reason.FULL, text, reconnect=True)
 
     def _publish(self, draft: bytes, name: bytes, claim: bytes, until: float, rank: int) -> PutResult:
         commands = [command(b"MULTI"), *self._rename_commands(draft, name, claim, rank), command(b"EXEC")]
@@ -631,7 +631,8 @@ def _rename_result(replies: list[Reply]) -> PutResult:
     done = replies[-1]
     renamed = done[-2] if isinstance(done, list) and len(done) > 1 else None
     if isinstance(renamed, ErrorReply):  # the draft no longer exists
-        raise RefusedError(Reason.FULL, f"the chunk was removed before it was published: {renamed.text}")
+        text = f"the chunk was removed before it was published: {renamed.text}"
+        raise RefusedError(Reason.FULL, text, reconnect=True)  # see _write_draft
     return PutResult.STORED if renamed == 1 else PutResult.PRESENT
 
 

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from pagoda.tiers.remote.redis_lives import ChunkLives, count_of, settings
 from pagoda.tiers.remote.resp import Reply, command
 
-SAMPLE_NAMES = 20
+_SAMPLE_NAMES = 20
 QUESTIONS = (
     command(b"INFO"),
     command(b"CONFIG", b"GET", b"save"),
-    command(b"SCAN", b"0", b"COUNT", b"%d" % SAMPLE_NAMES),
+    command(b"SCAN", b"0", b"COUNT", b"%d" % _SAMPLE_NAMES),
 )
 _OWN_SERVER = (
     "start one for chunks: redis-server --port 6380 --save '' --maxmemory-policy volatile-ttl --maxmemory"
 )
 _CHUNK = re.compile(
-    rb"[^:]*:(\d+:[0-9a-f]{64}:\{|at:\d+:)"
+    rb".*:(\d+:[0-9a-f]{64}:\{|at:\d+:)"
 )  # of any prefix: of chunks, of a directory of machines
 _MOST_SHARE = 0.9  # of the machine's memory
 

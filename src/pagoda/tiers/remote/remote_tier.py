@@ -510,7 +510,7 @@ class WorkerConnection:
     ) -> _T | Reason:
         """Run `work` with the connection, or return why it failed. After an old connection failed, try a new one.
 
-        Refusals count for `refusals`, by default for the store's breaker.
+        Refusals count for `refusals`, by default for the store's breaker; only that one is reset by a success.
         """
         moved = False
         for _ in range(2):
@@ -532,7 +532,7 @@ class WorkerConnection:
             except BaseException:
                 self.close()
                 raise
-            self._record_success(refusals, moved)
+            self._record_success(moved)
             return done
         raise AssertionError("a new connection is not old")
 
@@ -548,11 +548,9 @@ class WorkerConnection:
         self._made = made
         return self._connection
 
-    def _record_success(self, refusals: CircuitBreaker | None, moved: bool) -> None:
+    def _record_success(self, moved: bool) -> None:
         self._used = time.monotonic()
         self._store.breaker.record_success()
-        if refusals is not None:
-            refusals.record_success()
         if moved:  # the other connections lead to the server that this one has left
             self._store.trusted_since = self._made
 
@@ -789,6 +787,7 @@ class RemoteWorker(IoWorker):
             return write.cancelled
         store.presence.record(write.namespace, [key], True)
         if result is PutResult.STORED:
+            store.write_breaker.record_success()  # an answer before the put says nothing about writes
             store.count({"stored_chunks": 1, "stored_bytes": store.chunk_bytes})
         return None
 
