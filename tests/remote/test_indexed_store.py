@@ -17,6 +17,7 @@ from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from testbed.servers import BUCKET, Server, moto_s3, redis_server
 from tests.cache.kit import CHUNK, cache_at, kv_of, prompt, served, stored
+from tests.remote.evil import LyingRedis
 from tests.remote.object_stores import until
 
 KEYS = "region=us-east-1&access_key_id=a&secret_access_key=b&allow_http=true"
@@ -99,6 +100,19 @@ def test_a_look_up_sends_the_object_store_nothing(place: tuple[str, Counter[str]
         assert served(cache, tokens)[0].num_tokens == 40 * CHUNK
         stored(cache, tokens)
         assert (asked["PUT"], asked["HEAD"]) == (40, 0)
+
+
+def test_an_object_that_was_received_is_served_whatever_becomes_of_its_mark(
+    place: tuple[str, Counter[str]], redis: Server
+) -> None:
+    url, _ = place
+    tokens = prompt(6)
+    with cache_at(None, None, remote=url) as cache:
+        stored(cache, tokens)
+    with closing(LyingRedis(redis.port)) as proxy:
+        proxy.lies[b"HLEN"] = lambda said: [b"-NOPERM this user may not\r\n"]
+        with cache_at(None, None, remote=url.replace(f":{redis.port}/", f":{proxy.port}/")) as cache:
+            assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
 
 
 def test_an_object_that_was_deleted_is_a_miss_and_stored_again(

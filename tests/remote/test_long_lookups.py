@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.metrics import Reason
+from pagoda.testing import FakeClock
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_nodes import RedisPoolClient
@@ -131,3 +132,17 @@ def test_a_hole_is_a_shorter_hit(server: Server, db: client.Redis, tmp_path: Pat
         assert (hit.num_tokens, hit.reason) == (HOLE * CHUNK, Reason.ABSENT)
         stored(cache, tokens)
         assert served(cache, tokens)[0].num_tokens == LONG * CHUNK
+
+
+def test_an_absence_explains_a_miss_for_longer_than_it_is_believed(db: client.Redis, server: Server) -> None:
+    """Another tier may be asked meanwhile: this one has answered."""
+    clock, (key,) = FakeClock(), chain_of(1)
+    with tier_on(RedisClient(server.url), clock=clock, look_seconds=PATIENT_SECONDS) as tier:
+        assert not tier.knows(key, ROOT)
+        assert tier.find([key], namespace=ROOT) == 0 and tier.knows(key, ROOT)
+        before = asked(db)
+        clock.advance(0.5)
+        assert tier.knows(key, ROOT)
+        assert tier.find([key], namespace=ROOT) == 0 and asked(db) == before + 1
+        clock.advance(2.0)
+        assert not tier.knows(key, ROOT)

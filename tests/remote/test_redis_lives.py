@@ -191,6 +191,16 @@ def test_a_user_without_a_right_reads_and_writes(by_life: Server, forbidden: str
 STEP = 5000  # positions between two chunks: a busy machine may pause for seconds
 
 
+def test_a_chunk_that_was_received_is_served_whatever_becomes_of_its_life(by_life: Server) -> None:
+    with without_gt(by_life) as old, opened(by_life.url) as writer:
+        put(writer, 1)
+        with opened(f"redis://127.0.0.1:{old.port}", ranks=True) as connection:
+            old.lies[b"PEXPIRE"] = lambda said: [b"no answer of a Redis\r\n"]
+            assert get(connection, 1)
+            with pytest.raises(OSError):
+                get(connection, 1)
+
+
 def placed(keys: Sequence[bytes]) -> list[Chunk]:
     return [chunk._replace(position=STEP * n) for n, chunk in enumerate(chunks_of(keys))]
 

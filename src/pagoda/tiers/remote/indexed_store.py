@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Self
 
 from pagoda.metrics import Reason
@@ -16,6 +17,7 @@ from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.store_client import (
     ListingDeadline,
     PutResult,
+    RefusedError,
     StoreClient,
     StoreConnection,
     Usage,
@@ -100,7 +102,8 @@ class IndexedStoreConnection:
         if found is None:
             self._index.remove(namespace, [key], until)
         elif isinstance(found, int):  # it is in use, which a look-up does not say
-            self._index.touch(namespace, [key], until)
+            with suppress(OSError, RefusedError):  # the chunk is here: the next call finds out what is wrong
+                self._index.touch(namespace, [key], until)
         return found
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pagoda.clock import Clock
 
 _MOST_KEYS = 1 << 17  # a few MiB
+_ANSWERED_NS = 10**9  # for how long after its end an answer explains a miss
 
 
 class PresenceCache:
@@ -47,6 +48,11 @@ class PresenceCache:
         """Return whether the key is present; None: not known."""
         present, _, until = self._known.get((namespace, key), (False, False, 0))
         return present if self._clock.monotonic_ns() < until else None
+
+    def is_answered(self, namespace: bytes, key: bytes) -> bool:
+        """Return whether the store said in the last second or so if it has the key, which may be out of date."""
+        until = self._known.get((namespace, key), (False, False, -_ANSWERED_NS))[2]
+        return self._clock.monotonic_ns() < until + _ANSWERED_NS
 
     def is_stored(self, namespace: bytes, key: bytes) -> bool:
         """Return whether the store, asked for this very key, said that it is present: it need not be sent."""

@@ -191,7 +191,7 @@ class RemoteTier(QueuedTier):
 
     def knows(self, key: bytes, namespace: bytes) -> bool:
         """Return whether the store said lately if it has this key."""
-        return self._store.presence.get(namespace, key) is not None
+        return self._store.presence.is_answered(namespace, key)
 
     def holders(self, key: bytes) -> list[str]:
         """Return what keeps this chunk: "in flight". Nothing can prevent the store from evicting it."""
