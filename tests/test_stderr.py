@@ -12,12 +12,17 @@ import pytest
 from pagoda.json_log import JsonFormatter, StderrHandler
 
 
+@pytest.mark.parametrize("letter", ["x", "\u5854"])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("formatter", [None, JsonFormatter()])
 def test_a_line_that_nobody_reads_is_dropped(
-    monkeypatch: pytest.MonkeyPatch, formatter: logging.Formatter | None
+    monkeypatch: pytest.MonkeyPatch, formatter: logging.Formatter | None, encoding: str, letter: str
 ) -> None:
     reading, writing = os.pipe()
-    with open(reading, "rb") as pipe, open(writing, "w", encoding="utf-8") as stderr:
+    with (
+        open(reading, "rb") as pipe,
+        open(writing, "w", encoding=encoding, errors="backslashreplace") as stderr,
+    ):
         monkeypatch.setattr(sys, "stderr", stderr)
         handler = StderrHandler()
         handler.setFormatter(formatter)
@@ -27,7 +32,7 @@ def test_a_line_that_nobody_reads_is_dropped(
         def log() -> None:
             for number in range(200):
                 try:
-                    raise RuntimeError("x" * 5000)
+                    raise RuntimeError(letter * 5000)
                 except RuntimeError:
                     logger.exception("line %d", number)
 

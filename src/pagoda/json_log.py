@@ -15,7 +15,7 @@ FIELDS = "pagoda"
 """The attribute of a log record, a mapping, whose entries become keys: `log.info(text, extra={FIELDS: {...}})`."""
 
 _KEYS = ("time", "level", "logger", "process", "message")
-_MOST_CHARACTERS = 4000  # fit into a pipe that has room at all
+_MOST_BYTES = 4000  # fit into a pipe that has room at all
 _MOST_OF_EXCEPTION = 3000
 
 
@@ -28,7 +28,9 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, cut where it would not fit."""
-        return super().format(record)[:_MOST_CHARACTERS]
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        line = super().format(record).encode(encoding, "backslashreplace")
+        return line[:_MOST_BYTES].decode(encoding, "ignore")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line if there is room."""
