@@ -78,7 +78,8 @@ def test_a_trace_without_time_has_no_rates(tmp_path: Path) -> None:
     found = answer("replay", trace, *options)
     assert found["hit_rate"] == 0.5 and found["lookups_per_second"] is None
     assert set(cast("Table", found["dollars_per_day"]).values()) == {None}
-    assert pagoda("replay", trace, *options).returncode == 0
+    shown = pagoda("replay", trace, *options, "--link", "25Gbit")
+    assert shown.returncode == 0 and "%" not in shown.stdout.partition("over the network")[2]
 
 
 def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
@@ -94,7 +95,8 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
         )
     assert "--route sticky: no such route" in refused("replay", trace, *fleet, "--route", "sticky")
     assert "--link 25: write bits a second as 25Gbit" in refused("replay", trace, *fleet, "--link", 25)
-    assert "--link 0Gbit" in refused("replay", trace, *fleet, "--link", "0Gbit")
+    for rate in ("0Gbit", f"{10**400}Gbit"):
+        assert f"--link {rate}" in refused("replay", trace, *fleet, "--link", rate)
     assert "--remote-policy lr: no such policy" in refused("replay", trace, *fleet, "--remote-policy", "lr")
     policy = ("--remote-write-policy", "second")
     assert "no such policy; did you mean second_sight?" in refused("replay", trace, *fleet, *policy)
@@ -112,6 +114,7 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
         "put = 3",
         "[s3]\nput = 1\n",
         "[s3]\nput = -1\nget = 1\ngb_month = 1",
+        "[s3]\nput = inf\nget = 1\ngb_month = 1",
         "[[",
         "[s3]\nbuy = 1",
     ):

@@ -18,11 +18,11 @@ from pagoda.config.did_you_mean import did_you_mean
 if TYPE_CHECKING:
     from pagoda.replay import FleetOutcome, FleetSpec, Request, Traffic
 
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])bit(?:/s)?", re.IGNORECASE)
+_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT])bit(?:/s)?", re.IGNORECASE)
 _POWERS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _DAY_SECONDS, _MONTH_DAYS, _GIB = 86_400, 30, 2**30
 
-Dollars = Annotated[float, msgspec.Meta(ge=0)]
+Dollars = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class StorePrices(msgspec.Struct, forbid_unknown_fields=True):
@@ -249,7 +249,7 @@ def _print_links(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
             "written": printing.size(link.written_bytes),
             "Gbit/s": _number(link.mean_gbit),
             "busiest min": _number(link.busiest_gbit),
-            "of link": printing.share(1e9 * (link.busiest_gbit or 0.0), plan.link or 0),
+            "of link": _of_link(link.busiest_gbit, plan.link),
         }
         for policy, outcome in found
         for link in _links(plan, outcome)
@@ -289,6 +289,10 @@ def _print_dollars(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
 def _number(value: float | None) -> str:
     text = "-" if value is None else f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
     return RightAligned(text)
+
+
+def _of_link(gbit: float | None, link: float | None) -> str:
+    return _number(None) if gbit is None or link is None else printing.share(1e9 * gbit, link)
 
 
 def _dollars(value: float) -> str:
