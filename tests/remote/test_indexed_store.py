@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 import redis as client
 
 from pagoda.config.remote_urls import parse, redacted
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
+from pagoda.tiers.remote.store_client import PutResult
 from testbed.servers import BUCKET, Server, moto_s3, redis_server
 from tests.cache.kit import CHUNK, cache_at, kv_of, prompt, served, stored
 from tests.remote.evil import LyingRedis
@@ -168,6 +171,21 @@ def test_a_load_keeps_the_mark(place: tuple[str, Counter[str]], redis: Server) -
         assert 2_000_000 < other.pttl(mark) <= 3_600_000
 
 
+def test_a_load_ranks_the_mark_as_the_store_did(place: tuple[str, Counter[str]]) -> None:
+    """Where Redis evicts by life, the mark of a chunk deep in a chain goes first, also after it was used."""
+    options, root, key = ("--maxmemory", "1gb", "--maxmemory-policy", "volatile-ttl"), bytes(32), b"k" * 32
+    page, stored_bytes, room = np.ones(4096, np.uint8), np.ones(100, np.uint8), np.empty(100, np.uint8)
+    with redis_server(*options) as by_life, client.Redis(port=by_life.port) as other:
+        url = f"{place[0].partition('&index=')[0]}&index={by_life.url}/0%3Fttl=1h"
+        soon = time.monotonic() + 30
+        with closing(parse(url).engine().connection().open(soon)) as connection:
+            assert connection.put(root, key, page, stored_bytes, lambda: True, soon) is PutResult.STORED
+            (mark,) = other.keys("pagoda-index-*")
+            other.pexpire(mark, 1_000_000)
+            assert connection.get(root, key, page, lambda: room, soon, 600_000) == 100
+        assert 2_900_000 < other.pttl(mark) <= 3_000_000
+
+
 def test_remove_and_clear_reach_both(place: tuple[str, Counter[str]], redis: Server) -> None:
     url, _ = place
     with client.Redis(port=redis.port) as other, cache_at(None, None, remote=url) as cache:
@@ -218,3 +236,14 @@ def test_what_an_index_may_be() -> None:
     assert "hunter2" not in redacted(secret) + repr(parse(secret))
     assert parse(redacted(secret)).lacks_secret
     assert not parse(secret).lacks_secret
+    for wrong in (
+        "redis://host?password=hunter2",
+        "redis://host?password%3Dhunter2",
+        "redis%3A%2F%2Fhost%3Fpassword%3Dhunter2",
+        "redis://host:hunter2",
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            parse(f"s3://bucket?index={wrong}")
+        assert "hunter2" not in str(refusal.value)
+    file = "s3://bucket?index=redis://host?password_file%3D/run/token"
+    assert redacted(file) == file

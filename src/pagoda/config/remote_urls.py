@@ -298,7 +298,10 @@ def redacted(url: str) -> str:
 
 def _without_secret(parameter: re.Match[str]) -> str:
     name, value = parameter[1], parameter[2]
-    secret = (_SECRET.search(name) and name[1:] not in _NO_SECRET) or "@" in unquote(value)
+    inner = unquote(value)  # it may be a URL with parameters of its own
+    secret = (_SECRET.search(name) and name[1:] not in _NO_SECRET) or "@" in inner
+    if "://" in inner:
+        secret = secret or redacted(inner) != inner
     return f"{name}={_MASK}" if secret else parameter[0]
 
 

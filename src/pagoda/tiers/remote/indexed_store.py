@@ -103,7 +103,7 @@ class IndexedStoreConnection:
             self._index.remove(namespace, [key], until)
         elif isinstance(found, int):  # it is in use, which a look-up does not say
             with suppress(OSError, RefusedError):  # the chunk is here: the next call finds out what is wrong
-                self._index.touch(namespace, [key], until)
+                self._index.touch(namespace, [key], until, [rank])
         return found
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
