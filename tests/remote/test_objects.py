@@ -12,7 +12,7 @@ import pytest
 
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
-from pagoda.tiers.remote.store_client import PutResult, RefusedError
+from pagoda.tiers.remote.store_client import PutResult, RefusedError, Usage
 from pagoda.tiers.remote.store_urls import supports_direct
 from tests.remote.chunks import walk
 from tests.remote.evil import LyingHttp, growth
@@ -262,7 +262,7 @@ def test_prefixes_do_not_see_each_other(store: Store, connection: ObjectStoreCon
 
 
 def test_usage_is_not_said(connection: ObjectStoreConnection) -> None:
-    assert connection.usage(until()) == (None, None)
+    assert connection.usage(until()) == Usage(None, None)
 
 
 def test_a_link_can_be_used_within_somebodys_event_loop(connection: ObjectStoreConnection) -> None:
