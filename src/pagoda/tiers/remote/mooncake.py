@@ -43,6 +43,7 @@ _HELPER = Path(__file__).with_name("mooncake_helper.py")
 _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
 _PROBES = 16
+_PAUSE_SECONDS = 0.02
 _START_SECONDS = 30.0  # a process that has not joined the pool by then is replaced
 # of the environment, unless it is set: one attempt to reach the master (ours are repeated), no statistics
 _SETTINGS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_CLIENT_METRIC": "0"}
@@ -50,7 +51,13 @@ _SETTINGS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_CLIENT_METRIC": "0"
 # codes of Mooncake
 _FULL, _TOO_SMALL, _TRANSFER_FAILED = -200, -600, -800
 _NOT_FOUND = -704
-_ABSENT = (-702, -703, _NOT_FOUND, -707)  # no replica, not yet complete, no such name, gone while it was read
+_INCOMPLETE = -703
+_ABSENT = (
+    -702,
+    _INCOMPLETE,
+    _NOT_FOUND,
+    -707,
+)  # no replica, not yet complete, no such name, gone while it was read
 _NO_ANSWER = -900  # and below: the master did not answer
 
 _logger = guarded_logger("pagoda.tiers.remote")
@@ -391,11 +398,19 @@ class MooncakeConnection:
         return target
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Remove values, leased ones too; return how many were present."""
-        codes = self._call(until, "remove", [self._name(namespace, key) for key in keys])
+        """Remove values, leased ones too; return how many were present. What is being written is waited for."""
+        names, removed = [self._name(namespace, key) for key in keys], 0
+        while True:
+            codes = self._call(until, "remove", names)
+            removed += codes.count(0)
+            waiting = [name for name, code in zip(names, codes, strict=True) if code == _INCOMPLETE]
+            if not waiting or time.monotonic() + _PAUSE_SECONDS > until:
+                break
+            names = waiting
+            time.sleep(_PAUSE_SECONDS)
         if refused := [code for code in codes if code not in (0, _NOT_FOUND)]:
             raise RefusedError(Reason.BUSY, f"{len(refused)} values were not removed ({refused[0]})")
-        return codes.count(0)
+        return removed
 
     def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
         """Remove all values of one namespace (None: all of ours); return how many. One request."""
