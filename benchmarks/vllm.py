@@ -12,6 +12,7 @@ sys.path.append(sys.path.pop(0))  # search this folder last, or this file would 
 
 from ground import main
 from vllm_figures import PARTS
+from vllm_slow_disk import slow_disk_figures
 
 if __name__ == "__main__":
-    main(__doc__, PARTS, {})
+    main(__doc__, PARTS | {"slow_disk": slow_disk_figures}, {})

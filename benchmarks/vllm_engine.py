@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import Counter, defaultdict
@@ -67,11 +68,14 @@ class First(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One turn of work: seconds until everything was answered and stored, and the tokens of prompts and answers."""
+    """One turn of work: seconds until everything was answered and stored, and the tokens of prompts and answers.
+
+    `cpu_seconds` by thread: "engine" is the one that schedules and computes; "calls" of it in the connector's calls.
+    """
 
     seconds: float
     tokens: int
-    cpu_seconds: float
+    cpu_seconds: Counter[str]
     settle_seconds: float
 
 
@@ -99,6 +103,7 @@ class Room:
     calls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     copies: list[Copied] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    calls_cpu_seconds: float = 0.0
     memory: tuple[Bytes, Bytes] | None = None
     halves: tuple[Any, Any] | None = None  # of the connector, while it may be detached
 
@@ -106,11 +111,13 @@ class Room:
 class Engine:
     """An engine in a separate process. For one thread; `close` ends the process."""
 
-    def __init__(self, name: str, log: Path, **options: Any) -> None:
+    def __init__(self, name: str, log: Path, multiprocessing: bool = False, **options: Any) -> None:
+        """Start it. With `multiprocessing` its core has a process of its own, where nothing is measured."""
         self.name, self._log = name, log
         _prepare()
         self._pipe, theirs = _FORKS.Pipe()
-        self._process = _FORKS.Process(target=_live, args=(theirs, str(log), options), name=name)
+        environment = _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))}
+        self._process = _FORKS.Process(target=_live, args=(theirs, str(log), environment, options), name=name)
         self._process.start()
         theirs.close()
 
@@ -139,6 +146,12 @@ class Engine:
         if not good:
             raise RuntimeError(f"{self.name}: {answer}\n{self._log.read_text(errors='replace')[-3000:]}")
         return answer
+
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        assert self._process.pid is not None
+        return self._process.pid
 
     def cpu_seconds(self) -> float:
         """Return the processor time of its process until now."""
@@ -177,10 +190,10 @@ def connector(**extra: Any) -> dict[str, Any]:
     }
 
 
-def wait_for_model(directory: Path) -> None:
-    """Write a random Llama of about 20 million parameters, in a separate process. Raise RuntimeError on failure."""
+def wait_for_model(directory: Path, **sizes: int) -> None:
+    """Write a random Llama of 20 million parameters, or other `sizes`, in another process. RuntimeError: it failed."""
     _prepare()
-    process = _FORKS.Process(target=_make_model, args=(str(directory),))
+    process = _FORKS.Process(target=_make_model, args=(str(directory), sizes))
     process.start()
     process.join(CALL_SECONDS)
     if process.exitcode != 0:
@@ -194,15 +207,16 @@ def _prepare() -> None:
     _FORKS.set_forkserver_preload(_PRELOAD)
 
 
-def _make_model(directory: str) -> None:
+def _make_model(directory: str, sizes: dict[str, int]) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=1408, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=8192,
-    )  # fmt: skip
+    usual = {
+        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 1408, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+    }  # fmt: skip
+    config = LlamaConfig(max_position_embeddings=8192, **(usual | sizes))
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
 
 
@@ -232,13 +246,26 @@ def attach(room: Room, on: bool) -> None:
 
 def turn(room: Room, prompts: Sequence[Sequence[int]], max_tokens: int) -> Turn:
     """Answer all prompts at once, and wait until everything is stored."""
-    began, cpu = time.perf_counter(), time.process_time()
+    began, cpu = time.perf_counter(), _cpu_seconds(room)
     outputs = _generate(room, prompts, max_tokens)
     answered = time.perf_counter()
     settle(room)
     ended = time.perf_counter()
     tokens = sum(map(len, prompts)) + sum(len(output.outputs[0].token_ids) for output in outputs)
-    return Turn(ended - began, tokens, time.process_time() - cpu, ended - answered)
+    spent = _cpu_seconds(room)
+    spent.subtract(cpu)
+    return Turn(ended - began, tokens, spent, ended - answered)
+
+
+def _cpu_seconds(room: Room) -> Counter[str]:
+    """Return the processor time of this process's threads so far, and how much of the engine's was in calls."""
+    found: Counter[str] = Counter(calls=room.calls_cpu_seconds)  # type: ignore[arg-type]
+    for thread in threading.enumerate():
+        with contextlib.suppress(OSError):
+            nanoseconds = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]
+            name = "engine" if thread is threading.main_thread() else thread.name.rstrip("-0123456789")
+            found[name] += int(nanoseconds) / 1e9  # type: ignore[assignment]
+    return found
 
 
 def settle(room: Room) -> None:
@@ -300,22 +327,24 @@ def _generate(room: Room, prompts: Sequence[Sequence[int]], max_tokens: int) -> 
     return room.llm.generate([{"prompt_token_ids": list(each)} for each in prompts], params, use_tqdm=False)
 
 
-def _live(pipe: Connection, log: str, engine: dict[str, Any]) -> None:
+def _live(pipe: Connection, log: str, environment: dict[str, str], engine: dict[str, Any]) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(environment)
     try:
         from vllm import LLM
 
         room = Room(LLM(**engine))
-        _watch(room)
+        if environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+            _watch(room)
         pipe.send((True, None))
         while (call := pipe.recv()) is not None:
             function, args = call
             pipe.send((True, function(room, *args)))
+        room.llm.llm_engine.engine_core.shutdown()
     except EOFError:
         return
     except BaseException:  # noqa: BLE001  # the caller gets the error
@@ -351,9 +380,10 @@ def _timed(room: Room, name: str, call: Callable[..., Any]) -> Callable[..., Any
 
     @wraps(call)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         answer = call(*args, **kwargs)
         spent = time.perf_counter() - began
+        room.calls_cpu_seconds += time.thread_time() - cpu
         kind = name
         if name == "get_num_new_matched_tokens":
             kind += "_again" if args[0].request_id in asked else "_first"

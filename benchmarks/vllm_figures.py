@@ -12,6 +12,7 @@ import random
 import shutil
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -73,22 +74,13 @@ class House:
         """Return a new prompt."""
         return self._draw.choices(range(3, VOCABULARY), k=tokens)
 
-    def _empty_host(self, engine: Engine) -> None:
-        """Remove all chunks of an engine's host tier, as an eviction would."""
-        (store,) = (path for path in (self._shm / engine.name).iterdir() if (path / STATE).is_file())
-        ledger = Ledger.attach(store)
-        try:
-            admin.clear(ledger, None)
-        finally:
-            ledger.close()
-
     def first(self, case: str, engine: Engine, prompt: Sequence[int]) -> First:
         """Compute the first token of a prompt that is in the tier of the case, and in none above it."""
         if case != "disk":
             engine.call(inside.first_token, prompt)  # loads it into the upper tiers
         engine.call(inside.settle)
         if case == "disk":
-            self._empty_host(engine)
+            empty(self._shm / engine.name)
         if case in ("host", "disk"):
             engine.call(inside.reset)
         return engine.call(inside.first_token, prompt)  # type: ignore[no-any-return]
@@ -99,6 +91,21 @@ class House:
             engine.close()
         shutil.rmtree(self._shm, ignore_errors=True)
         shutil.rmtree(self._disk, ignore_errors=True)
+
+
+def prompt_of(tokens: int) -> list[int]:
+    """Return a new prompt."""
+    return _DRAW.choices(range(3, VOCABULARY), k=tokens)
+
+
+def empty(root: Path) -> None:
+    """Remove all chunks of an engine's host tier, as an eviction would."""
+    (store,) = (path for path in root.iterdir() if (path / STATE).is_file())
+    ledger = Ledger.attach(store)
+    try:
+        admin.clear(ledger, None)
+    finally:
+        ledger.close()
 
 
 @cache
@@ -218,9 +225,9 @@ def _copies(at: House, copies: Sequence[Copied]) -> list[Figure]:
 def throughput_figures(plan: Plan) -> list[Figure]:
     """Measure tokens a second of new prompts, with the connector against without, stores included."""
     at = house(plan)
-    figures = _no_hit(at.host, at.host, "no_hit_throughput", 0.97, 8 if plan.quick else 24)
+    figures = _no_hit(at.host, at.host, "no_hit_throughput", 0.97, 3 if plan.quick else 24)
+    figures += _no_hit(at.both, at.both, "no_hit_throughput_with_disk", 0.97, 2 if plan.quick else 12)
     if not plan.quick:
-        figures += _no_hit(at.both, at.both, "no_hit_throughput_with_disk", None, 12)
         figures += _no_hit(at.without, at.host, "no_hit_throughput_of_two_engines", None, 12)
     return figures
 
@@ -238,7 +245,7 @@ def _no_hit(without: Engine, ours: Engine, name: str, target: float | None, pair
         order = list(at)[:: 1 if number % 2 else -1]
         pair: dict[str, list[Turn]] = {kind: [] for kind in at}
         for kind in (*order, *order[::-1]):
-            prompts = [[*_DRAW.choices(range(3, VOCABULARY), k=512)] for _ in range(4)]
+            prompts = [prompt_of(512) for _ in range(4)]
             other = next((each for each in at.values() if each is not at[kind]), None)
             before = other.cpu_seconds() if other is not None else 0.0
             if other is None:
@@ -247,7 +254,11 @@ def _no_hit(without: Engine, ours: Engine, name: str, target: float | None, pair
             idle.append(other.cpu_seconds() - before if other is not None else 0.0)
         if number:  # the first pair warms up
             for kind, turns in pair.items():
-                runs[kind].append(Turn(*(sum(each) for each in zip(*turns, strict=True))))
+                seconds, tokens, cpus, settled = zip(*turns, strict=True)
+                cpu: Counter[str] = Counter()
+                for spent in cpus:
+                    cpu.update(spent)
+                runs[kind].append(Turn(sum(seconds), sum(tokens), cpu, sum(settled)))
     if without is ours:
         ours.call(inside.attach, True)
     calls, _ = ours.call(inside.take)
@@ -261,7 +272,13 @@ def _of_pairs(
 ) -> list[Figure]:
     both = list(zip(runs["with"], runs["without"], strict=True))
     ratios = [a.tokens / a.seconds / (b.tokens / b.seconds) for a, b in both]
-    processor = [b.cpu_seconds / a.cpu_seconds for a, b in both]
+    processor = [b.cpu_seconds["engine"] / (a.cpu_seconds["engine"] + _our_threads(a)) for a, b in both]
+    apiece = statistics.median(b.cpu_seconds["engine"] for _, b in both)
+    ours = statistics.median(a.cpu_seconds["calls"] + _our_threads(a) for a, _ in both)
+    names = sorted(set[str]().union(*(a.cpu_seconds for a, _ in both)) - {"engine"})
+    threads = {
+        name: round(statistics.median(a.cpu_seconds[name] for a, _ in both) / 2 * 1e3, 2) for name in names
+    }
     speeds = {kind: [each.tokens / each.seconds for each in turns] for kind, turns in runs.items()}
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     quoted = {
@@ -281,7 +298,16 @@ def _of_pairs(
     return [
         Figure(name, middle, None, "ratio", quoted, note),
         Figure(
-            f"{name}_lower_quartile", low, target, "ratio", {"ratio": _rounded(ratios)}, "of the same pairs"
+            f"{name}_of_processor_time",
+            apiece / (apiece + ours),
+            target,
+            "ratio",
+            {"milliseconds_a_turn": threads},
+            f"of {apiece / 2 * 1e3:.0f} ms a turn; "
+            + ", ".join(f"{thread} {spent}" for thread, spent in threads.items() if spent),
+        ),
+        Figure(
+            f"{name}_lower_quartile", low, None, "ratio", {"ratio": _rounded(ratios)}, "of the same pairs"
         ),
         Figure(
             f"{name}_share_of_calls",
@@ -295,6 +321,11 @@ def _of_pairs(
 
 
 # ---- parts of it
+
+
+def _our_threads(turn: Turn) -> float:
+    """Return the processor time of PagodaKV's own threads."""
+    return sum(spent for thread, spent in turn.cpu_seconds.items() if thread.startswith("pagoda"))
 
 
 def _seconds(key: str, runs: Sequence[First] | Sequence[float], note: str) -> Figure:

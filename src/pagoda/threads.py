@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Executor, Future
-from concurrent.futures._base import FINISHED
+from concurrent.futures._base import FINISHED, PENDING
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from threading import Thread
@@ -151,8 +151,12 @@ class Answer(Future[T]):
     """Replace `concurrent.futures.Future`. Thread-safe."""
 
     def __init__(self) -> None:
-        super().__init__()
+        # as Python's, without its condition: a third of the cost
         self._condition = Condition()
+        self._state = PENDING
+        self._result = self._exception = None
+        self._waiters = []
+        self._done_callbacks: list[Callable[[Future[T]], object]] = []
 
 
 def wait(futures: Iterable[Future[T]], timeout: float | None = None) -> None:

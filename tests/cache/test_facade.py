@@ -202,6 +202,25 @@ def test_keys_that_do_not_fit_are_refused(cache: Cache) -> None:
         cache.lookup(None)
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_caller_may_not_know_the_position_of_its_keys(cache: Cache, tier: str) -> None:
+    """Then only the keys say what is meant; a tenant's salt is compared nevertheless."""
+    tokens, kv = prompt(10), blank(prompt(7))
+    keys = [key for _, _, key in cache.keys(tokens)]
+    stored(cache, tokens)
+    if tier == "disk":
+        with cache_at(None, Path(cache.config.disk_path).parent) as below:
+            assert below.retrieve(None, kv.transfer, keys=keys[3:], any_position=True).by_tier == {
+                "disk": 112
+            }
+    assert cache.lookup(None, keys=keys[3:]).num_tokens == 0
+    assert cache.lookup(None, keys=keys[3:], any_position=True).num_tokens == 112
+    assert cache.retrieve(None, kv.transfer, keys=keys[3:]).num_tokens == 0
+    assert cache.retrieve(None, kv.transfer, keys=keys[3:], any_position=True).num_tokens == 112
+    assert (kv.blocks == kv_of(tokens).blocks[3:]).all()
+    assert cache.lookup(None, keys=keys[3:], any_position=True, salt="mallory").num_tokens == 0
+
+
 def test_tokens_of_any_kind_mean_the_same(cache: Cache) -> None:
     tokens = prompt(4)
     stored(cache, tokens)

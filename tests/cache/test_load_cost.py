@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
-from pagoda.cache.load_cost import LoadCost
+import pytest
+
+from pagoda import Namespace
+from pagoda.cache.load_cost import LoadCost, Speed, SpeedTable
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
-from tests.cache.kit import CHUNK, cache_at, prompt, served, stored
+from tests.cache.kit import CHUNK, cache_at, prompt, served, stored, wait_until
 
 MB = 1_000_000
 
@@ -23,7 +28,7 @@ def test_nothing_is_refused_before_both_rates_are_known() -> None:
 
 
 def test_the_faster_way_is_taken() -> None:
-    load_cost = LoadCost(MB, 256, FakeClock())
+    load_cost = LoadCost(MB, 256, FakeClock(), tiers=("host", "disk"))
     for _ in range(3):
         load_cost.record_load("disk", MB, 0.1)
         load_cost.record_load("host", MB, 0.001)
@@ -33,6 +38,92 @@ def test_the_faster_way_is_taken() -> None:
         load_cost.record_prefill(256, 0.5)
     assert load_cost.is_worth_loading("disk")
     assert load_cost.rates()["disk_bytes_per_second"] == 10 * MB
+
+
+def test_one_large_prompt_says_more_than_many_small_ones() -> None:
+    clock = FakeClock()
+    load_cost = LoadCost(MB, 256, clock)
+    load_cost.record_prefill(4096, 0.1)
+    for _ in range(20):
+        load_cost.record_prefill(300, 0.1)  # as long as a device takes for any number of tokens
+    assert load_cost.rates() == {"prefill_tokens_per_second": 40960}
+    clock.advance(601)
+    for _ in range(20):
+        clock.advance(601)
+        load_cost.record_prefill(300, 0.1)  # what came in the last ten minutes was small
+    assert load_cost.rates() == {"prefill_tokens_per_second": 3000}
+
+
+def test_what_is_fast_for_a_few_chunks_is_not_fast() -> None:
+    """As a disk in a cloud is, that may do more for a moment than it may for long."""
+    clock = FakeClock()
+    load_cost = LoadCost(MB, 256, clock, tiers=("host", "disk"))
+    load_cost.record_prefill(2560, 0.1)
+    for _ in range(3):
+        load_cost.record_load("disk", 40 * MB, 1.0)
+    for _ in range(3):
+        clock.advance(70)
+        assert load_cost.take_probe("disk") == 20
+        load_cost.record_load("disk", 4 * MB, 0.004)
+        assert not load_cost.is_worth_loading("disk")
+    for _ in range(5):
+        load_cost.record_load("disk", 20 * MB, 0.02)
+    assert load_cost.is_worth_loading("disk")
+
+
+def test_loads_at_the_same_time_are_charged_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("pagoda.cache.load_cost.time.perf_counter", lambda: now)
+    load_cost = LoadCost(MB, 256, FakeClock(), tiers=("disk",))
+    with load_cost.measured("disk") as first:
+        now += 1
+        with load_cost.measured("disk") as second:
+            now += 2
+            second.nbytes = MB
+        assert load_cost.rates()["disk_bytes_per_second"] == MB  # two seconds, of which one was the other's
+        now += 1
+        first.nbytes = 6 * MB
+    assert load_cost.rates()["disk_bytes_per_second"] == 2 * MB  # the higher of two
+    with pytest.raises(KeyError), load_cost.measured("disk"):
+        raise KeyError
+    with load_cost.measured("disk") as third:
+        now += 1
+        third.nbytes = 4 * MB
+    assert load_cost.rates()["disk_bytes_per_second"] == 2 * MB
+
+
+def test_only_one_process_measures_a_slow_tier_again() -> None:
+    clock, speeds = FakeClock(), SpeedTable()
+    one, other = (LoadCost(MB, 256, clock, speeds=speeds, tiers=("host", "disk")) for _ in range(2))
+    one.record_prefill(256, 0.001)
+    for tier in ("host", "disk"):
+        assert not one.take_probe(tier)  # it is not slow
+        for _ in range(3):
+            one.record_load(tier, MB, 10.0)
+        assert not other.is_worth_loading(tier) and not other.take_probe(tier)
+    clock.advance(1.1)
+    assert other.take_probe("disk") and not one.take_probe("disk")
+    assert not one.is_worth_loading("disk")  # no request waits for the measurement
+    assert one.is_worth_loading("host")  # which only a request can measure
+
+
+def test_what_cannot_be_read_of_the_table_is_not_known(tmp_path: Path) -> None:
+    (tmp_path / "speeds").write_bytes(b"x" * 4096)
+    speeds = SpeedTable(tmp_path / "speeds")
+    assert speeds.read("disk") == Speed()
+    for number in range(40):  # more than there are rows: the oldest one goes
+        speed = Speed()
+        speed.add(MB, 1.0, number)
+        speeds.write(f"{number}", speed)
+    assert [number for number in range(40) if SpeedTable(tmp_path / "speeds").read(f"{number}").rates] == [
+        *range(8, 40)
+    ]
+    page = bytearray((tmp_path / "speeds").read_bytes())
+    for at in range(100, 4096, 128):
+        page[at] ^= 1
+    (tmp_path / "speeds").write_bytes(page)
+    assert SpeedTable(tmp_path / "speeds").read("39") == Speed()
+    assert SpeedTable(Path("/nowhere/speeds")).read("disk") == Speed()
 
 
 def test_a_slow_tier_is_tried_again_soon_and_later_if_it_stays_slow() -> None:
@@ -101,6 +192,78 @@ def test_a_run_that_is_cheaper_to_compute_is_left_alone(shm_root: Path, tmp_path
         assert (hit.num_tokens, hit.reason) == (0, Reason.NOT_WORTH_IT)
         assert cache.lookup(tokens).reason is Reason.NOT_WORTH_IT
         assert cache.stats()["misses"] == {"not_worth_it": 2}
+
+
+def test_a_tier_that_was_slow_before_a_reboot_is_tried_after_it() -> None:
+    """The time of a measurement is one since the boot, so after a reboot it may be far ahead."""
+    clock, speeds = FakeClock(), SpeedTable()
+    clock.advance(1_000_000)
+    before = LoadCost(MB, 256, clock, speeds=speeds, tiers=("disk",))
+    before.record_prefill(256, 0.001)
+    for _ in range(3):
+        before.record_load("disk", MB, 10.0)
+    assert not before.take_probe("disk")
+    after = LoadCost(MB, 256, FakeClock(), speeds=speeds, tiers=("host", "disk"))
+    assert not after.is_worth_loading("disk") and after.take_probe("disk")
+
+
+def test_the_next_process_knows_what_the_last_one_has_learned(shm_root: Path, tmp_path: Path) -> None:
+    """The disk keeps it: host memory is empty after a reboot."""
+    tokens, other = prompt(10), Namespace(model="another-model")
+    with cache_at(shm_root / "before", tmp_path) as cache:
+        stored(cache, tokens)
+        cache.observe_prefill(1_000_000, 0.0001)
+        for _ in range(3):
+            cache._resources.load_cost.record_load("disk", 8192, 1.0)
+    script = (
+        "import sys; from tests.cache.kit import cache_at, prompt; from pathlib import Path\n"
+        "with cache_at(Path(sys.argv[1]), Path(sys.argv[2]), worth_it=True) as cache:\n"
+        "    print(cache.lookup(prompt(10)).reason, cache.stats()['rates']['prefill_tokens_per_second'])"
+    )
+    after = [sys.executable, "-c", script, str(shm_root / "after"), str(tmp_path)]
+    told = subprocess.run(after, check=True, capture_output=True, text=True)
+    assert told.stdout.split() == ["not_worth_it", "10000000000.0"]
+    with cache_at(shm_root / "after", tmp_path, namespace=other, worth_it=True) as cache:
+        assert (
+            cache.stats()["rates"]["prefill_tokens_per_second"] == 0
+        )  # another model computes at another speed
+
+
+def test_a_slow_tier_is_measured_again_in_the_background(shm_root: Path, tmp_path: Path) -> None:
+    tokens, clock = prompt(20), FakeClock()
+    with cache_at(shm_root / "before", tmp_path) as cache:
+        stored(cache, tokens)
+    with cache_at(shm_root / "after", tmp_path, clock=clock, worth_it=True) as cache:
+        load_cost, asked = cache._resources.load_cost, cache.lookup
+        cache.observe_prefill(CHUNK, 1.0)
+        for _ in range(3):
+            load_cost.record_load("disk", 4 * cache.layout.chunk_bytes, 10_000.0)
+        for probe in (
+            lambda at: asked(tokens),
+            lambda at: served(cache, tokens)[0],
+            lambda at: asked(tokens, tiers=["disk"], start_tokens=at),
+        ):
+            at = asked(tokens).num_tokens
+            clock.advance(1.1)
+            assert probe(at).reason is Reason.NOT_WORTH_IT
+            wait_until(lambda at=at: asked(tokens).num_tokens > at)  # type: ignore[misc]
+        # the last measurement is noted: it is fast
+        wait_until(lambda: asked(tokens).num_tokens == len(tokens))
+        assert served(cache, tokens)[0].num_tokens == len(tokens)
+
+
+def test_what_a_look_up_has_promised_is_loaded(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(10)
+    with cache_at(shm_root / "before", tmp_path) as cache:
+        stored(cache, tokens)
+    with cache_at(shm_root / "after", tmp_path, clock=FakeClock(), worth_it=True) as cache:
+        assert cache.lookup(tokens).num_tokens == len(tokens)
+        cache.observe_prefill(1_000_000, 0.0001)
+        for tier in ("host", "disk"):
+            for _ in range(3):
+                cache._resources.load_cost.record_load(tier, 8192, 1.0)
+        assert served(cache, tokens)[0].reason is Reason.NOT_WORTH_IT
+        assert served(cache, tokens, counted=False)[0].num_tokens == len(tokens)
 
 
 def test_host_chunks_are_served_where_only_the_disk_is_too_slow(shm_root: Path, tmp_path: Path) -> None:

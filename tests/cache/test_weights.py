@@ -134,6 +134,42 @@ def test_an_epoch_of_the_configuration_is_kept_apart_from_the_machine_s(shm_root
         assert cache.lookup(tokens).num_tokens == 0
 
 
+def test_named_versions_share_and_never_mix(shm_root: Path, tmp_path: Path) -> None:
+    """Also beside a cache that has the old weights, after a restart, and whatever epoch the machine has."""
+    tokens = prompt(4)
+    with cache_at(shm_root, tmp_path) as base:
+        stored(base, tokens)
+        with cache_at(shm_root, tmp_path) as one, cache_at(shm_root, tmp_path) as two:
+            assert one.weights_changed("run 7, step 1") == 0
+            assert served(one, tokens)[0].num_tokens == 0
+            stored(one, tokens)
+            assert two.weights_changed("run 7, step 2") == 0
+            assert served(two, tokens)[0].num_tokens == 0
+            two.weights_changed("run 7, step 1")
+            assert served(two, tokens)[0].num_tokens == 64
+            assert one.lookup(tokens, weights_version="").num_tokens == 64
+            assert one.lookup(tokens, weights_version="run 7, step 2").num_tokens == 0
+        assert served(base, tokens)[0].num_tokens == 64, "its weights are those of before"
+        base.weights_changed()
+    with cache_at(shm_root, tmp_path) as restarted:
+        assert served(restarted, tokens)[0].num_tokens == 0
+        assert restarted.weights_changed("run 7, step 1") == 1
+        assert served(restarted, tokens)[0].num_tokens == 64
+
+
+def test_a_change_without_a_name_ends_a_version(shm_root: Path) -> None:
+    tokens = prompt(4)
+    with cache_at(shm_root, None) as one, cache_at(shm_root, None) as two:
+        for cache in (one, two):
+            cache.weights_changed("step 1")
+        stored(one, tokens)
+        two.weights_changed()
+        for cache in (one, two):
+            assert served(cache, tokens)[0].num_tokens == 0
+            cache.weights_changed("step 1")
+            assert served(cache, tokens)[0].num_tokens == 64
+
+
 def _another_process(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as cache:

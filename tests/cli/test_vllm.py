@@ -21,7 +21,6 @@ ROUTE_A = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-ROUTE_B = ROUTE_A | {"kv_connector": "PagodaHybridConnector"}
 MODULE = {"kv_connector_module_path": "pagoda.connectors.vllm"}
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 SCRIPT, COMMAND, SERVER = 7, 8, 9  # exit codes of what stands in for vLLM's three ways to be run
@@ -91,7 +90,9 @@ def test_options_before_serve_go_to_the_connector(tmp_path: Path) -> None:
         "--salt",
         "a b",
     ]
-    _, config = printed(*options, *more, "--weights", "v7", "--allow-untested-vllm", "serve", "m")
+    _, config = printed(
+        *options, *more, "--weights", "v7", "--weights-run", "r", "--allow-untested-vllm", "serve", "m"
+    )
     assert config == {
         **ROUTE_A,
         "kv_connector_extra_config": {
@@ -103,6 +104,7 @@ def test_options_before_serve_go_to_the_connector(tmp_path: Path) -> None:
             "deadline_seconds": 2.0,
             "io_threads": 4,
             "weights": "v7",
+            "weights_run": "r",
             "salt": "a b",
             "store_output": False,
             "allow_untested_vllm": True,
@@ -110,24 +112,11 @@ def test_options_before_serve_go_to_the_connector(tmp_path: Path) -> None:
     }
 
 
-def test_hybrid_goes_through_the_offloading_of_vllm() -> None:
-    command, config = printed("--hybrid", "--host-size", "1GiB", "serve", "m", "--block-size", "32")
-    assert command == ["vllm", "serve", "m", "--block-size", "32"]
-    assert config == {**ROUTE_B, "kv_connector_extra_config": {"host_size": "1GiB"}}
-
-
-@pytest.mark.slow
-def test_what_hybrid_models_store_is_said_in_the_words_of_vllm() -> None:
-    for option, prompt_only in (("--store-output", False), ("--no-store-output", True)):
-        _, config = printed("--hybrid", option, "serve", "m")
-        assert config == {**ROUTE_B, "kv_connector_extra_config": {"offload_prompt_only": prompt_only}}
-
-
 @pytest.mark.slow
 def test_where_vllm_does_not_load_the_plugin_the_module_is_named() -> None:
     assert printed("serve", "m", VLLM_PLUGINS="others,pagoda")[1] == ROUTE_A
     assert printed("serve", "m", VLLM_PLUGINS="others")[1] == ROUTE_A | MODULE
-    assert printed("--hybrid", "serve", "m", VLLM_PLUGINS="")[1] == ROUTE_B | MODULE
+    assert printed("serve", "m", VLLM_PLUGINS="")[1] == ROUTE_A | MODULE
 
 
 def test_what_the_environment_says_is_left_to_the_connector(tmp_path: Path) -> None:

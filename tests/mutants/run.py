@@ -1,6 +1,6 @@
 """Break the code on purpose, one line at a time, and check that the named test fails.
 
-`python tests/mutants/run.py [--vllm] [--third N] [NAME ...]`: each mutant of `mutants.toml`, or with `--vllm` (where
+`python tests/mutants/run.py [--vllm] [--quarter N] [NAME ...]`: each mutant of `mutants.toml`, or with `--vllm` (where
 vLLM is installed) of `vllm.toml`, is applied to a copy of `src` in a temporary directory, never to the work tree. First
 all named tests must pass on an unchanged copy. Exit code 1 if a mutant survives, if its line is not found exactly once,
 or if a test cannot be collected.
@@ -206,14 +206,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", help="only these")
     parser.add_argument("--vllm", action="store_true", help="run the mutants whose tests need vLLM")
     parser.add_argument(
-        "--third", type=int, metavar="N", help="every third one; N, N + 1 and N + 2 together are all"
+        "--quarter", type=int, metavar="N", help="every fourth one; N to N + 3 together are all"
     )
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
     FORKS.set_forkserver_preload(PRELOAD_VLLM if options.vllm else PRELOAD)
     table = mutants("vllm.toml" if options.vllm else "mutants.toml")
-    if options.third is not None:
-        table = table[options.third % 3 :: 3]
+    if options.quarter is not None:
+        table = table[options.quarter % 4 :: 4]
     chosen = [one for one in table if not options.names or one.name in options.names]
     verdicts = []
     with (

@@ -225,6 +225,16 @@ def test_weights_that_changed_here_only_are_not_shared(shm_root: Path, url: str)
         assert served(two, prompt(4))[0].by_tier == {"redis": 64}  # it has the old weights
 
 
+def test_a_named_version_is_shared_by_machines(shm_root: Path, url: str) -> None:
+    with cache_over(url, shm_root / "1") as one, cache_over(url, shm_root / "2") as two:
+        one.weights_changed()
+        one.weights_changed("step 1")
+        stored(one, prompt(4))
+        assert served(two, prompt(4))[0].num_tokens == 0
+        two.weights_changed("step 1")
+        assert served(two, prompt(4))[0].by_tier == {"redis": 64}
+
+
 def test_weights_that_changed_everywhere(shm_root: Path, url: str) -> None:
     with cache_over(url, shm_root / "1") as cache:
         stored(cache, prompt(4))

@@ -15,9 +15,10 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.config.remote_urls import parse
 from pagoda.slab import aligned
 from pagoda.tiers.base import Chunk
+from pagoda.tiers.remote import remote_tier
 from pagoda.tiers.remote.redis import RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient
-from pagoda.tiers.remote.redis_lives import LIFE_SECONDS
+from pagoda.tiers.remote.redis_lives import LIFE_SECONDS, ChunkLives, ReuseAges
 from pagoda.tiers.remote.redis_nodes import RedisNodesClient, RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import PutResult
@@ -173,6 +174,56 @@ def test_ranks_take_half_of_a_life_at_most(by_life: Server) -> None:
         assert 20_000 < client.pttl(name(1)) <= 50_000
 
 
+MINUTE_MS = 60_000
+
+
+def use_at_ages(url: str, client: Client, connection: RedisConnection, lives_ms: Sequence[int]) -> None:
+    """Use 16 chunks again and again: before each use they have, in turn, these lives left."""
+    with opened(url) as writer:
+        for number in range(100, 116):
+            put(writer, number)
+    keys = [key(number) for number in range(100, 116)]
+    for step in range(200):
+        with client.pipeline(transaction=False) as pipeline:
+            for number in range(100, 116):
+                pipeline.pexpire(name(number), lives_ms[(step + number) % len(lives_ms)])
+            pipeline.execute()
+        assert all(connection.touch(ROOT, keys, soon()))
+
+
+@pytest.mark.parametrize("gt", [True, False], ids=["GT", "no GT"])
+def test_a_new_chunk_stays_as_long_as_most_reuse_takes(by_life: Server, gt: bool) -> None:
+    """And one that is used again stays to the end of the queue, which is ten minutes long here."""
+    with without_gt(by_life) as old, redis.Redis(port=by_life.port) as client:
+        client_of = RedisClient(by_life.url if gt else f"redis://127.0.0.1:{old.port}")
+        with (
+            contextlib.closing(client_of.connection().open(soon())) as connection,
+            contextlib.closing(client_of.connection().open(soon())) as another,
+        ):
+            put(connection, 1)
+            assert lives(client, 1)[0] < MINUTE_MS, "nothing is known yet"
+            use_at_ages(by_life.url, client, connection, [LIFE_MS - n * MINUTE_MS for n in range(11)])
+            put(another, 2, rank=MINUTE_MS)
+            mean, end = 5, 10
+            assert (end - mean - 2) * MINUTE_MS < lives(client, 2)[0] - MINUTE_MS < (end - 2) * MINUTE_MS
+            assert get(another, 2)
+            assert lives(client, 2)[0] < MINUTE_MS
+
+
+def test_the_lives_of_machines_with_another_ttl_teach_nothing(by_life: Server) -> None:
+    with redis.Redis(port=by_life.port) as client, opened(by_life.url) as connection:
+        use_at_ages(by_life.url, client, connection, [LIFE_MS // 10, 2 * LIFE_MS])
+        put(connection, 1)
+        assert lives(client, 1)[0] < MINUTE_MS
+    mixed = ChunkLives(
+        LIFE_MS, ReuseAges(), ranks=True
+    )  # machines with this `ttl`, and as many with a tenth of it
+    for _ in range(10_000):
+        mixed.learn([LIFE_MS], 0)
+        mixed.learn([LIFE_MS // 10], 0)
+    assert mixed.ages.rank_of_new() < MINUTE_MS
+
+
 @pytest.mark.parametrize("forbidden", ["info", "pttl", "pexpire"])
 def test_a_user_without_a_right_reads_and_writes(by_life: Server, forbidden: str) -> None:
     with redis.Redis(port=by_life.port) as client:
@@ -188,7 +239,12 @@ def test_a_user_without_a_right_reads_and_writes(by_life: Server, forbidden: str
                 assert any("+pttl +pexpire" in text for text in connection.usage(soon()).warnings)
 
 
-STEP = 5000  # positions between two chunks: a busy machine may pause for seconds
+STEP_MS = 200_000  # of life between two chunks: a busy machine may pause for seconds
+
+
+@pytest.fixture
+def far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_tier, "_RANK_MS", STEP_MS)
 
 
 def test_a_chunk_that_was_received_is_served_whatever_becomes_of_its_life(by_life: Server) -> None:
@@ -202,7 +258,12 @@ def test_a_chunk_that_was_received_is_served_whatever_becomes_of_its_life(by_lif
 
 
 def placed(keys: Sequence[bytes]) -> list[Chunk]:
-    return [chunk._replace(position=STEP * n) for n, chunk in enumerate(chunks_of(keys))]
+    return [chunk._replace(position=far(n)) for n, chunk in enumerate(chunks_of(keys))]
+
+
+def far(step: int) -> int:
+    """Return a position so far down a chain that its chunk has so many times `STEP_MS` less life than the head."""
+    return 2**step - 1
 
 
 def check_order(tier: RemoteTier, clients: Sequence[Client], prefix: str = "pagoda") -> None:
@@ -210,10 +271,10 @@ def check_order(tier: RemoteTier, clients: Sequence[Client], prefix: str = "pago
     keys = keys_of(9)
 
     def lasts() -> list[float]:
-        """Return for each chunk by how many positions it is evicted before the head."""
+        """Return for each chunk by how many steps it is evicted before the head."""
         found = {each: client.pexpiretime(each) for client in clients for each in client.keys("*")}
         ends = [found[name_of(prefix, each).encode()] for each in keys]
-        return [(ends[0] - end) / 2 / STEP for end in ends]
+        return [(ends[0] - end) / STEP_MS for end in ends]
 
     def stepwise() -> bool:
         return all(abs(lost - n) < 0.5 for n, lost in enumerate(lasts()))
@@ -226,19 +287,20 @@ def check_order(tier: RemoteTier, clients: Sequence[Client], prefix: str = "pago
             client.persist(each)
     for n, each in backwards:
         room = [aligned(SMALL.slot_bytes)]
-        assert ends(tier.load([each], room, start=STEP * n, namespace=ROOT))[0].ok
+        assert ends(tier.load([each], room, start=far(n), namespace=ROOT))[0].ok
     assert stepwise()
     for client in clients:
         for each in client.keys("*"):
             client.pexpire(each, 1000_000)
     for n, each in backwards:
-        assert tier.touch([each], namespace=ROOT, start=STEP * n) == [True]
+        assert tier.touch([each], namespace=ROOT, start=far(n)) == [True]
     assert stepwise()
     late = time.monotonic_ns() - 3600 * 10**9
     assert tier.touch(keys[:1], namespace=ROOT, start=0, stamp=late) == [True]
     assert stepwise(), "a request that was made an hour ago counts as that old"
 
 
+@pytest.mark.usefixtures("far_apart")
 def test_a_tail_is_evicted_before_its_head(by_life: Server) -> None:
     with tier_on(RedisClient(by_life.url)) as tier, redis.Redis(port=by_life.port) as client:
         check_order(tier, [client])
@@ -257,6 +319,14 @@ def test_a_draft_is_not_the_first_to_be_evicted(by_life: Server) -> None:
     assert len(seen) == 1 and seen[0] > LIFE_MS - 60_000
 
 
+def test_a_mark_of_a_first_request_is_not_the_first_to_be_evicted(by_life: Server) -> None:
+    """A mark with a life of an hour would go before every chunk, and nothing would ever be sent."""
+    with opened(by_life.url, second_sight=True) as connection, redis.Redis(port=by_life.port) as client:
+        assert connection.claim(ROOT, [key(1)], soon()) == [PutResult.UNSEEN]
+        assert client.pttl(name(1) + ":g") > LIFE_MS - 60_000
+
+
+@pytest.mark.usefixtures("far_apart")
 def test_a_writer_whose_draft_is_evicted_asks_again_how_the_server_evicts() -> None:
     with (
         redis_server("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru") as server,
@@ -276,11 +346,12 @@ def test_a_writer_whose_draft_is_evicted_asks_again_how_the_server_evicts() -> N
             return True
 
         (chunk,) = chunks_of(keys[1:], LARGE)
-        (end,) = ends(tier.save([chunk._replace(position=STEP, still_valid=still_valid)], ROOT))
+        (end,) = ends(tier.save([chunk._replace(position=far(1), still_valid=still_valid)], ROOT))
         assert taken.is_set() and end.ok
-        assert client.pttl(name_of("pagoda", keys[1])) <= LIFE_MS - 2 * STEP, "now its life ranks it"
+        assert client.pttl(name_of("pagoda", keys[1])) <= LIFE_MS - STEP_MS, "now its life ranks it"
 
 
+@pytest.mark.usefixtures("far_apart")
 @pytest.mark.parametrize("kind", ["pool", "cluster"])
 def test_several_nodes(kind: str) -> None:
     options = ("--maxmemory", "1gb", "--maxmemory-policy", "volatile-ttl")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Done
@@ -40,6 +41,22 @@ def test_the_writes_of_a_batch_leave_some_to_the_other_threads() -> None:
     for n in range(4):
         queue.add_write(write(n))
     assert [len(queue.take(16, 2) or []) for _ in range(3)] == [2, 1, 1]  # type: ignore[arg-type]
+
+
+def test_a_thread_that_waits_takes_all_writes_of_one_call() -> None:
+    """A transaction a batch: one for each chunk would cost more than all the rest."""
+    queue, taken = IoQueue(8), list[int]()
+    thread = threading.Thread(target=lambda: taken.append(len(queue.take(16) or [])))  # type: ignore[arg-type]
+    thread.start()
+
+    def slowly() -> Iterator[WriteRequest]:
+        for n in range(4):
+            yield write(n)
+            time.sleep(0.02)  # time enough to take what is queued by now
+
+    queued = queue.add_writes(slowly())
+    thread.join(20)
+    assert taken == [4] and all(isinstance(each, WriteRequest) for each in queued)
 
 
 def test_batches_are_numbered_in_the_order_in_which_they_are_taken() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +19,31 @@ from tests.vllm import models, stores
 from tests.vllm.engines import CHUNK, Engine, connector, options
 from tests.vllm.halves import PATIENT_SECONDS, Halves, config_of
 from tests.vllm.inside import Answer
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what failed in each file and the causes with their numbers, if a test failed."""
+    from vllm import __version__
+
+    stats = terminalreporter.stats
+    failed = [*stats.get("failed", ()), *stats.get("error", ())]
+    if not failed:
+        return
+    passed = Counter(report.nodeid.split("::")[0] for report in stats.get("passed", ()))
+    by_file = Counter(report.nodeid.split("::")[0] for report in failed)
+    causes = Counter(_cause(str(report.longrepr)) for report in failed)
+    terminalreporter.section(f"vLLM {__version__}: {sum(passed.values())} passed, {len(failed)} failed")
+    for file, number in sorted(by_file.items()):
+        terminalreporter.write_line(f"{file}: {passed[file]} passed, {number} failed")
+    for cause, number in causes.most_common():
+        terminalreporter.write_line(f"{number} x {cause}")
+
+
+def _cause(text: str) -> str:
+    """Return the last line of a failure that names an exception: an engine's traceback has its own within."""
+    named = re.findall(r"^(?:E +)?((?:[\w.]+(?:Error|Exception)|Failed|assert)\b.*\S)", text, re.MULTILINE)
+    inner = [line for line in named if not line.startswith(("AssertionError: Traceback", "assert"))]
+    return (inner or named or [text.strip()])[-1][:300]
 
 
 @pytest.fixture(scope="session")

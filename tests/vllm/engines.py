@@ -27,7 +27,7 @@ _PRELOAD = [
     "vllm.model_executor.models.llama",
     "vllm.lora.worker_manager",
 ]
-_FORKS = multiprocessing.get_context("forkserver")
+FORKS = multiprocessing.get_context("forkserver")
 
 
 class DeadEngineError(AssertionError):
@@ -68,12 +68,10 @@ class Engine:
         self, name: str, log: Path, prepare: Callable[[], None] | None = None, **options: Any
     ) -> None:
         self.name, self.log = name, log
-        _FORKS.set_forkserver_preload(_PRELOAD)
+        FORKS.set_forkserver_preload(_PRELOAD)
         os.environ.update(inside.ENVIRONMENT)
-        self._pipe, theirs = _FORKS.Pipe()
-        self.process = _FORKS.Process(
-            target=inside.live, args=(theirs, str(log), options, prepare), name=name
-        )
+        self._pipe, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=inside.live, args=(theirs, str(log), options, prepare), name=name)
         self.process.start()
         theirs.close()
         self._awaited = True  # its message that it has started

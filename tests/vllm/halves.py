@@ -217,7 +217,7 @@ class Halves:
     def run(self, loaded: Loaded) -> None:
         """Let a worker execute the decision."""
         self._jobs += 1
-        assert self.worker.submit_load(self._jobs, loaded.spec, loaded.blocks, expedited=True)
+        assert self.worker.submit_load(self._jobs, loaded.spec, loaded.blocks)
         self.ended(self._jobs)
 
     def bytes_of(self, blocks: Sequence[int]) -> torch.Tensor:
@@ -269,8 +269,8 @@ def wait_until(condition: Any, seconds: float = PATIENT_SECONDS) -> None:
 
 def forks() -> Any:
     """Makes processes from one that has imported vLLM, the same one that engines come from."""
-    engines._FORKS.set_forkserver_preload(engines._PRELOAD)
-    return engines._FORKS
+    engines.FORKS.set_forkserver_preload(engines._PRELOAD)
+    return engines.FORKS
 
 
 def store_elsewhere(config: Config) -> None:

@@ -1,12 +1,13 @@
-"""A tiny hybrid model, a random Gemma 3 whose layers attend to a sliding window or to everything, and its engine."""
+"""Tiny hybrid models and their engines: a random Gemma 3 with sliding windows, a random Qwen3-Next with states."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.engines import connector
-from tests.vllm.inside import Room
+from tests.vllm.inside import Answer, Room
 from tests.vllm.models import BOS, EOS, UNKNOWN, VOCABULARY, write_tokenizer
 
 WINDOW = 96  # tokens; three blocks of the tests' engines
@@ -30,13 +31,26 @@ def make_gemma(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
+def make_qwen_next(directory: Path, seed: int = 0) -> Path:
+    """Write a random Qwen3-Next with a word-level tokenizer: three layers of linear attention, one of full."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3NextConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=8192, initializer_range=0.2,
+        linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=64, linear_value_head_dim=64,
+        num_experts=2, num_experts_per_tok=1, mlp_only_layers=[0, 1, 2], moe_intermediate_size=64,
+        shared_expert_intermediate_size=64, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=UNKNOWN,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    Qwen3NextForCausalLM(config).bfloat16().save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
 # ---- what is done inside the engine's process; takes a Room
-
-
-def offloading(host: Path, disk: Path, **extra: Any) -> dict[str, Any]:
-    """The option of an engine of a hybrid model that uses these tiers."""
-    given = connector(host, disk, **extra)["kv_transfer_config"]
-    return {"kv_transfer_config": given | {"kv_connector": "PagodaHybridConnector"}}
 
 
 def anew(room: Room, options: dict[str, Any]) -> None:
@@ -51,6 +65,11 @@ def anew(room: Room, options: dict[str, Any]) -> None:
 def groups(room: Room) -> list[str]:
     """Return the kinds of the engine's KV cache groups."""
     return [type(group.kv_cache_spec).__name__ for group in room.scheduler.kv_cache_config.kv_cache_groups]
+
+
+def block_tokens(room: Room) -> int:
+    """Return how many tokens a block has."""
+    return int(room.scheduler.block_size)
 
 
 def held(room: Room) -> int:
@@ -145,3 +164,81 @@ def reset_under_load(room: Room, one: list[int], count: int, tokens: int) -> lis
             resets += 1
     assert resets == 3
     return said
+
+
+def logprobs(room: Room, prompts: list[list[int]], tokens: int, how: str = "") -> list[tuple[Answer, Any]]:
+    """Generate for each prompt alone, with nothing on the device; return the log probability of every word, too.
+
+    `how`: loads "fail", they load "zeros", everything is cleared ("clear") before each; or the prompt is "warm" on the
+    device, so that a hit of the engine's own cache is what a load is compared with.
+    """
+    import numpy as np
+    from vllm import SamplingParams
+
+    found = []
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, logprobs=-1)
+    with _HOW[how](room):
+        for one in prompts:
+            assert room.llm.reset_prefix_cache()
+            for _ in range(2 if how == "warm" else 1):
+                (output,) = room.llm.generate([{"prompt_token_ids": one}], params, use_tqdm=False)
+                answer = room._answer(output)
+            rows = [[row[token].logprob for token in sorted(row)] for row in output.outputs[0].logprobs or ()]
+            assert len(rows) == tokens and {len(row) for row in rows} == {VOCABULARY}
+            found.append((answer, np.array(rows)))
+    return found
+
+
+@contextmanager
+def _loads(change: Callable[[Any, Any], Any]) -> Iterator[None]:
+    from pagoda.connectors.vllm.offloading.offloading_worker import PagodaOffloadingWorker as Worker
+
+    load, done = Worker._load, 0
+
+    def changed(self: Any, job: Any) -> Any:
+        nonlocal done
+        done += 1
+        change(self, job)
+        return load(self, job)
+
+    Worker._load = changed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Worker._load = load  # type: ignore[method-assign]
+    assert done
+
+
+def _fail(worker: Any, job: Any) -> None:
+    raise OSError("no")
+
+
+def _clear(worker: Any, job: Any) -> None:
+    assert worker._cache.clear(everything=True).ok
+
+
+@contextmanager
+def _zeros(room: Room) -> Iterator[None]:
+    import numpy as np
+
+    from pagoda.transfer.pages import PagesKV
+
+    from_slots = PagesKV.from_slots
+
+    def wrong(self: PagesKV, starts: Any, slots: Any) -> None:
+        from_slots(self, starts, [np.zeros_like(np.asarray(slot)) for slot in slots])
+
+    PagesKV.from_slots = wrong  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PagesKV.from_slots = from_slots  # type: ignore[method-assign]
+
+
+_HOW: dict[str, Callable[[Room], Any]] = {
+    "": nullcontext,
+    "warm": nullcontext,
+    "fail": lambda room: _loads(_fail),
+    "clear": lambda room: _loads(_clear),
+    "zeros": _zeros,
+}

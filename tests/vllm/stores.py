@@ -68,6 +68,12 @@ def check(root: Path) -> dict[str, int]:
         return dict(admin.check(ledger).gauges)
 
 
+def counters(root: Path) -> dict[str, int]:
+    """Return what all processes have counted in a tier."""
+    with ledger_of(root) as ledger:
+        return admin.counters(ledger)
+
+
 def clear(root: Path) -> None:
     """Remove all chunks of a tier, as another process would."""
     with ledger_of(root) as ledger:

@@ -1,14 +1,28 @@
-"""Events about host memory: stored only after the commit, removed after the removal, over a real cache."""
+"""Events about host memory and disk: stored only after the commit, removed after the removal, over a real cache."""
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
+import msgspec
+import numpy as np
 import pytest
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+import zmq
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventPublisherFactory,
+    KVCacheEvent,
+    KVEventBatch,
+)
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -17,10 +31,13 @@ from vllm.v1.request import Request
 from pagoda.cache import Cache
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import ChunkRef
+from pagoda.connectors.vllm.event_notes import BlockFacts, ChunkNote, joined, note_of
+from pagoda.connectors.vllm.event_publisher import EventOutlet, LivePublisher
 from pagoda.connectors.vllm.events import StoredEvents
 from pagoda.keys import derive_keys
-from pagoda.ledger import Busy, Outcome, Present, Reserved
-from pagoda.testing.fake_clock import FakeClock
+from pagoda.ledger import Busy, Outcome, Present, Reserved, admin
+from pagoda.ledger.chunk_notes import ChunkNotes
+from testbed.servers import free_port
 from tests.cache.kit import CHUNK, cache_at
 
 BLOCK = 4
@@ -40,37 +57,42 @@ def _hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engine:
-    """What the connector's halves do around the events: reserve for a request, commit, evict."""
+    """What the connector's halves do around the events: reserve for a request, commit; the rounds one by one."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, keeps_notes: bool = True) -> None:
         assert cache.slots is not None
+        self.cache = cache
         self.slots: HostSlots = cache.slots
-        self.clock = FakeClock()
-        self.events = StoredEvents(self.slots, CHUNK, BLOCK, self.clock)
+        self.outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+        facts = BlockFacts(CHUNK, BLOCK, "full_attention")
+        root = self.slots.namespace()
+        self.events = StoredEvents(self.slots.ledgers, root, facts, self.outlet, keeps_notes)
 
-    def reserved(self, request: Request, first: int = 0, parts: int = 1) -> list[ChunkRef]:
-        keys = self.keys(request)
+    def reserved(
+        self, request: Request, first: int = 0, parts: int = 1, salt: str | None = None
+    ) -> list[ChunkRef]:
+        keys, root = self.keys(request, salt), self.slots.namespace(salt=salt)
         outcomes = self.slots.reserve(
-            keys[first:], namespace=self.slots.namespace(), start=first, parent=keys[first - 1] if first else None,
-            parts=parts,
-        )  # fmt: skip
-        self.events.note(request, first, outcomes)
+            keys[first:], namespace=root, start=first, parent=keys[first - 1] if first else None, parts=parts
+        )
+        self.events.note(request, root, first, outcomes)
         return copies(keys, outcomes, first)
 
-    def keys(self, request: Request) -> list[bytes]:
-        return derive_keys(request.block_hashes[BLOCKS - 1 :: BLOCKS], self.slots.namespace())
+    def keys(self, request: Request, salt: str | None = None) -> list[bytes]:
+        return derive_keys(request.block_hashes[BLOCKS - 1 :: BLOCKS], self.slots.namespace(salt=salt))
 
-    def commit(self, done: Sequence[ChunkRef], part: int = 0) -> None:
-        assert self.slots.commit({self.slots.namespace(): done}, part) == [True] * len(done)
+    def commit(self, done: Sequence[ChunkRef], part: int = 0, salt: str | None = None) -> None:
+        assert self.slots.commit({self.slots.namespace(salt=salt): done}, part) == [True] * len(done)
 
-    def stored(self, request: Request) -> list[ChunkRef]:
-        done = self.reserved(request)
-        self.commit(done)
+    def stored(self, request: Request, salt: str | None = None) -> list[ChunkRef]:
+        done = self.reserved(request, salt=salt)
+        self.commit(done, salt=salt)
         return done
 
-    def take(self, later: float = 0.0) -> list[KVCacheEvent]:
-        self.clock.advance(later)
-        return list(self.events.take())
+    def take(self) -> list[KVCacheEvent]:
+        self.events._rested = time.thread_time()  # of this thread, which is none of an engine
+        self.events._round()
+        return self.events.take()
 
 
 def copies(keys: Sequence[bytes], outcomes: Sequence[Outcome], first: int = 0) -> list[ChunkRef]:
@@ -87,79 +109,114 @@ def request_of(chunks: float, seed: int = 0, **options: object) -> Request:
     return Request(f"request-{seed}", prompt, SamplingParams(), None, block_hasher=hasher, **options)
 
 
-def chunk(request: Request, n: int) -> list[bytes]:
-    return list(request.block_hashes[n * BLOCKS : (n + 1) * BLOCKS])
+def run(request: Request, first: int = 0, stop: int | None = None, **fields: object) -> BlockStored:
+    """The event of chunks `first` to `stop` of a request."""
+    begin, end = first * BLOCKS, len(request.block_hashes) if stop is None else stop * BLOCKS
+    told = {
+        "block_hashes": list(request.block_hashes[begin:end]),
+        "parent_block_hash": request.block_hashes[begin - 1] if begin else None,
+        "token_ids": list(request.all_token_ids[begin * BLOCK : end * BLOCK]),
+        "block_size": BLOCK, "lora_id": None, "medium": "CPU", "lora_name": None, "extra_keys": None, "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention", "locality": "LOCAL", "session_id": None,
+    }  # fmt: skip
+    return BlockStored(**(told | fields))  # type: ignore[arg-type]
+
+
+def gone(*hashes: bytes, medium: str = "CPU") -> BlockRemoved:
+    return BlockRemoved(block_hashes=list(hashes), medium=medium, group_idx=0, locality="LOCAL")
 
 
 def test_nothing_is_told_before_all_parts_are_committed(cache: Cache) -> None:
     engine, request = Engine(cache), request_of(3.5)
     done = engine.reserved(request, parts=2)
-    assert len(done) == 3 and engine.take() == [] and engine.take(5.0) == []
+    assert len(done) == 3 and engine.take() == []
     engine.commit(done)
-    assert engine.take() == [] and engine.take(5.0) == []
+    assert engine.take() == []
     reserved = [Reserved(copy.key, copy.slot, copy.generation) for copy in done]
     assert engine.slots.adopt(reserved, 1) == [True] * 3
     engine.commit(done[:1], part=1)
-    assert [event.block_hashes for event in engine.take()] == [chunk(request, 0)]
+    assert engine.take() == [run(request, 0, 1)]
     engine.commit(done[1:], part=1)
-    assert [event.block_hashes for event in engine.take()] == [chunk(request, 1), chunk(request, 2)]
-    assert engine.take() == [] and engine.take(5.0) == []
+    assert engine.take() == [run(request, 1, 3)]
+    assert engine.take() == []
 
 
 def test_an_event_says_what_a_router_needs_to_hash_for_itself(cache: Cache) -> None:
     engine, request = Engine(cache), request_of(2, session_id="a session")
     engine.stored(request)
-    first, second = engine.take()
-    assert first == BlockStored(
-        block_hashes=chunk(request, 0), parent_block_hash=None, token_ids=list(range(16)), block_size=BLOCK,
-        lora_id=None, medium="CPU", lora_name=None, extra_keys=[None] * BLOCKS, group_idx=0, session_id="a session",
-    )  # fmt: skip
-    assert isinstance(second, BlockStored)
-    assert second.parent_block_hash == request.block_hashes[BLOCKS - 1] == first.block_hashes[-1]
-    assert second.token_ids == list(range(16, 32))
-    lora = request_of(1, 7, lora_request=LoRARequest("an-adapter", 3, "/nowhere"), cache_salt="salt")
+    (event,) = engine.take()
+    assert event == run(request, session_id="a session") and event.token_ids == list(range(32))
+    lora = request_of(1, 7, lora_request=LoRARequest("an-adapter", 3, "/nowhere"))
     engine.stored(lora)
     (event,) = engine.take()
     assert (event.lora_id, event.lora_name) == (3, "an-adapter")
-    assert event.extra_keys == [("an-adapter", "salt")] + [("an-adapter",)] * (BLOCKS - 1)
+    assert [list(keys) for keys in event.extra_keys] == [["an-adapter"]] * BLOCKS
+
+
+def test_of_a_tenant_neither_the_salt_nor_tokens_are_told_or_kept(cache: Cache) -> None:
+    engine, request = Engine(cache), request_of(2, 7, cache_salt="secret")
+    engine.stored(request, salt="secret")
+    assert engine.take() == [run(request, token_ids=[])]
+    kept = (engine.slots.ledgers["host"].directory / "notes").read_bytes()
+    assert bytes(request.block_hashes[0]) in kept and b"secret" not in kept
+    assert np.array(request.all_token_ids[:4], np.int32).tobytes() not in kept
+    later = Engine(cache)  # it tells of a tenant when the first request has come
+    assert later.take() == []
+    later.events.found(request, later.slots.namespace(salt="secret"), 0, later.keys(request, "secret")[:1])
+    assert later.take() == [run(request, token_ids=[])]
 
 
 def test_what_was_not_saved_in_the_end_is_never_told(cache: Cache) -> None:
     engine = Engine(cache)
     done = engine.reserved(request_of(4))
+    assert engine.take() == []
     engine.slots.abort([Reserved(copy.key, copy.slot, copy.generation) for copy in done])
-    assert engine.take() == [] and engine.take(5.0) == [] and not engine.events._pending
+    assert engine.take() == []
     again = engine.reserved(request_of(4, 1))  # the same slots, for another prompt
     assert {copy.slot for copy in again} & {copy.slot for copy in done}
     engine.commit(again)
-    assert sorted(map(str, engine.take())) == sorted(
-        map(str, (event_of(request_of(4, 1), n) for n in range(4)))
-    )
+    assert engine.take() == [run(request_of(4, 1))]
 
 
-def event_of(request: Request, n: int) -> BlockStored:
-    return BlockStored(
-        block_hashes=chunk(request, n),
-        parent_block_hash=request.block_hashes[n * BLOCKS - 1] if n else None,
-        token_ids=list(request.all_token_ids[n * CHUNK : (n + 1) * CHUNK]),
-        block_size=BLOCK,
-        lora_id=None,
-        medium="CPU",
-        lora_name=None,
-        extra_keys=[None] * BLOCKS,
-        group_idx=0,
-    )
-
-
-def test_what_is_gone_is_told_at_most_once_a_second(cache: Cache) -> None:
-    engine, request = Engine(cache), request_of(3)
+def test_a_chunk_that_goes_while_its_note_is_read_is_not_told(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request = Engine(cache), request_of(2)
     engine.stored(request)
-    assert len(engine.take()) == 3
+    read = engine.events._read
+
+    def evicted_meanwhile(notes: ChunkNotes, places: Sequence[tuple[int, bytes]]) -> list[ChunkNote | None]:
+        found = read(notes, places)
+        cache.clear()
+        return found
+
+    monkeypatch.setattr(engine.events, "_read", evicted_meanwhile)
+    assert engine.take() == []
+    assert engine.take() == []
+
+
+def test_without_the_log_of_prompts_no_tokens_are_kept(cache: Cache) -> None:
+    engine, request = Engine(cache, keeps_notes=False), request_of(2)
+    engine.stored(request)
+    assert engine.take() == [run(request)]
+    assert not (engine.slots.ledgers["host"].directory / "notes").exists()
+    assert Engine(cache).take() == []
+
+
+def test_what_is_gone_is_told_and_leaves_no_tokens(cache: Cache) -> None:
+    engine, request, other = Engine(cache), request_of(3), request_of(2, 1)
+    engine.stored(request)
+    engine.stored(other, salt="tenant")  # another namespace, whose tokens are not a secret here
+    assert len(engine.take()) == 2
+    notes = engine.slots.ledgers["host"].directory / "notes"
+    tokens = [np.array(each.all_token_ids[:CHUNK], np.int32).tobytes() for each in (request, other)]
+    assert all(each in notes.read_bytes() for each in tokens)
     cache.clear()
-    assert engine.take() == [] and engine.take(0.9) == []
-    (event,) = engine.take(0.2)
-    assert event == BlockRemoved(block_hashes=list(request.block_hashes), medium="CPU", group_idx=0)
-    assert engine.take(5.0) == []
+    assert engine.take()[-1] == gone(*request.block_hashes)
+    assert tokens[0] not in (notes.read_bytes() if notes.exists() else b"")
+    assert engine.take() == []
+    cache.clear(everything=True)
+    assert tokens[1] not in (notes.read_bytes() if notes.exists() else b"")
 
 
 def test_a_slot_that_took_another_chunk_is_told_at_once(cache: Cache) -> None:
@@ -167,138 +224,444 @@ def test_a_slot_that_took_another_chunk_is_told_at_once(cache: Cache) -> None:
     first = [request_of(8, seed) for seed in range(8)]
     for request in first:
         engine.stored(request)
-    assert len(engine.take()) == 64
+    assert len([name for event in engine.take() for name in event.block_hashes]) == 64 * BLOCKS
     engine.slots._ledger.columns.lease_until[:] = 0
     engine.stored(other := request_of(8, 100))  # evicts
-    removed, *stored = engine.take()
-    assert isinstance(removed, BlockRemoved) and len(removed.block_hashes) == 8 * BLOCKS
-    assert [event.block_hashes for event in stored] == [chunk(other, n) for n in range(8)]
-    gone = set(removed.block_hashes)
-    standing = [engine.slots.match_prefix(engine.keys(each), 0, touch=False) for each in first]
-    for request, match in zip(first, standing, strict=True):
-        assert gone.isdisjoint(request.block_hashes[: len(match.slots) * BLOCKS])
-        assert gone.issuperset(request.block_hashes[len(match.slots) * BLOCKS :])
-    assert len(engine.events._hashes) == 64 and engine.take(5.0) == []
+    events = engine.take()
+    removed = {name for event in events if isinstance(event, BlockRemoved) for name in event.block_hashes}
+    assert len(removed) == 8 * BLOCKS and events[-1] == run(other)
+    for request in first:
+        match = engine.slots.match_prefix(engine.keys(request), 0, touch=False)
+        assert removed.isdisjoint(request.block_hashes[: len(match.slots) * BLOCKS])
+        assert removed.issuperset(request.block_hashes[len(match.slots) * BLOCKS :])
+    assert engine.take() == []
 
 
 def test_a_chunk_stored_anew_elsewhere_does_not_end_with_its_old_slot(cache: Cache) -> None:
     engine, request = Engine(cache), request_of(1)
     (old,) = engine.stored(request)
-    assert len(engine.take()) == 1
+    assert engine.take() == [run(request)]
+    tier = engine.events._tiers[0]
+    generation = tier._generation.copy()
     cache.clear()
     engine.reserved(request_of(2, 5))  # takes the freed slot, among others
     (new,) = engine.stored(request)
     assert new.slot != old.slot
-    events = engine.take() + engine.take(5.0) + engine.take(5.0)
-    assert [type(event) for event in events] == [BlockRemoved, BlockStored]
+    # as if the old slot had been read before the clear, and the new one after it
+    hidden, tier.ledger.columns.generation[old.slot] = (
+        int(tier.ledger.columns.generation[old.slot]), generation[old.slot],
+    )  # fmt: skip
+    assert engine.take() == [run(request)]
+    tier.ledger.columns.generation[old.slot] = hidden
+    assert engine.take() == []  # stored the whole time, according to the events
     cache.clear()
-    (event,) = engine.take(5.0)
-    assert event.block_hashes == chunk(request, 0)
-
-    (new,) = engine.stored(request)  # the same, but no call has noticed that the old slot was reassigned
-    assert len(engine.take()) == 1
-    cache.clear()
-    assert isinstance(engine.slots.reserve(
-        [bytes(32)], namespace=engine.slots.namespace(), start=0, parent=None)[0], Reserved)  # fmt: skip
-    (newer,) = engine.stored(request)
-    assert newer.slot != new.slot
-    assert engine.take() == [] and engine.take(5.0) == []  # stored the whole time, according to the events
-    cache.clear()
-    (event,) = engine.take(5.0)
-    assert event.block_hashes == chunk(request, 0)
-    assert not engine.events._hashes and not engine.events._holder and not engine.events._reported.any()
+    assert engine.take() == [gone(*request.block_hashes)]
 
 
-def test_what_was_there_before_this_engine_is_told_when_it_comes_across(cache: Cache) -> None:
-    Engine(cache).stored(request_of(3))
-    engine, request = Engine(cache), request_of(4)
+def test_what_was_there_before_this_engine_is_told_at_once_and_by_each(cache: Cache) -> None:
+    first, request = Engine(cache), request_of(3)
+    first.stored(request)
+    second = Engine(cache)
+    assert first.take() == second.take() == [run(request)]
+    cache.clear()
+    assert first.take() == second.take() == [gone(*request.block_hashes)]
+
+
+def test_what_has_no_note_is_told_when_a_request_finds_it(cache: Cache) -> None:
+    engine, request = Engine(cache), request_of(3)
+    keys, root = engine.keys(request), engine.slots.namespace()
+    outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
+    engine.commit(copies(keys, outcomes))  # by an engine without events
     assert engine.take() == []
-    done = engine.reserved(request)
-    assert len(done) == 1 and [event.block_hashes for event in engine.take()] == [
-        chunk(request, n) for n in range(3)
-    ]
-    engine.commit(done)
-    assert [event.block_hashes for event in engine.take()] == [chunk(request, 3)]
-    assert engine.reserved(request) == [] and engine.take(5.0) == []  # known
-    # chunks that another process saves, or that have no slot, cause no event
-    other = engine.slots.reserve([bytes(32)], namespace=engine.slots.namespace(), start=0, parent=None)
-    engine.events.note(request_of(1, 9), 0, [Busy(bytes(32), 1)])
-    assert len(other) == 1 and engine.take(5.0) == []
+    engine.events.found(request, root, 0, keys[:2])
+    assert engine.take() == [run(request, 0, 2)]
+    outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
+    assert all(isinstance(outcome, Present) for outcome in outcomes)
+    engine.events.note(request, root, 0, outcomes)
+    assert engine.take() == [run(request, 2, 3)]
+    assert Engine(cache).take() == [run(request)]  # a note was left for the next one
 
 
-def test_cleared_is_told_as_removed_without_a_look(cache: Cache) -> None:
+def test_all_is_told_again_after_the_engine_cleared_its_blocks(cache: Cache) -> None:
     engine, request = Engine(cache), request_of(2)
     engine.stored(request)
-    assert len(engine.take()) == 2
-    done = engine.reserved(request_of(2, 1))
-    engine.events.clear()
-    engine.commit(done)
-    (event,) = engine.take()
-    assert event == BlockRemoved(block_hashes=list(request.block_hashes), medium="CPU", group_idx=0)
-    assert engine.take(5.0) == []
-    keys = engine.keys(request)
-    outcomes = engine.slots.reserve(keys, namespace=engine.slots.namespace(), start=0, parent=None)
-    assert all(isinstance(outcome, Present) for outcome in outcomes)
-    engine.events.note(request, 0, outcomes)
-    assert len(engine.take()) == 2
+    assert engine.take() == [run(request)]
+    engine.events._tiers[0].tell_again()
+    assert engine.take() == [run(request)]
+    engine.events._tiers[0].tell_again()
+    cache.clear()  # before its turn
+    assert engine.take() == [gone(*request.block_hashes)]
+
+
+def test_other_weights_take_all_back(cache: Cache) -> None:
+    engine, request = Engine(cache), request_of(2)
+    engine.stored(request)
+    assert len(engine.take()) == 1
+    root = engine.slots.namespace(salt="renewed")
+    engine.events.renew(root)
+    assert engine.take() == [gone(*request.block_hashes)]
+    engine.stored(request, salt="renewed")
+    assert engine.take() == [run(request)]
+    assert Engine(cache).take() == [run(request)]  # an engine with the old weights
 
 
 def test_a_request_whose_hashes_are_not_known_yet_is_left_out(cache: Cache) -> None:
     engine, request = Engine(cache), request_of(2)
-    keys = [*engine.keys(request), bytes(32)]
-    outcomes = engine.slots.reserve(keys, namespace=engine.slots.namespace(), start=0, parent=None)
-    engine.events.note(request, 0, outcomes)
+    keys, root = [*engine.keys(request), bytes(32)], engine.slots.namespace()
+    outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
+    engine.events.note(request, root, 0, [*outcomes, Busy(bytes(32), 1)])
     engine.commit(copies(keys, outcomes))
-    assert len(engine.take()) == 2
+    assert engine.take() == [run(request)]
+
+
+def test_the_disk_is_told_too_and_its_notes_outlive_host_memory(shm_root: Path, tmp_path: Path) -> None:
+    request = request_of(3)
+    with cache_at(shm_root, tmp_path) as cache:
+        engine = Engine(cache)
+        engine.stored(request)
+        assert cache.flush(10.0)
+        assert engine.take() == [run(request), run(request, medium="STORAGE")]
+    shutil.rmtree(shm_root)
+    shm_root.mkdir()
+    with cache_at(shm_root, tmp_path) as cache:
+        engine = Engine(cache)
+        assert engine.take() == [run(request, medium="STORAGE")]
+        assert cache.prefetch(None, keys=engine.keys(request)[:2]).result().stop_tokens == 2 * CHUNK
+        assert engine.take() == [run(request, 0, 2)]  # by the note of the disk
+        cache.clear()
+        assert engine.take() == [
+            gone(*request.block_hashes[: 2 * BLOCKS]),
+            gone(*request.block_hashes, medium="STORAGE"),
+        ]
+
+
+def test_notes_that_are_torn_or_cannot_be_written_cost_only_events(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, request = Engine(cache), request_of(2)
+    (copy, _) = engine.stored(request)
+    notes = engine.slots.ledgers["host"].directory / "notes"
+    with notes.open("r+b") as file:
+        file.seek(copy.slot * 4096 + 100)
+        file.write(b"torn")
+    later = Engine(cache)
+    assert later.take() == [run(request, 1, 2)]
+    notes.unlink()
+    notes.mkdir()
+    engine.stored(request_of(1, 5))
+    assert run(request_of(1, 5)) in engine.take() and "routers will not hear" in caplog.text
 
 
 def test_vllm_can_send_them_and_hashes_are_what_its_own_pool_sends(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import msgspec
-
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
     engine, request = Engine(cache), request_of(2)
-    engine.stored(request)
+    done = engine.reserved(request)
+    engine.commit(done[:1])
     events = engine.take()
+    engine.commit(done[1:])
+    events += engine.take()
     short = [int.from_bytes(each[-8:], "big") for each in request.block_hashes]
     assert [each.block_hashes for each in events] == [short[:BLOCKS], short[BLOCKS:]]
     assert events[1].parent_block_hash == short[BLOCKS - 1]
     cache.clear()
-    events += engine.take(5.0)
+    events += engine.take()
     assert events[2].block_hashes == short
     sent = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=events))
     assert msgspec.msgpack.decode(sent, type=KVEventBatch).events == events
 
 
-def test_random_stores_and_evictions_leave_a_router_with_the_truth(cache: Cache) -> None:
-    engine, held = Engine(cache), set[bytes]()
-    requests = [request_of(1 + seed % 5, seed) for seed in range(40)]
+def test_a_chunk_that_is_being_replaced_is_not_taken_for_the_next_one(cache: Cache) -> None:
+    engine, columns, told = Engine(cache), cache.slots._ledger.columns, list[KVCacheEvent]()
+    engine.stored(request_of(1))
+    published = columns.cells[0]
 
-    def heard(events: Sequence[KVCacheEvent]) -> set[bytes]:
-        now = set(held)
-        for event in events:
-            hashes = set(event.block_hashes)
-            assert now.isdisjoint(hashes) if isinstance(event, BlockStored) else now >= hashes
-            now = now | hashes if isinstance(event, BlockStored) else now - hashes
-        return now
+    class Seen:
+        """The column of generations; a round runs right after each change, as it may in another process."""
 
-    random = Random(1)
-    for turn in range(400):
-        engine.slots._ledger.columns.lease_until[:] = 0
-        done = engine.reserved(random.choice(requests))
-        if turn % 3:
-            engine.commit(done)
-        else:
-            engine.slots.abort([Reserved(copy.key, copy.slot, copy.generation) for copy in done])
-        if turn % 100 == 50:
-            cache.clear()
-        held = heard(engine.take(0.4))
-        assert len(engine.events._hashes) <= 64 and len(engine.events._pending) <= 64
-    held = heard(engine.take(5.0))
-    there = set()
+        def __setitem__(self, slot: int, generation: int) -> None:
+            published[slot] = generation
+            told.extend(engine.take())
+
+        def __getitem__(self, slot: int) -> int:
+            return int(published[slot])
+
+    columns.cells[0] = Seen()
+    cache.clear()
+    engine.stored(other := request_of(1, 1))
+    assert told == []  # the first is gone, the second not ready
+    columns.cells[0] = published
+    assert engine.take() == [run(other)]
+
+
+def test_what_is_gone_is_told_before_all_that_is_new_was_told(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.connectors.vllm.events._MOST_TELLING", -1.0)
+    engine, requests = Engine(cache), [request_of(8, seed) for seed in range(8)]
     for request in requests:
-        for n, key in enumerate(engine.keys(request)):
-            if len(engine.slots.match_prefix([key], n, touch=False).slots):
-                there |= set(chunk(request, n))
-    assert held == there and len(there) > 100
+        engine.stored(request)
+    first = [name for event in engine.take() for name in event.block_hashes]
+    assert len(first) == 8 * BLOCKS  # one piece of them
+    cache.clear()
+    (removed,) = engine.take()
+    assert isinstance(removed, BlockRemoved) and sorted(removed.block_hashes) == sorted(first)
+    assert engine.take() == []
+
+
+def test_of_many_chunks_those_used_last_are_told_first_and_then_the_others(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.connectors.vllm.events._MOST_SORTED", 5)
+    engine, requests = Engine(cache), [request_of(3, seed) for seed in range(4)]
+    for request in requests:
+        engine.stored(request)
+    again = Engine(cache)  # after a restart
+    told: list[object] = []
+    while events := again.take():
+        told += [name for event in events for name in event.block_hashes]
+    assert told == [name for request in reversed(requests) for name in run(request).block_hashes]
+
+
+def test_a_note_of_another_version_silences_no_other_chunk(cache: Cache) -> None:
+    engine, request = Engine(cache), request_of(3)
+    done = engine.stored(request)
+    ChunkNotes(engine.slots.ledgers["host"].directory).write(
+        [(done[1].slot, done[1].key, b"another version")]
+    )
+    assert Engine(cache).take() == [run(request, 0, 1), run(request, 2, 3)]
+
+
+def test_only_the_note_of_the_same_chunk_is_erased(tmp_path: Path) -> None:
+    notes, (one, other) = ChunkNotes(tmp_path), (bytes([n]) * 32 for n in (1, 2))
+    notes.write([(3, one, b"a note"), (5, other, b"another")])
+    notes.erase([(3, other), (4, one), (5, other)])  # of which the first slot has taken another chunk since
+    assert notes.read([(3, one), (5, other)]) == [b"a note", None] and list(notes.places()) == [(3, one)]
+
+
+def test_a_clear_while_a_note_is_copied_leaves_no_tokens(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request = Engine(cache), request_of(1)
+    notes = engine.slots.ledgers["host"].directory / "notes"
+    keys, root = engine.keys(request), engine.slots.namespace()
+    outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
+    engine.commit(copies(keys, outcomes))  # by an engine without events
+    engine.events.found(request, root, 0, keys)
+    elsewhere = engine.events._notes_elsewhere
+
+    def cleared_meanwhile(*args: object) -> dict[bytes, ChunkNote]:
+        found = elsewhere(*args)  # type: ignore[arg-type]
+        cache.clear()
+        return found
+
+    monkeypatch.setattr(engine.events, "_notes_elsewhere", cleared_meanwhile)
+    assert engine.take() == []
+    assert np.array(request.all_token_ids[:CHUNK], np.int32).tobytes() not in notes.read_bytes()
+
+
+def test_slots_of_tenants_that_never_come_are_remembered_once(cache: Cache) -> None:
+    engine, theirs = Engine(cache), Engine(cache)
+    for turn in range(40):
+        theirs.stored(request_of(2, turn), salt="tenant")
+        assert engine.take() == []
+        admin.clear(engine.slots.ledgers["host"])  # of all namespaces
+    (tier,) = engine.events._tiers
+    assert 2 <= len(tier._others) <= engine.slots.count
+    theirs.stored(last := request_of(2, 9), salt="tenant")
+    assert engine.take() == []
+    root = engine.slots.namespace(salt="tenant")
+    engine.events.found(last, root, 0, engine.keys(last, "tenant")[:1])
+    assert engine.take() == [run(last)]
+    assert not tier._others
+
+
+def test_a_router_that_comes_and_goes_keeps_no_other_from_hearing_all(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, port = Engine(cache), free_port()
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}")
+    engine.events._outlet = EventOutlet(config)
+    publisher = EventPublisherFactory.create(config)  # as vLLM's scheduler does after the connector
+    assert isinstance(publisher, LivePublisher)
+    newcomers = publisher.newcomers
+    monkeypatch.setattr(publisher, "newcomers", lambda: newcomers() or True)  # at any time
+    with zmq.Context.instance().socket(zmq.SUB) as heard:
+        heard.setsockopt(zmq.SUBSCRIBE, b"")
+        heard.connect(f"tcp://127.0.0.1:{port}")
+        engine.events.start()
+        until, cleared = time.monotonic() + 20.0, 0
+        while cleared < 2:
+            assert heard.poll(1000 * max(0.0, until - time.monotonic()))
+            batch = msgspec.msgpack.decode(heard.recv_multipart()[2], type=KVEventBatch)
+            cleared += sum(isinstance(event, AllBlocksCleared) for event in batch.events)
+    monkeypatch.undo()
+    publisher.shutdown()
+    engine.events.close()
+    publisher.send([AllBlocksCleared()])  # after the end: of no use, and no error
+
+
+def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that comes makes all routers begin again: the last chunks must be told all the same."""
+    for name, value in {"_ROUND": 0.02, "_RETELL": 0.05}.items():
+        monkeypatch.setattr(f"pagoda.connectors.vllm.events.{name}_SECONDS", value)
+    monkeypatch.setattr("pagoda.connectors.vllm.events._MOST_TELLING", -1.0)  # eight chunks a round
+    engine, requests = Engine(cache), [request_of(8, seed) for seed in range(7)]
+    for request in requests:
+        engine.stored(request)
+    held, most, times = set[bytes](), 0, 0
+    outlet = engine.events._outlet
+    monkeypatch.setattr(outlet, "newcomers", lambda: True)
+    monkeypatch.setattr(outlet, "tell_anew", lambda: outlet.send([AllBlocksCleared()]))
+    engine.events.start()
+    until = time.monotonic() + 20.0
+    while time.monotonic() < until and (most < 56 * BLOCKS or times < 3):
+        for event in engine.events.take():
+            if isinstance(event, AllBlocksCleared):
+                held, times = set(), times + 1
+            elif isinstance(event, BlockStored):
+                held |= set(event.block_hashes)
+            most = max(most, len(held))
+        time.sleep(0.01)
+    engine.events.close()
+    assert most == 56 * BLOCKS and times >= 3
+
+
+def test_a_router_is_told_all_once_it_listens(cache: Cache) -> None:
+    """A busy router connects, and subscribes much later: until then a publisher drops what it sends."""
+    engine, request, port = Engine(cache), request_of(3), free_port()
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}")
+    engine.events._outlet = EventOutlet(config)
+    publisher = EventPublisherFactory.create(config)
+    engine.events.start()
+    engine.stored(request)
+    wanted, heard = set(run(request).block_hashes), set()
+    with zmq.Context.instance().socket(zmq.SUB) as router:
+        router.connect(f"tcp://127.0.0.1:{port}")
+        time.sleep(1.5)
+        for _ in range(2):  # and once more: the same router, after it was silent
+            router.setsockopt(zmq.SUBSCRIBE, b"")
+            until = time.monotonic() + 20.0
+            while heard != wanted:
+                assert router.poll(1000 * max(0.0, until - time.monotonic())), "not told"
+                batch = msgspec.msgpack.decode(router.recv_multipart()[2], type=KVEventBatch)
+                heard |= {
+                    name for one in batch.events if isinstance(one, BlockStored) for name in one.block_hashes
+                }
+            router.setsockopt(zmq.UNSUBSCRIBE, b"")
+            heard.clear()
+    publisher.shutdown()
+    engine.events.close()
+
+
+def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
+    """Block by block, of what is left of the events that passed, with numbers that rise over a restart."""
+    numbers, all_told = [], []
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="inproc://")
+    for _ in range(2):
+        config.endpoint = f"tcp://*:{free_port()}"
+        EventOutlet(config)
+        publisher = EventPublisherFactory.create(config)
+        assert isinstance(publisher, LivePublisher)
+        with zmq.Context.instance().socket(zmq.SUB) as router:
+            router.setsockopt(zmq.SUBSCRIBE, b"")
+            router.connect(config.endpoint.replace("*", "127.0.0.1"))
+            until = time.monotonic() + 20.0
+            while not publisher.newcomers():
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            one, other = (run(request_of(1, seed), medium="GPU", locality=None) for seed in (1, 2))
+            names = one.block_hashes
+            for events in ([AllBlocksCleared()], [other], [AllBlocksCleared()], [one]):
+                publisher.publish(KVEventBatch(ts=1.0, events=events))
+            removed = BlockRemoved(block_hashes=names[2:], medium="GPU", group_idx=0)
+            publisher.publish(KVEventBatch(ts=1.0, events=[removed]))
+            assert publisher.cleared == 2
+            publisher.tell_anew()
+            told = []
+            while len(told) < 8:
+                assert router.poll(20_000)
+                _, number, batch = router.recv_multipart()
+                numbers.append(int.from_bytes(number, "big"))
+                told += msgspec.msgpack.decode(batch, type=KVEventBatch).events
+        publisher.shutdown()
+        assert isinstance(told[5], AllBlocksCleared)
+        assert [event.block_hashes for event in told[6:]] == [[name] for name in names[:2]]
+        assert [event.parent_block_hash for event in told[6:]] == [None, names[0]]
+        assert [list(event.token_ids) for event in told[6:]] == [
+            list(range(at, at + 4)) for at in (1000, 1004)
+        ]
+        all_told += told
+    assert numbers == sorted(set(numbers))
+
+
+def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart() -> None:
+    """The first chunk by a request of text alone, or in a session, the others by one with an image behind it."""
+    facts, root = BlockFacts(CHUNK, BLOCK, "full_attention"), bytes(32)
+    place = PlaceholderRange(offset=CHUNK + 2, length=BLOCK)
+    image = MultiModalFeatureSpec(data=None, modality="image", identifier="an image", mm_position=place)
+    whole = request_of(3, mm_features=[image])
+    first, second = (note_of(request_of(2), chunk, root, facts) for chunk in range(2))
+    of_session = note_of(request_of(1, session_id="a session"), 0, root, facts)
+    first_of_whole, *others = (note_of(whole, chunk, root, facts) for chunk in range(3))
+    assert first and second and of_session and first_of_whole and all(others)
+    for notes in ([first, *others], [of_session, second]):
+        told = [len(each.block_hashes) for each in joined(notes, "CPU", facts)]
+        assert told == [BLOCKS, (len(notes) - 1) * BLOCKS]
+    (event,) = joined([first_of_whole, *others], "CPU", facts)
+    keys = [each and [tuple(key) for key in each] for each in event.extra_keys]
+    assert keys == [None] * BLOCKS + [[("an image", 2)], [("an image", -2)]] + [None] * (2 * BLOCKS - 2)
+
+
+def test_two_engines_of_a_process_may_be_given_the_same_config() -> None:
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq")
+    for _ in range(2):
+        config.endpoint = f"tcp://*:{free_port()}"
+        outlet = EventOutlet(config)
+        publisher = EventPublisherFactory.create(config)
+        assert outlet._publisher is publisher and config.publisher == "zmq"
+        publisher.shutdown()
+
+
+def test_random_stores_and_evictions_leave_a_router_with_the_truth(shm_root: Path, tmp_path: Path) -> None:
+    with cache_at(shm_root, tmp_path) as cache:
+        engine, held = Engine(cache), {"CPU": set[bytes](), "STORAGE": set[bytes]()}
+        requests = [request_of(1 + seed % 5, seed) for seed in range(40)]
+
+        def hear(events: Sequence[KVCacheEvent]) -> None:
+            for event in events:
+                now, hashes = held[event.medium], set(event.block_hashes)
+                if isinstance(event, BlockStored):
+                    assert now.isdisjoint(hashes)
+                    now |= hashes
+                else:
+                    assert now >= hashes
+                    now -= hashes
+
+        random = Random(1)
+        for turn in range(400):
+            engine.slots._ledger.columns.lease_until[:] = 0
+            done = engine.reserved(random.choice(requests))
+            if turn % 3:
+                engine.commit(done)
+            else:
+                engine.slots.abort([Reserved(copy.key, copy.slot, copy.generation) for copy in done])
+            if turn % 100 == 50:
+                cache.clear()
+            if turn % 50 == 25:
+                cache.flush(10.0)
+            hear(engine.take())
+        assert cache.flush(10.0)
+        hear(engine.take())
+        for name, medium in (("host", "CPU"), ("disk", "STORAGE")):
+            there = {row.key for row in admin.list_chunks(engine.slots.ledgers[name])}
+            named = {
+                key: set(request.block_hashes[n * BLOCKS : (n + 1) * BLOCKS])
+                for request in requests
+                for n, key in enumerate(engine.keys(request))
+            }
+            assert held[medium] == {name for key in there for name in named[key]} and len(there) > 10
+        assert AllBlocksCleared not in map(type, engine.take())

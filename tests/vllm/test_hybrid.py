@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagoda.cache.prompt_log import logged_prompts
 from tests.cli.shelf import run_here
-from tests.vllm import hybrid, stores
-from tests.vllm.engines import CHUNK, Engine, options
+from tests.vllm import fleet, hybrid, stores, weights
+from tests.vllm.engines import CHUNK, Engine, connector, options
 from tests.vllm.inside import Answer
 from tests.vllm.models import prompt
 
@@ -26,6 +27,7 @@ PROMPTS = [
     prompt(75, 5 * CHUNK + 1),
     prompt(76, CHUNK // 2),  # less than a chunk
 ]
+EXACT = [prompt(77, 15 * CHUNK + 5), prompt(78, 8 * CHUNK + 9)]  # a block ends where a chunk ends
 TOKENS = 24
 
 
@@ -33,9 +35,10 @@ class Rooms:
     """One engine's process: first without a connector, then with one, then as after a restart of the machine."""
 
     def __init__(
-        self, engine: Engine, plain: dict[str, Any], ours: dict[str, Any], right: list[Answer]
+        self, engine: Engine, plain: dict[str, Any], ours: dict[str, Any], right: list[Answer], exact: Any
     ) -> None:
         self.engine, self.plain, self.ours, self.right = engine, plain, ours, right
+        self.exact = exact  # the log probabilities of every word after EXACT, which is on the device
         extra = ours["kv_transfer_config"]["kv_connector_extra_config"]
         self.host, self.disk = Path(extra["host_path"]), Path(extra["disk_path"])
 
@@ -43,6 +46,13 @@ class Rooms:
         """Assert that this equals the answer of the engine without a connector."""
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in self.right]
         return answers
+
+    def same_bits(self) -> None:
+        """Assert that all log probabilities equal those after hits of the same length in the engine's own cache."""
+        found = self.engine.call(hybrid.logprobs, EXACT, TOKENS)
+        for each, (answer, now), (local, then) in zip(EXACT, found, self.exact, strict=True):
+            assert answer.external == local.local == wanted(each)
+            assert np.array_equal(now, then)
 
     def one_by_one(self) -> list[Answer]:
         """Ask for each prompt alone; nothing of another is on the device."""
@@ -57,15 +67,16 @@ class Rooms:
 def rooms(tmp_path_factory: pytest.TempPathFactory, session_shm: Path, logs: Path) -> Iterator[Rooms]:
     """The engine with the connector; it has computed and stored every prompt."""
     model = hybrid.make_gemma(tmp_path_factory.mktemp("models") / "gemma")
-    plain = options(model, max_model_len=2048, num_gpu_blocks_override=240, max_num_batched_tokens=512)
-    ours = plain | hybrid.offloading(session_shm / "hybrid", tmp_path_factory.mktemp("hybrid") / "disk")
+    plain = options(model, max_model_len=2048, num_gpu_blocks_override=240, max_logprobs=-1)
+    ours = plain | connector(session_shm / "hybrid", tmp_path_factory.mktemp("hybrid") / "disk")
     engine = Engine("hybrid", logs / "hybrid.log", **plain)
     right = []
     for each in PROMPTS:
         engine.reset()
         right += engine.say(each, max_tokens=TOKENS)
+    exact = engine.call(hybrid.logprobs, EXACT, TOKENS, "warm")
     engine.call(hybrid.anew, ours, within=120.0)
-    found = Rooms(engine, plain, ours, right)
+    found = Rooms(engine, plain, ours, right, exact)
     for each, answer in zip(PROMPTS, right, strict=True):
         (told,) = engine.say(each, max_tokens=TOKENS)  # on the device or not: the text is the same
         assert told.tokens == answer.tokens
@@ -115,6 +126,11 @@ def test_the_same_text_from_host_memory(rooms: Rooms) -> None:
     assert answers[0].external == wanted(PROMPTS[0])
 
 
+def test_the_same_log_probabilities_bit_by_bit(rooms: Rooms) -> None:
+    rooms.engine.call(hybrid.logprobs, EXACT, TOKENS)  # each alone: in a batch, sums have another order
+    rooms.same_bits()
+
+
 def test_the_same_text_for_many_requests_at_once(rooms: Rooms) -> None:
     rooms.engine.reset()
     answers = rooms.same(rooms.engine.say(*PROMPTS, max_tokens=TOKENS))
@@ -126,6 +142,7 @@ def test_the_same_text_from_the_disk_after_a_restart(rooms: Rooms) -> None:
     rooms.engine.call(hybrid.anew, rooms.plain, within=120.0)  # no process has the tiers open
     shutil.rmtree(rooms.host)
     rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
+    rooms.same_bits()  # those of test_the_same_log_probabilities_bit_by_bit
     answers = rooms.one_by_one()
     assert answers[0].external == wanted(PROMPTS[0])
     assert sum(answer.external for answer in answers) >= sum(map(wanted, PROMPTS)) - len(PROMPTS) * CHUNK
@@ -177,3 +194,24 @@ def test_nothing_stored_before_a_reset_hits_after_it(rooms: Rooms) -> None:
     answers = rooms.engine.say(*PROMPTS, max_tokens=TOKENS)
     assert [answer.external for answer in rooms.same(answers)] == [0] * len(PROMPTS)
     assert rooms.engine.call(hybrid.held) == 0
+
+
+def test_versions_of_weights_outlive_a_restart(rooms: Rooms) -> None:
+    """The engine of a run takes the place of the others here: the tests below need it."""
+    ours = fleet.new_prompt()
+    mine = fleet.of_run(rooms.ours, "a-run")
+    rooms.engine.call(hybrid.anew, mine, within=120.0)
+    base = fleet.computed(rooms.engine, ours)
+    rooms.engine.call(weights.become, 1, "step-1")
+    first = fleet.computed(rooms.engine, ours)
+    rooms.engine.call(weights.become, 2, "step-2")
+    assert len({base, first, fleet.computed(rooms.engine, ours)}) == 3
+    rooms.engine.call(hybrid.anew, mine, within=120.0)
+    assert fleet.hit(rooms.engine, ours) == base
+    rooms.engine.call(weights.become, 1, "step-1")
+    assert fleet.hit(rooms.engine, ours) == first
+
+
+@pytest.mark.parametrize("scenario", fleet.SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_what_happens_while_weights_change(rooms: Rooms, scenario: Callable[[fleet.Fleet], None]) -> None:
+    scenario(fleet.Fleet(rooms.engine, rooms.engine))

@@ -41,7 +41,7 @@ class Schedule:
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         options = read_options(extra, BLOCK)
         handshake = Handshake(Namespace("a-model"), LAYOUT, BLOCK, 1)
-        self.half = PagodaScheduler(options, BLOCK, events=False)
+        self.half = PagodaScheduler(options, BLOCK, None)
         self.half.opened([handshake])
         self._cache = opened(options.config, handshake.namespace, LAYOUT)
         self._number = 0
@@ -74,6 +74,7 @@ class Schedule:
         blocks = SimpleNamespace(get_block_ids=lambda *_: (list(range(TOKENS // BLOCK + 1)),))
         self.half.allocated(request, blocks, 0)
         step: Any = SimpleNamespace(
+            has_sync_kv_loads=False,
             num_scheduled_tokens={request.request_id: request.num_tokens},
             total_num_scheduled_tokens=request.num_tokens, kv_connector_block_state=blocks,
         )  # fmt: skip

@@ -29,6 +29,7 @@ from pagoda.connectors.vllm.offloading import lookup_table, offloading_manager, 
 from pagoda.connectors.vllm.offloading.messages import WorkerGreeting, greet, greeted
 from pagoda.connectors.vllm.offloading.offloading_worker import EnginePages, PagodaOffloadingWorker
 from pagoda.connectors.vllm.offloading.spec import PagodaOffloadingSpec
+from pagoda.connectors.vllm.options import chunk_options
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.keys import Namespace
 from pagoda.ledger import admin
@@ -306,7 +307,9 @@ def test_a_reset_while_chunks_are_stored_and_loaded_ends_well(halves: Halves) ->
     halves.manager.reset_cache()  # vLLM says nothing more of these two
     halves.run(loaded)
     assert torch.equal(halves.bytes_of(range(100, 106)), kept)
-    assert halves.answers(halves.request("after", "q", 3), keys("q", FULL, 3)) == [MISS] * 3
+    after, wanted = halves.request("after", "q", 3), keys("q", FULL, 3)
+    assert halves.answers(after, wanted) == [MISS] * 3
+    assert halves.store(after, wanted, {FULL: list(range(30, 36))}) == wanted
 
 
 def test_weights_that_another_process_changed_are_noticed(halves: Halves, config: Config) -> None:
@@ -396,6 +399,15 @@ def test_what_cannot_be_is_refused_with_the_remedy(host: Path, extra: dict[str, 
         PagodaOffloadingSpec(_offloading(host, **extra))
 
 
+def test_a_chunk_of_a_model_with_states_is_one_block(host: Path) -> None:
+    options, blocks = chunk_options(_offloading(host), states=True)
+    assert (options.config.chunk_tokens, blocks) == (BLOCK, 1)
+    with pytest.raises(ValueError, match="linear attention or Mamba layers makes chunks of 16 tokens"):
+        chunk_options(_offloading(host, chunk_tokens=2 * BLOCK), states=True)
+    _, blocks = chunk_options(_offloading(host, blocks_per_chunk=2), states=True)
+    assert blocks == 2  # by vLLM's own option
+
+
 def test_a_canonical_layout_is_refused(host: Path) -> None:
     with pytest.raises(ValueError, match="canonical_layout"):
         PagodaOffloadingSpec(replace(_offloading(host), canonical_layout=True))
@@ -417,7 +429,7 @@ def test_a_scheduler_without_its_workers_is_refused(host: Path) -> None:
 
 def test_below_a_connector_that_hears_of_no_failure_it_is_refused(host: Path) -> None:
     """vLLM's plain OffloadingConnector would promise cleared chunks forever."""
-    with pytest.raises(ValueError, match="PagodaHybridConnector only: name that as kv_connector"):
+    with pytest.raises(ValueError, match="PagodaConnector only: name that as kv_connector"):
         PagodaOffloadingSpec(_offloading(host))._connector()
 
 

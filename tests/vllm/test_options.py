@@ -40,13 +40,14 @@ def test_options_of_the_cache_and_of_the_connector() -> None:
     options = read_options(
         {
             "host_size": "2GiB", "disk_path": "/nowhere/pagoda", "disk_size": "1TiB", "min_hit_tokens": 64,
-            "weights": "v7", "salt": "tenant", "store_output": False, "allow_untested_vllm": True,
+            "weights": "v7", "weights_run": "run 7", "salt": "tenant", "store_output": False,
+            "allow_untested_vllm": True,
         },
         16,
     )  # fmt: skip
     assert (options.config.host_bytes, options.config.disk_bytes) == (2 << 30, 1 << 40)
     assert (options.config.min_hit_tokens, options.config.disk_path) == (64, "/nowhere/pagoda")
-    assert (options.weights, options.salt) == ("v7", "tenant")
+    assert (options.weights, options.weights_run, options.salt) == ("v7", "run 7", "tenant")
     assert (options.store_output, options.allow_untested_vllm) == (False, True)
     assert "tenant" not in repr(options)
 
@@ -73,6 +74,7 @@ def test_what_vllm_reads_itself_is_passed_by() -> None:
         ({"store_output": "yes"}, "store_output = 'yes': write true or false"),
         ({"allow_untested_vllm": 1}, "allow_untested_vllm = 1: write true or false"),
         ({"weights": ""}, "weights = '': a text that is not empty"),
+        ({"weights_run": "a/b"}, "weights_run = 'a/b': write a name without a slash"),
         ({"salt": 7}, "salt = 7: a text that is not empty"),
         ({"chunk_tokens": 100}, r"chunk_tokens = 100 \(argument chunk_tokens\).*32 tokens.*to 96 or 128"),
         ({"chunk_tokens": 16}, r"chunk_tokens = 16 .*set chunk_tokens to 32, or leave it out"),

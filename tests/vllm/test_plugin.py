@@ -15,7 +15,6 @@ from tests.vllm.engines import CHUNK, Engine, connector, loadable
 from tests.vllm.models import prompt
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-NAMES = ("PagodaConnector", "PagodaHybridConnector")
 
 
 def _points() -> dict[str, str]:
@@ -32,15 +31,15 @@ def install_plugin(site: str) -> None:
     sys.path.insert(0, site)
 
 
-def test_the_connectors_are_known_by_their_names() -> None:
+def test_the_connector_is_known_by_its_name() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for at in _points().values():
         module, function = at.split(":")
         for _ in range(2):  # vLLM may load a plugin more than once
             getattr(import_module(module), function)()
-    for name in NAMES:
-        assert KVConnectorFactory.get_connector_class_by_name(name).__name__ == name
+    found = KVConnectorFactory.get_connector_class_by_name("PagodaConnector")
+    assert found.__name__ == "PagodaConnector"
 
 
 def test_stats_of_a_connector_below_multi_connector_are_read() -> None:

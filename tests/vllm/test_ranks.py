@@ -1,16 +1,18 @@
-"""Two ranks of one engine: a chunk is one slot with both ranks' pages in it, or none."""
+"""Several ranks of one engine: a chunk is one slot with the pages of all ranks in it, or none."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.vllm import models, stores
 from tests.vllm.conftest import Same
 from tests.vllm.engines import BLOCK, CHUNK, Engine, connector, loadable, options
+from tests.vllm.inside import Room
 from tests.vllm.models import prompt
 
 CHUNK_BYTES = CHUNK * models.LAYERS * models.KV_HEADS * 2 * models.HEAD_DIM * 4  # keys and values in float32
@@ -89,8 +91,134 @@ def test_one_spoilt_part(ranks: Ranks, same: Same) -> None:
     assert answer.external == loadable(len(one))
 
 
+def test_computing_is_faster_than_a_slow_disk(ranks: Ranks, same: Same) -> None:
+    """The scheduler's process decides by what the ranks, in theirs, have measured; the miss has its reason."""
+    one = prompt(4300, 8 * CHUNK + 9)
+    before = stores.ready(ranks.disk)
+    same(ranks.engine, one, max_tokens=1)
+    stores.wait_ready(ranks.disk, before + 8)
+    speeds = ranks.engine.call(rates)
+    assert speeds["prefill_tokens_per_second"] > 0 and speeds["disk_bytes_per_second"] > 0
+    for slow in (True, False):
+        stores.clear(ranks.host)
+        ranks.engine.reset()
+        refused = stores.counters(ranks.host)["miss_not_worth_it"]
+        ranks.engine.call(judge, slow)
+        (answer,) = same(ranks.engine, one)
+        assert answer.external == (0 if slow else loadable(len(one)))
+        assert stores.counters(ranks.host)["miss_not_worth_it"] == refused + slow
+    ranks.engine.call(judge, None)
+
+
+def rates(room: Room) -> dict[str, float]:
+    """What the scheduler's half knows of speeds."""
+    found: dict[str, float] = room.scheduler.connector._scheduling._cache.stats()["rates"]
+    return found
+
+
+def judge(room: Room, slow: bool | None) -> None:
+    """Have the engine load only what is worth it from a disk that was slow or fast; None: load everything again."""
+    load_cost = room.scheduler.connector._scheduling._cache._resources.load_cost
+    load_cost._enabled = slow is not None
+    for _ in range(5 if slow is not None else 0):
+        load_cost.record_load("disk", CHUNK_BYTES, 1e4 if slow else 1e-9)
+
+
 def test_nothing_is_left_over(ranks: Ranks) -> None:
     """No slot waits for a part that is never written."""
     for tier in (ranks.host, ranks.disk):
         stores.wait_until(lambda tier=tier: stores.check(tier)["reserved"] == 0, "nothing reserved")
     assert stores.ready(ranks.host) > 0
+
+
+# ---- engines of one rank and of two that share
+
+
+def may_send_functions() -> None:
+    """Let vLLM's workers run functions of the tests."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+
+
+@pytest.fixture(scope="module")
+def sizes(
+    llama: Path, logs: Path, session_shm: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[int, Engine]]:
+    """Starts an engine of one rank and one of two, with one cache."""
+    how = connector(session_shm / "sizes", canonical_layout=True)
+    engines = {
+        ranks: Engine(
+            f"sizes-{ranks}",
+            logs / f"sizes-{ranks}.log",
+            may_send_functions,
+            **options(llama, tensor_parallel_size=ranks),
+            **how,
+        )
+        for ranks in (1, 2)
+    }
+    for engine in engines.values():
+        engine.call(on_ranks, watch_blocks)
+    yield engines
+    for engine in engines.values():
+        engine.stop()
+
+
+def watch_blocks(worker: Any) -> None:
+    """Note the blocks that this rank stores from or loads into."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    half = get_kv_transfer_group()._worker  # type: ignore[attr-defined]
+    load, save, half.blocks = half.load, half.save, []
+
+    def loading(meta: Any) -> None:
+        half.blocks += [block for one in meta.loads for block in one.blocks]
+        load(meta)
+
+    def saving(meta: Any) -> None:
+        half.blocks += [block for one in meta.saves for block in one.blocks]
+        save(meta)
+
+    half.load, half.save = loading, saving
+
+
+def bytes_of_blocks(worker: Any) -> list[bytes]:
+    """Return each head's bytes in these blocks, layer after layer, of vLLM's own tensors [block, head, ...]."""
+    import torch
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    blocks = get_kv_transfer_group()._worker.blocks  # type: ignore[attr-defined]
+    heads = []
+    for head in range(worker.model_runner.kv_caches[0].shape[1]):
+        layers = [layer[blocks, head].contiguous() for layer in worker.model_runner.kv_caches]
+        heads.append(torch.stack(layers).view(torch.uint8).numpy().tobytes())
+    blocks.clear()
+    return heads
+
+
+def on_ranks(room: Room, function: Any) -> list[Any]:
+    """Run a function in each rank's process; return the results in the order of the ranks."""
+    return list(room.llm.collective_rpc(function))
+
+
+@pytest.mark.parametrize(("stores_it", "loads_it"), [(1, 2), (2, 1)])
+def test_each_rank_loads_its_heads_of_what_other_ranks_stored(
+    stores_it: int, loads_it: int, sizes: dict[int, Engine], session_shm: Path, same: Same
+) -> None:
+    """Byte for byte: texts may differ by the order of sums."""
+    one, host = prompt(4300 + stores_it, 6 * CHUNK + 1), session_shm / "sizes"
+    seen = {}
+    before = stores.ready(host)
+    for ranks in (stores_it, loads_it):
+        sizes[ranks].reset()
+        (answer,) = same(sizes[ranks], one, max_tokens=1)
+        stores.wait_ready(host, before + 6)
+        seen[ranks] = sizes[ranks].call(on_ranks, bytes_of_blocks)
+    assert answer.external == 6 * CHUNK
+    assert stores.ready(host) == before + 6  # nothing was stored again
+    (whole,) = seen[1]
+    assert (
+        len(whole) == models.KV_HEADS and len(set(whole)) == models.KV_HEADS
+    )  # heads of other ranks are noticed
+    assert [len(head) for head in whole] == [6 * CHUNK_BYTES // models.KV_HEADS] * models.KV_HEADS
+    assert [head for rank in seen[2] for head in rank] == whole
+    with stores.ledger_of(host) as ledger:
+        assert ledger.slot_bytes == CHUNK_BYTES

@@ -30,7 +30,7 @@ from pagoda.connectors.vllm.connector import PagodaConnector
 from pagoda.connectors.vllm.identity.device_facts import machine_facts
 from pagoda.connectors.vllm.kv_memory import KVMemory
 from pagoda.connectors.vllm.lookups import TrackedRequest
-from pagoda.connectors.vllm.metadata import Later, PagodaMetadata, PagodaWorkerMetadata
+from pagoda.connectors.vllm.metadata import Later, PagodaMetadata, PagodaWorkerMetadata, Save
 from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
 from pagoda.connectors.vllm.shared_caches import let_go, opened
@@ -55,17 +55,24 @@ class Halves:
     """A scheduler's and a worker's half over one cache of 64 slots, and the memory of 256 blocks."""
 
     def __init__(
-        self, root: Path, on_cpu: bool = True, parts: int = 1, record: str = "", **more: Any
+        self,
+        root: Path,
+        on_cpu: bool = True,
+        parts: int = 1,
+        record: str = "",
+        described: bool = True,
+        **more: Any,
     ) -> None:
         init_none_hash(sha256)
         self.options = ConnectorOptions(config_of(root, None, record=record))
         self.memory = torch.zeros(BLOCKS, PAGE, dtype=torch.int8)
-        self.scheduler = PagodaScheduler(self.options, BLOCK, events=False, **more)
+        self.scheduler = PagodaScheduler(self.options, BLOCK, None, **more)
         self.worker = PagodaWorker(self.options, None, None)
         text = "tests of the connector"
         self.seen = KVMemory([self.memory], BLOCK, BLOCKS, (PAGE,), text, parts, 0, True, on_cpu)
         self.worker.open_cache(self.seen, NAMESPACE)
-        self.scheduler.opened([self.worker.handshake])
+        if described:
+            self.scheduler.opened([self.worker.handshake])
 
     @property
     def cache(self) -> Cache:
@@ -91,13 +98,14 @@ class Halves:
         assert answers[0] is not None
         return answers[0]
 
-    def step(self, table: list[int], **scheduled: int) -> PagodaMetadata:
+    def step(self, table: list[int], others_load: bool = False, **scheduled: int) -> PagodaMetadata:
         state = KVConnectorBlockState(set(scheduled), lambda _: (table,), {})
         return self.scheduler.step(
             SimpleNamespace(
                 num_scheduled_tokens=scheduled,
                 total_num_scheduled_tokens=sum(scheduled.values()),
                 kv_connector_block_state=state,
+                has_sync_kv_loads=others_load,
             )
         )
 
@@ -112,6 +120,10 @@ class Halves:
         assert self.asked(request) == 0
         self.saved(self.step(table, **{name: len(tokens)}))
         self.scheduler.finished(request)
+
+    def told(self) -> None:
+        """Take the worker's messages at the end of a step."""
+        self.scheduler.take_output(KVConnectorOutput(kv_connector_worker_meta=self.worker.take_meta()))
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -359,6 +371,36 @@ def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
     assert len(halves.step(list(range(4)), late=CHUNK).saves) == 1
 
 
+def test_what_was_refused_for_want_of_time_is_saved_in_a_later_step(halves: Halves) -> None:
+    """Another process has the lock for a moment, while answers are computed, which must not wait for it."""
+    request, table = halves.request(tokens(2), "late"), list(range(8))
+    assert halves.asked(request) == 0
+    locked, go_on = threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        locked.set()
+        assert go_on.wait(20)
+
+    host = halves.cache.slots.ledgers["host"]  # type: ignore[union-attr]
+    holder = threading.Thread(target=host.session.write, args=(hold, 20.0))
+    holder.start()
+    assert locked.wait(20)
+    assert not halves.step(table, late=2 * CHUNK, other=1).saves
+    request.num_computed_tokens = 2 * CHUNK
+    assert not halves.step(table, late=1).saves
+    go_on.set()
+    holder.join()
+    found: list[Save] = []
+
+    def saved() -> bool:
+        found.extend(halves.step(table, late=1).saves)
+        return bool(found)
+
+    wait_until(saved)
+    assert [(save.first, len(save.copies)) for save in found] == [(0, 2)]
+    assert not halves.step(table, late=1).saves
+
+
 def leave_room(halves: Halves, chunks: int) -> None:
     """Leave a worker so much device memory for what waits to be copied into slots."""
     pages = halves.worker._pages
@@ -564,7 +606,7 @@ def test_after_a_reset_nothing_that_was_stored_before_hits(halves: Halves) -> No
     halves.stored(tokens(2), "before", list(range(8)))
     running = halves.request([*tokens(1, seed=1), 1], "running")
     assert halves.asked(running) == 0
-    halves.scheduler.reset()
+    halves.scheduler.weights.changed()
     meta = halves.step(list(range(4)), running=CHUNK)
     assert not meta.saves  # it is unknown which weights computed it
     halves.saved(meta)
@@ -572,6 +614,32 @@ def test_after_a_reset_nothing_that_was_stored_before_hits(halves: Halves) -> No
     assert halves.asked(halves.request([*tokens(2), 1], "after")) == 0
     halves.stored(tokens(2), "anew", list(range(8)))
     assert halves.asked(halves.request([*tokens(2), 1], "next")) == 2 * CHUNK
+
+
+def test_what_waits_when_a_version_is_taken_begins_again(halves: Halves) -> None:
+    """Its look-up had the answer of other weights; it hits and stores what belongs to those of now."""
+    halves.stored(tokens(2), "before", list(range(8)))
+    waits, stored = halves.request([*tokens(2), 1], "waits"), halves.request(tokens(1, seed=1), "stored")
+    assert (halves.asked(waits), halves.asked(stored)) == (2 * CHUNK, 0)
+    halves.scheduler.weights.changed()
+    assert (halves.asked(waits), halves.asked(stored)) == (0, 0)
+    for version in ("run/1", "run/2", "run/1"):
+        halves.scheduler._take_version(version, True)
+        assert halves.asked(waits) == 0
+        assert halves.asked(stored) == 0 or version == "run/1"
+        halves.saved(halves.step(list(range(4)), stored=CHUNK))
+    halves.scheduler.opened([halves.worker.handshake])  # as vLLM does after a sleep
+    halves.scheduler.finished(stored)
+    assert halves.asked(halves.request([*tokens(1, seed=1), 1], "after")) == CHUNK
+
+
+def test_what_cannot_begin_again_is_not_cached(halves: Halves) -> None:
+    halves.stored(tokens(2), "before", list(range(8)))
+    request = halves.request([*tokens(2), 1], "waits")
+    assert halves.asked(request) == 2 * CHUNK
+    request.block_hashes.pop()
+    halves.scheduler._take_version("run/1", True)
+    assert halves.scheduler.matched(request, 0) == (0, False)
 
 
 def test_a_slot_that_was_given_up_meanwhile_is_not_written(halves: Halves) -> None:
@@ -646,3 +714,70 @@ def test_what_decides_the_bytes_of_a_page_is_told(monkeypatch: pytest.MonkeyPatc
     told = [facts(), facts(isa="amx"), facts(FlashAttentionBackend)]
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
     assert len({*told, facts()}) == 4
+
+
+def test_below_a_multi_connector_requests_wait_for_the_first_messages(shm_root: Path) -> None:
+    """A MultiConnector passes on another connector's handshake. A reset before the description comes counts, too."""
+    first = Halves(shm_root)
+    first.stored(tokens(2), "first", list(range(8)))
+    for reset, hit in ((False, 2 * CHUNK), (True, 0)):
+        halves = Halves(shm_root, described=False)
+        if reset:
+            halves.scheduler.weights.changed()
+        request = halves.request([*tokens(2), 1], "waits")
+        assert halves.scheduler.matched(request, 0) == (None, False)
+        halves.worker.report_handshake()
+        halves.worker.begin(halves.step([]))
+        halves.told()
+        assert halves.asked(request) == hit
+        halves.close()
+    first.close()
+
+
+def test_a_description_that_never_comes_costs_one_wait(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = Halves(shm_root, described=False)
+    request = halves.request(tokens(2), "waits")
+    monkeypatch.setattr("pagoda.connectors.vllm.scheduler.LONGEST_SECONDS", 0.0)
+    assert halves.scheduler.matched(request, 0) == (0, False)
+    halves.scheduler.allocated(request, None, 0)
+    assert halves.scheduler.matched(halves.request(tokens(3), "next"), 0) == (0, False)
+    halves.close()
+
+
+def test_who_loads_nothing_waits_until_it_can_be_saved(shm_root: Path) -> None:
+    """The prompt of a prefill engine is computed in one step, and then the request has ended."""
+    halves = Halves(shm_root, role="kv_producer")
+    with gate_taken(halves.cache.slots._ledger):  # type: ignore[union-attr]
+        request = halves.request(tokens(2), "prompt")
+        assert halves.scheduler.matched(request, 0) == (None, False)
+        assert halves.scheduler.matched(request, 2 * CHUNK) == (0, False)  # nothing of it is new
+    assert halves.asked(request) == 0
+    (save,) = halves.step(list(range(8)), prompt=2 * CHUNK).saves
+    assert len(save.copies) == 2
+    halves.close()
+
+
+def test_what_another_connector_loads_is_saved_when_its_step_has_ended(halves: Halves) -> None:
+    """It tells at the step's end which blocks it did not fill; the next step may have begun by then."""
+    table = list(range(8))
+    first, next_one, late = (halves.request(tokens(2, seed), f"r{seed}") for seed in (1, 2, 3))
+    for request in (first, next_one):
+        assert halves.asked(request) == 0
+    halves.scheduler.allocated(next_one, None, 0)
+    assert len(halves.step(table, r2=CHUNK).saves) == 1
+    halves.scheduler.allocated(first, None, 0)
+    first.num_computed_tokens = CHUNK  # by the other connector, within this step
+    meta = halves.step(table, others_load=True, r1=CHUNK, r2=CHUNK)
+    assert [save.request for save in meta.saves] == []  # r2 has nothing new
+    next_one.num_computed_tokens = CHUNK
+    begun = halves.step(table, r1=1, r2=CHUNK)
+    assert [save.request for save in begun.saves] == ["r2"]  # it was there before
+    assert halves.asked(late) == 0
+    halves.scheduler.allocated(late, None, 0)
+    assert halves.step(table, r3=2 * CHUNK).saves == []  # it may share blocks with the first
+    late.num_computed_tokens = 2 * CHUNK - 1
+    halves.worker.begin(meta)
+    halves.told()
+    assert [save.request for save in halves.step(table, r1=1, r3=1).saves] == ["r1", "r3"]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.vllm.configs import BLOCK, allocate, engine_config, make_layers
@@ -17,10 +18,10 @@ DENSE = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 PAGE = 2 * BLOCK * 128 * 2  # heads, tokens, K and V, bfloat16
 
 
-def see(config: Any, cache_config: Any, kv_caches: dict[str, Any]) -> Any:
+def see(config: Any, cache_config: Any, kv_caches: dict[str, Any], canonical: bool = False) -> Any:
     from pagoda.connectors.vllm.kv_memory import inspect_kv_caches
 
-    return inspect_kv_caches(kv_caches, config, cache_config)
+    return inspect_kv_caches(kv_caches, config, cache_config, canonical=canonical)
 
 
 @pytest.fixture(params=DENSE)
@@ -198,6 +199,98 @@ def test_replicas_are_one_part_and_one_of_them_writes(llama: Path, monkeypatch: 
     assert len({seen.description for seen in found}) == 1
     with pytest.raises(ValueError, match="cannot hold 3 copies"):
         see(config, replace(cache_config, kv_tp_replicas=3), kv_caches)
+
+
+def with_isa(config: Any, isa: str = "vec") -> None:
+    """Say what the layers' KV is packed for, as the first step's plan does in an engine."""
+    for layer in config.compilation_config.static_forward_context.values():
+        layer.isa = isa
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize("stores_it", [1, 2, 4])
+def test_a_chunk_of_single_heads_is_the_same_for_any_number_of_ranks(
+    layout: str, stores_it: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has 2 heads: of 4 ranks, 2 and 2 have the same one. Each loads its own from what others stored."""
+    import torch
+    from vllm.distributed import parallel_state
+
+    from pagoda.connectors.vllm.kv_memory import paged_kv
+    from pagoda.layout import KVLayout
+
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+    draw, slot, table = torch.Generator().manual_seed(1), np.zeros(1 << 20, np.uint8), [3, 1]
+    model = [
+        torch.randn(2, 2, BLOCK, 128, generator=draw).bfloat16() for _ in range(4)
+    ]  # [blocks, heads, ...]
+    descriptions = set()
+    for storing, ranks in ((True, stores_it), (False, 1), (False, 2), (False, 4)):
+        for rank in range(ranks):
+            monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+            config = engine_config(llama, layout)
+            config.parallel_config.tensor_parallel_size = ranks
+            heads = slice(0, 2) if ranks == 1 else slice(rank * 2 // ranks, rank * 2 // ranks + 1)
+            cache_config, kv_caches = allocate(config, make_layers(config, kv_heads=heads.stop - heads.start))
+            with_isa(config)
+            seen = see(config, cache_config, kv_caches, canonical=True)
+            descriptions.add(seen.description)
+            chunk = KVLayout.opaque(2 * BLOCK, 2 * seen.parts * sum(seen.page_bytes), seen.description)
+            kv = paged_kv(seen.planes, chunk, BLOCK, True, part=seen.part, parts=seen.parts).with_table(table)
+            if not storing:
+                kv.from_slots([0], [slot])
+            for tensor, whole in zip(kv_caches.values(), model, strict=True):
+                if storing:
+                    tensor[table] = whole[:, heads]
+                assert torch.equal(tensor[table], whole[:, heads])
+            if storing and seen.writes:
+                kv.to_slots([0], [slot])
+    assert len(descriptions) == 1
+
+
+def test_heads_that_are_not_runs_of_bytes_are_refused(llama: Path, layout: str) -> None:
+    config = engine_config(llama, layout)
+    cache_config, kv_caches = allocate(config, make_layers(config))
+    if layout.endswith("NHC"):
+        with pytest.raises(ValueError, match=r"canonical_layout: .*VLLM_KV_CACHE_LAYOUT=LBHNC"):
+            see(config, cache_config, kv_caches, canonical=True)
+        return
+    with_isa(config)
+    see(config, cache_config, kv_caches, canonical=True)
+    with_isa(config, "unknown")
+    with pytest.raises(ValueError, match=r"packed for .*unknown.*leave canonical_layout out"):
+        see(config, cache_config, kv_caches, canonical=True)
+    config = engine_config(llama, layout)
+    cache_config, kv_caches = allocate(config, make_layers(config, kv_heads=1))  # the model has 2
+    with_isa(config)
+    with pytest.raises(ValueError, match="1 ranks is not 2 heads"):
+        see(config, cache_config, kv_caches, canonical=True)
+
+
+@pytest.mark.parametrize("isa", ["amx", "vec", "vec16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_is_packed_alone(isa: str, dtype: str) -> None:
+    """vLLM's CPU kernel writes the same bytes for a head, however many others a rank has."""
+    import torch
+    from vllm import _custom_ops
+
+    draw = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(70, 4, 64, generator=draw).to(getattr(torch, dtype)) for _ in range(2))
+    slots = torch.randperm(3 * BLOCK, generator=draw)[:70]
+
+    def written(heads: slice) -> torch.Tensor:
+        mine = [one[:, heads].contiguous() for one in (keys, values)]
+        memory = torch.zeros(3, mine[0].shape[1], 2 * BLOCK, 64, dtype=keys.dtype)
+        _custom_ops.cpu_attn_reshape_and_cache(*mine, *memory.chunk(2, dim=2), slots, isa)
+        return memory
+
+    try:
+        whole = written(slice(0, 4))
+    except RuntimeError as trouble:
+        pytest.skip(f"not on this machine: {trouble}")
+    for first, stop in ((0, 2), (2, 4), (0, 1), (1, 2), (3, 4)):
+        assert torch.equal(written(slice(first, stop)), whole[:, first:stop])
+    assert not torch.equal(whole[:, 0], whole[:, 1])
 
 
 def test_the_description_tells_formats_apart_and_nothing_else(llama: Path) -> None:

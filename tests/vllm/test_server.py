@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from testbed.servers import free_port
 from tests.vllm import inside, stores
 from tests.vllm.conftest import Plain, Same, Tiers
 from tests.vllm.engines import CHUNK, Engine, connector, loadable
@@ -36,9 +36,7 @@ class Server:
         **extra: Any,
     ) -> None:
         """Start it. `extra` are options of PagodaKV."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         self._log = log
         given = connector(*tiers, **extra)["kv_transfer_config"]["kv_connector_extra_config"]
         model, rest = options["model"], {name: one for name, one in options.items() if name != "model"}
@@ -93,6 +91,15 @@ class Server:
             said: dict[str, Any] = json.load(answer)
         return said
 
+    def post(self, path: str, **asked: object) -> None:
+        """Call what changes the server's state."""
+        body = json.dumps(asked).encode() if asked else b""
+        request = urllib.request.Request(
+            f"{self.url}{path}", body, {"Content-Type": "application/json"}, method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=_CALL_SECONDS):
+            pass
+
     def terminate(self) -> int:
         """End it as an operator does; its exit code."""
         self.process.send_signal(signal.SIGTERM)
@@ -137,7 +144,8 @@ def _flags(options: dict[str, Any]) -> list[str]:
 @pytest.fixture
 def server(lora_options: dict[str, Any], logs: Path, tiers: Tiers) -> Iterator[Server]:
     """A server on the tiers of `pagoda`, with the same options."""
-    one = Server(logs / "server.log", lora_options, tiers)
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}  # with the calls that an update of weights takes
+    one = Server(logs / "server.log", lora_options, tiers, environment, weights_run="a-run")
     yield one
     one.kill()
 
@@ -162,6 +170,17 @@ def test_server(
     assert counter(metrics, "hit_tokens") == loadable(len(ours))  # by tier, as a label
     assert counter(metrics, "loaded_tokens") == loadable(len(ours))
     assert counter(metrics, "saved_chunks") == len(theirs) // CHUNK
+
+    server.post("/sleep?level=1")
+    server.post("/wake_up")
+    assert server.complete(ours, 8) == (plain.says(ours)[0][0], loadable(len(ours)))
+    for version, hit in (("step-1", 0), ("step-2", 0), ("step-1", loadable(len(ours)))):
+        server.post("/pause")
+        server.post("/update_weight_version", new_version=version)
+        server.post("/resume")
+        before = stores.ready(tiers.host)
+        assert server.complete(ours, 8) == (plain.says(ours)[0][0], hit)
+        stores.wait_ready(tiers.host, before + (0 if hit else len(ours) // CHUNK))
 
     assert server.terminate() == 0, server.last_words()
     stores.wait_until(lambda: not server.left(), "the end of all its processes")

@@ -17,11 +17,13 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_late
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 import pagoda.connectors.vllm.connector_stats as stats_module
+from pagoda.connectors.vllm import register
 from pagoda.connectors.vllm.connector_stats import COUNTERS, TIERS, PagodaPromMetrics, PagodaStats
 
 LABELS = ["model_name", "engine"]
@@ -203,6 +205,33 @@ def test_counts_of_another_version_do_no_harm(config: object) -> None:
     metrics.observe({"lookups": 2}, engine_idx=7)
     assert value("lookups") == 2 and value("saved_chunks") == 0
     assert counted(unheard_of=5).reduce() == {"unheard_of": 5}
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("below", [False, True])
+def test_counts_of_a_model_of_either_kind(config: SimpleNamespace, below: bool, hybrid: bool) -> None:
+    """By its config. What a model whose config says the other kind counts is left out, and does no harm."""
+    config.scheduler_config = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
+    config.model_config = SimpleNamespace(
+        is_hybrid=False, get_sliding_window=lambda: 512 if hybrid else None, attention_chunk_size=None
+    )
+    ours = {"kv_connector": "PagodaConnector", "kv_role": "kv_both"}
+    extra = {"kv_connector_extra_config": {"connectors": [ours]}}
+    config.kv_transfer_config = KVTransferConfig(
+        **(ours if not below else ours | {"kv_connector": "MultiConnector"} | extra)
+    )
+    register()
+    offloaded = OffloadingConnectorStats()
+    offloaded.increase_counter("vllm:pagoda_refused_chunks", 3)
+    metrics, line = KVConnectorProm(config, LABELS, ENGINES), KVConnectorLogging(config.kv_transfer_config)
+    said: list[str] = []
+    for counts in (counted(lookups=7), offloaded):
+        sent = {"PagodaConnector": counts.to_dict()} if below else counts.to_dict()
+        metrics.observe(sent)
+        line.observe(sent)
+        line.log(lambda _, text: said.append(text))
+    assert (value("lookups"), value("refused_chunks")) == ((None, 3) if hybrid else (7, 0))
+    assert ["7" in said[0], "3" in said[1]] == [True, True]
 
 
 def test_every_name_that_is_counted_is_a_counter() -> None:

@@ -31,9 +31,15 @@ def configs(engine: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def check(configs: tuple[Any, Any], hybrid: bool = False) -> None:
+    """Check this engine; `hybrid`: as that of a model that has Mamba layers, too."""
     from pagoda.connectors.vllm.supported_engines import check_engine
 
-    check_engine(*configs, hybrid=hybrid)
+    config, cache_config = configs
+    if hybrid:
+        groups = cache_config.kv_cache_groups
+        mamba = replace(groups[0], kv_cache_spec=_specs()["MambaSpec"])
+        cache_config = replace(cache_config, kv_cache_groups=[*groups, mamba])
+    check_engine(config, cache_config)
 
 
 def test_a_plain_engine_is_supported(configs: tuple[Any, Any]) -> None:
@@ -167,15 +173,18 @@ OF_HYBRIDS = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec", "SlidingWindowML
     ],
 )
 def test_layers_whose_blocks_are_not_the_kv_of_their_tokens(configs: tuple[Any, Any], kind: str) -> None:
+    from pagoda.connectors.vllm.supported_engines import is_hybrid
+
+    assert not is_hybrid(configs[1])
     configs[1].kv_cache_groups[0].kv_cache_spec = _specs()[kind]
-    remedy = "PagodaHybridConnector" if kind in OF_HYBRIDS else "leave the connector out"
-    with pytest.raises(ValueError, match=f"{kind} .*{remedy}"):
-        check(configs)
+    assert is_hybrid(configs[1]) is (kind in OF_HYBRIDS)
     if kind in OF_HYBRIDS:
+        check(configs)
         check(configs, hybrid=True)
     else:
-        with pytest.raises(ValueError, match=f"{kind} .*leave the connector out"):
-            check(configs, hybrid=True)
+        for hybrid in (False, True):
+            with pytest.raises(ValueError, match=f"{kind} .*leave the connector out"):
+                check(configs, hybrid)
 
 
 def test_a_kind_nobody_has_looked_at_is_refused(configs: tuple[Any, Any]) -> None:
@@ -213,9 +222,7 @@ def test_groups(configs: tuple[Any, Any]) -> None:
     config, cache_config = configs
     group = cache_config.kv_cache_groups[0]
     two = replace(cache_config, kv_cache_groups=[group, replace(group, kv_cache_spec=_specs()["MambaSpec"])])
-    with pytest.raises(ValueError, match=r"2 KV cache groups.*PagodaHybridConnector"):
-        check((config, two))
-    check((config, two), hybrid=True)
+    check((config, two))
     with pytest.raises(ValueError, match="keeps no KV cache"):
         check((config, replace(cache_config, kv_cache_groups=[])))
     for change in (
@@ -235,7 +242,7 @@ def test_every_kind_that_vllm_knows_is_decided() -> None:
 
     from pagoda.connectors.vllm import supported_engines
 
-    ours = {*supported_engines._FULL, *supported_engines._HYBRID, *supported_engines._WHY}
+    ours = {*supported_engines.HYBRID, *supported_engines.WHY}
     abstract = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs"}
     theirs = {
         name
@@ -271,7 +278,7 @@ def test_a_plain_installation_brings_a_version_that_is_accepted() -> None:
 
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (needed,) = map(Requirement, project["optional-dependencies"]["vllm"])
-    page = (Path(__file__).parents[2] / "docs/how-to/vllm.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/vllm-versions.md").read_text()
     for major, minor in TESTED:
         assert f"\n| {major}.{minor} | " in page
         assert needed.specifier.contains(f"{major}.{minor}.0") and needed.specifier.contains(
@@ -307,3 +314,48 @@ def test_the_host_tier_is_needed() -> None:
         check_vllm(read_options({"host_size": 0}, BLOCK))
     with pytest.raises(ValueError, match=r"host_shared = false: .*leave host_shared at true"):
         check_vllm(read_options({"host_shared": False}, BLOCK))
+
+
+@pytest.mark.parametrize("kinds", [["MambaSpec"], ["SlidingWindowSpec"], []])
+def test_the_connector_of_a_model_is_that_for_its_kinds_of_kv(
+    configs: tuple[Any, Any], kinds: list[str], host: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the groups that vLLM has made: whatever flags and files they come from. The log has one line about it."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from pagoda.connectors.vllm import connector
+    from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
+
+    config, cache_config = configs
+    config.kv_transfer_config.kv_connector_extra_config = {"host_path": str(host), "store_output": True}
+    groups = cache_config.kv_cache_groups
+    more = [replace(groups[0], layer_names=[kind], kv_cache_spec=_specs()[kind]) for kind in kinds]
+    cache_config = replace(cache_config, kv_cache_groups=[*groups, *more])
+    assert KVConnectorFactory.supports_hma_config(config.kv_transfer_config)
+    with caplog.at_level("INFO", logger="pagoda"):
+        made = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
+    assert type(made) is (PagodaHybridConnector if kinds else connector.PagodaConnector)
+    assert type(made).__name__ == "PagodaConnector"
+    made.shutdown()
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    assert extra.get("offload_prompt_only") is (False if kinds else None)
+    assert extra.get("store_output") is (None if kinds else True)
+
+
+def test_how_a_model_is_cached_and_why_is_logged(
+    configs: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from pagoda.connectors.vllm.supported_engines import log_choices
+
+    config, cache_config = configs
+    with caplog.at_level("INFO", logger="pagoda.vllm"):
+        log_choices(config, cache_config)
+        groups = cache_config.kv_cache_groups
+        window = replace(groups[0], kv_cache_spec=_specs()["SlidingWindowSpec"])
+        log_choices(config, replace(cache_config, kv_cache_groups=[*groups, window]))
+    assert caplog.messages == [
+        "the model's KV is FullAttentionSpec in 1 group(s): the KV of all tokens is kept",
+        "the model's KV is FullAttentionSpec and SlidingWindowSpec in 2 group(s): a hybrid model, vLLM's offloading "
+        "decides what is kept of each kind",
+    ]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.connectors.vllm.supported_engines import log_hashes
+from pagoda.connectors.vllm.supported_engines import log_choices
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
-from tests.vllm.configs import engine_config
+from tests.vllm.configs import allocate, engine_config, make_layers
 from tests.vllm.conftest import Tiers
 from tests.vllm.engines import Engine
 
@@ -35,13 +35,17 @@ def test_what_else_decides_the_keys_is_said_where_it_is_not_the_default(
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
 
     def said() -> list[str]:
-        return [line for name, _, line in caplog.record_tuples if name == "pagoda.vllm"]  # vLLM logs too
+        return [
+            line for name, _, line in caplog.record_tuples if name == "pagoda.vllm" and "block hashes" in line
+        ]
 
-    log_hashes(engine_config(llama))
+    config = engine_config(llama)
+    kv, _ = allocate(config, make_layers(config))
+    log_choices(config, kv)
     assert said() == []
-    log_hashes(engine_config(llama, prefix_caching_hash_algo="sha256_cbor"))
+    log_choices(engine_config(llama, prefix_caching_hash_algo="sha256_cbor"), kv)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    log_hashes(engine_config(llama))
+    log_choices(config, kv)
     assert ["sha256_cbor with PYTHONHASHSEED not set" in line for line in said()] == [True, False]
     assert "by sha256 with PYTHONHASHSEED = 7: engines share" in said()[1]
 

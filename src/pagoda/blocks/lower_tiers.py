@@ -49,11 +49,11 @@ class LowerTiers:
         """Return a root that is the same under any weights, for pins, which are found again after a change."""
         return _root(lora, salt, 0)
 
-    def weights_changed(self) -> None:
-        """Change every root, permanently."""
+    def weights_changed(self, version: str) -> None:
+        """Change every root, permanently; to that of a version if it is not empty."""
         self._epoch += 1
         if self._cache is not None:
-            self._cache.weights_changed()
+            self._cache.weights_changed(version)
 
     # ---- host
 

@@ -387,13 +387,14 @@ class BlockManager:
         if abandon:
             self._completion.abandon_all()
 
-    def weights_changed(self) -> tuple[str, ...]:
-        """Report that the model's weights were updated in place: nothing cached before hits again, in any tier.
+    def weights_changed(self, version: str = "") -> tuple[str, ...]:
+        """Report that the model's weights were updated in place: nothing of the old ones hits again, in any tier.
 
+        `version` names the new weights for all machines, as in `Cache.weights_changed`.
         Admitted requests keep their blocks, and their KV is never cached; preempt them to start again. Returns
         those that waited for a move: they wait to be admitted again. Raises StoreError as `Cache.weights_changed`.
         """
-        self._lower_tiers.weights_changed()
+        self._lower_tiers.weights_changed(version)
         again = self._completion.cancel_all()
         for request in self._requests.values():
             request.stale = request.admitted

@@ -33,7 +33,7 @@ from pagoda.cache.log_lines import log_opened
 from pagoda.cache.lookup_call import run_explain, run_lookup
 from pagoda.cache.recording import CallKind
 from pagoda.cache.resources import build_resources
-from pagoda.cache.retrieve_call import RetrieveCall
+from pagoda.cache.retrieve_call import RetrieveCall, probed
 from pagoda.cache.store_call import StoreCall
 from pagoda.cache.tier_stack import TierStack, build_tiers, open_tiers
 from pagoda.cache.weights_epoch import PresentWeights
@@ -130,7 +130,7 @@ class Cache:
     def _open(self, tiers: Sequence[Tier] | None, key_scheme: KeyScheme, clock: Clock) -> None:
         config, layout = self.config, self.layout
         stack = open_tiers(config, layout, clock) if tiers is None else build_tiers(tiers, layout)
-        self._resources = build_resources(stack, config, layout, key_scheme, clock)
+        self._resources = build_resources(stack, config, layout, key_scheme, clock, self.namespace)
         self._key_scheme = key_scheme
         self._weights = PresentWeights(self._resources, self.namespace)
         self._slots = (
@@ -237,7 +237,8 @@ class Cache:
     ) -> Hit:
         """Fill `kv` with the leading chunks that are cached; say which. Only validated chunks are in the hit.
 
-        A hit may cover the whole prompt: pass `tokens[:-1]` if the engine has to compute the last one.
+        A hit may cover the whole prompt: pass `tokens[:-1]` if the engine has to compute the last one. Uncounted, it
+        loads what a look-up has promised, even if computing has turned out to be faster since.
         """
         return self._retrieve_call(tokens, kv, counted, options).run()
 
@@ -287,7 +288,9 @@ class Cache:
 
     def _lookup_call(self, tokens: TokenIds | None, counted: bool, options: CallOptions) -> Call[Hit]:
         request = self._checked(tokens, options, CallKind.LOOKUP, counted)
-        work = partial(run_lookup, self._resources, request, counted)
+        work = partial(
+            probed, self._resources, request, partial(run_lookup, self._resources, request, counted)
+        )
         return hit_call("lookup", work, request, self._resources.counters)
 
     def _retrieve_call(
@@ -295,7 +298,8 @@ class Cache:
     ) -> Call[Hit]:
         transfer = CheckedTransfer(kv, self.layout)
         request = self._checked(tokens, options, CallKind.RETRIEVE, counted)
-        work = RetrieveCall(self._resources, request, transfer, counted).run
+        run = RetrieveCall(self._resources, request, transfer, counted).run
+        work = partial(probed, self._resources, request, run)
         return hit_call("retrieve", work, request, self._resources.counters)
 
     def _prefetch_call(self, tokens: TokenIds | None, options: CallOptions) -> Call[Hit]:
@@ -312,7 +316,9 @@ class Cache:
     ) -> CacheRequest:
         """Return the request that these options describe; record a call of a `kind`. Wrong use is a ValueError."""
         # one epoch for both: tiers of other machines know no other weights
-        namespace, tiers = self._weights.scope(options.get("lora"), options.get("salt"))
+        namespace, tiers = self._weights.scope(
+            options.get("lora"), options.get("salt"), options.get("weights_version")
+        )
         resources = self._resources
         request = build_request(
             tokens, options, namespace=namespace, tiers=tiers, layout=self.layout, scheme=self._key_scheme,
@@ -368,21 +374,28 @@ class Cache:
         return {tier: admin.unpin(ledger, keys, owner) for tier, ledger in tiers.ledgers()}
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Report how long the engine took to compute `tokens`: loading has to be faster."""
+        """Report how long the engine took to compute `tokens`: loading has to be faster.
+
+        All processes that share the lowest local tier learn it, for this namespace, also those that start later.
+        """
         self._resources.load_cost.record_prefill(tokens, seconds)
         if tokens > 0 and seconds > 0:
             microseconds = round(seconds * 1e6)
             self._resources.counters.add({"prefill_tokens": tokens, "prefill_microseconds": microseconds})
 
-    def weights_changed(self) -> int:
-        """Declare that the model's weights were updated in place: no chunk stored before will hit again.
+    def weights_changed(self, version: str = "") -> int:
+        """Declare that the model's weights were updated in place: no chunk of the old weights will hit again.
 
-        Returns the epoch. It is valid on this machine, permanently, and for every process that has the model's cache
-        open from its next call on. A local tier whose directory cannot record it, not even in its reserved space, loses
-        all its chunks. Raises StoreError if no directory can record it and there are remote tiers, because other
-        processes would continue to use them.
+        With a `version`, which must name the new weights for all machines ("run 7, step 100": the same step of another
+        run is other weights), this cache shares its chunks, in all tiers, with every cache of the same namespace that
+        was told the same version. It is valid for this cache only: each process names its own weights.
+
+        Without one, no other machine gets or has their KV. Returns the epoch. It is valid on this machine,
+        permanently, and for every process that has the model's cache open from its next call on. A local tier whose
+        directory cannot record it, not even in its reserved space, loses all its chunks. Raises StoreError if no
+        directory can record it and there are remote tiers, because other processes would continue to use them.
         """
-        return self._weights.change()
+        return self._weights.change(version)
 
     def clear(self, *, lora: str | None = None, salt: str | None = None, everything: bool = False) -> Cleared:
         """Remove the chunks of this namespace (of an adapter, of a tenant), or of all, from every tier.

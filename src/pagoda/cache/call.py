@@ -62,9 +62,15 @@ class CallOptions(TypedDict, total=False):
     start_tokens: int  # skips the chunks before this token: a multiple of chunk_tokens
     mask: Mask | None  # the same as one bool a token: False...False True...True
     keys: Keys | None  # instead of hashing the tokens (which may then be None)
+    any_position: (
+        bool  # with `keys`: find them wherever in a prompt they were stored; only the keys say what they are
+    )
     items: Sequence[Item]  # multimodal items at their token positions
     lora: str | None  # instead of the namespace's
     salt: str | None  # instead of the namespace's: keeps tenants apart
+    weights_version: (
+        str | None
+    )  # instead of the one that `weights_changed` named; "": the namespace's weights
     tiers: Iterable[str] | None  # only these
     deadline_seconds: float | None  # of the whole call; default: config.deadline_seconds without progress
 
@@ -86,6 +92,7 @@ class CacheRequest(NamedTuple):
     tokens: Int32s | None = None  # None: the caller gave keys only
     items: tuple[Item, ...] = ()
     head: Sequence[bytes] = ()  # the keys before keys[0], as far as the caller gave them
+    any_position: bool = False  # whether `first` is not known for certain
 
     @property
     def start_tokens(self) -> int:
@@ -95,6 +102,10 @@ class CacheRequest(NamedTuple):
     def starts(self, begin: int, end: int) -> list[int]:
         """Return the first token of each of the chunks keys[begin:end]."""
         return [(self.first + i) * self.chunk_tokens for i in range(begin, end)]
+
+    def position_of(self, index: int) -> int | None:
+        """Return the chain position at which keys[index] must have been stored; None: any."""
+        return None if self.any_position else self.first + index
 
     def parent_of(self, index: int) -> bytes | None:
         """Return the key of the chunk before keys[index], None at the root."""
@@ -164,8 +175,9 @@ def build_request(
         clock,
     )
     return CacheRequest(
-        namespace, tiers, deadline, asked, first, parent, length, chunk_tokens, ids, tuple(items), head
-    )
+        namespace, tiers, deadline, asked, first, parent, length, chunk_tokens, ids, tuple(items), head,
+        options.get("any_position", False),
+    )  # fmt: skip
 
 
 def _given_keys(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:

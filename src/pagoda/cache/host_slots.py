@@ -23,7 +23,7 @@ from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, columns
 from pagoda.clock import Deadline
 from pagoda.errors import ClosedError
 from pagoda.keys import TokenIds, as_token_ids
-from pagoda.ledger import CommitResult, Match, Outcome, Refused, Reserved
+from pagoda.ledger import CommitResult, Ledger, Match, Outcome, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, runs
@@ -49,9 +49,16 @@ class HostSlots:
         """How many slots the host tier has."""
         return self._ledger.slots
 
-    def namespace(self, lora: str | None = None, salt: str | None = None) -> bytes:
+    @property
+    def ledgers(self) -> dict[str, Ledger]:
+        """The ledgers of the local tiers by name, this one's first: for reports of what they hold."""
+        return dict(self._resources.tiers.ledgers())
+
+    def namespace(
+        self, lora: str | None = None, salt: str | None = None, weights_version: str | None = None
+    ) -> bytes:
         """Return the root of an adapter's and a tenant's namespace under the present weights; register its labels."""
-        namespace, _ = self._weights.scope(lora, salt)
+        namespace, _ = self._weights.scope(lora, salt, weights_version)
         if namespace.root not in self._resources.registered:
             self._resources.register(namespace)
         return namespace.root

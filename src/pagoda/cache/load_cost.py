@@ -1,33 +1,68 @@
-"""Whether loading a chunk is expected to be faster than computing it again."""
+"""Whether loading a chunk is expected to be faster than computing it again.
+
+What is measured is in a table that all processes of the machine share: one process may decide what another one has
+measured, and an engine that starts knows what the last one has learned.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from struct import Struct
+from weakref import WeakSet
+from zlib import crc32
 
 from pagoda.clock import Clock
+from pagoda.disk_space import allocate
+from pagoda.errors import NoRoomError
 from pagoda.fork import reset_in_child
+from pagoda.ledger.columns import map_file
 
-__all__ = ["LoadCost"]
+__all__ = ["LoadCost", "Speed", "SpeedTable"]
 
-_NEW_SHARE = 0.3  # of a new measurement in the running mean of the prefill rate
-_LAST = 5  # measurements of a tier whose median counts
-_FEWEST = 3  # of them: a single copy during which the process was paused proves nothing
+_FEWEST = 3  # measurements of a tier: a single copy during which the process was paused proves nothing
 _PROBE_NS = (
     1_000_000_000  # after a measurement the tier is tried, and measured, again; doubled while it stays slow
 )
 _LATEST_PROBE_NS = 60 * _PROBE_NS
+_SMALL_NS = 600 * _PROBE_NS  # after that, a small prompt shows the speed of computing as well as a large one
+_HOST = "host"
+_PROBE_CHUNKS = 4  # at least, that measure a tier again
+_LAST = 5  # measurements of a row that are kept
+_NAME_BYTES = 16
+# name, number of measurements, time of the last (monotonic ns), slow ones in a row; the last rates, and of how much
+_ROW = Struct(f"<{_NAME_BYTES}sQqQ{_LAST}d{_LAST}d")
+_CHECKSUM = Struct("<I")
+_PAGE_BYTES, _ROW_BYTES = 4096, 128
+_USED_BYTES = _ROW.size + _CHECKSUM.size  # of a row
 
 
 @dataclass(eq=False)
-class _TierSpeed:
-    """The last measurements of one tier."""
+class LoadMeasurement:
+    """One load while it runs."""
 
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))  # bytes/s
-    rate: float = 0.0  # their median
-    measured_ns: int = 0
-    slow: int = 0  # of the last measurements in a row
+    nbytes: int = 0  # set before it ends
+
+
+@dataclass
+class _SharedTime:
+    """The time of one tier, which passes the slower the more loads are running: each is charged its share."""
+
+    running: WeakSet[LoadMeasurement] = field(default_factory=WeakSet)
+    _passed: float = 0.0
+    _at: float = 0.0
+
+    def now(self) -> float:
+        """Return the time. Called before a load begins or ends."""
+        now = time.perf_counter()
+        self._passed += (now - self._at) / max(1, len(self.running))
+        self._at = now
+        return self._passed
 
 
 class LoadCost:
@@ -36,54 +71,104 @@ class LoadCost:
     Refuses a tier only if both are known and most of its last copies were slow; it is soon tried again.
     """
 
-    def __init__(self, chunk_bytes: int, chunk_tokens: int, clock: Clock, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        chunk_bytes: int,
+        chunk_tokens: int,
+        clock: Clock,
+        enabled: bool = True,
+        *,
+        speeds: SpeedTable | None = None,
+        engine: str = "",
+        tiers: Sequence[str] = (),
+    ) -> None:
+        """Read and write `speeds`, or a table of its own: of these `tiers`, and of engines named `engine`."""
         self._enabled = enabled
         self._chunk_bytes = chunk_bytes
-        self._chunk_tokens = chunk_tokens
+        self._bytes_per_token = chunk_bytes / chunk_tokens
         self._clock = clock
-        self._speeds: dict[str, _TierSpeed] = {}
-        self._tokens_per_second = 0.0
-        self._break_even = 0.0  # the bytes/s at which loading is as fast as computing; 0: not known
+        self._speeds = speeds or SpeedTable()
+        self._prefill = f"prefill {engine}"
+        self._tiers = tiers
         self.reset()
         reset_in_child(self)
 
     def reset(self) -> None:
-        """Create the lock; the measurements stay."""
+        """Create the lock; no load is running. The measurements stay."""
         self._lock = threading.Lock()
+        self._times: dict[str, _SharedTime] = {}
+
+    @contextmanager
+    def measured(self, tier: str) -> Iterator[LoadMeasurement]:
+        """Measure a load from `tier`; loads at the same time share it. The block sets how many bytes arrived."""
+        load, times = LoadMeasurement(), self._times.setdefault(tier, _SharedTime())
+        with self._lock:
+            began = times.now()
+            times.running.add(load)
+        try:
+            yield load
+        finally:
+            with self._lock:
+                spent = times.now() - began
+                times.running.discard(load)
+            self.record_load(tier, load.nbytes, spent)
 
     def record_load(self, tier: str, nbytes: int, seconds: float) -> None:
         """Note that loading `nbytes` from `tier` took `seconds`."""
         if nbytes <= 0 or seconds <= 0:
             return
         with self._lock:
-            speed, rate = self._speeds.get(tier), nbytes / seconds
-            if speed is None:
-                speed = self._speeds[tier] = _TierSpeed()
-            speed.rates.append(rate)
-            speed.rate = sorted(speed.rates)[len(speed.rates) // 2]
-            speed.measured_ns = self._clock.monotonic_ns()
-            speed.slow = speed.slow + 1 if rate < self._break_even else 0
+            speed = self._speeds.read(tier)
+            speed.add(nbytes, seconds, self._clock.monotonic_ns())
+            speed.slow = speed.slow + 1 if speed.rates[-1] < self._break_even() else 0
+            self._speeds.write(tier, speed)
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Note that the engine computed `tokens` in `seconds`."""
+        """Note that the engine computed `tokens` in `seconds`.
+
+        Few tokens take a device longer, each, than many: they do not count soon after a much larger prompt.
+        """
         if tokens <= 0 or seconds <= 0:
             return
         with self._lock:
-            old, new = self._tokens_per_second, tokens / seconds
-            self._tokens_per_second = old + _NEW_SHARE * (new - old) if old else new
-            self._break_even = self._chunk_bytes * self._tokens_per_second / self._chunk_tokens
+            now, speed = self._clock.monotonic_ns(), self._speeds.read(self._prefill)
+            if 2 * tokens >= max(speed.amounts, default=0) or not 0 <= now - speed.measured_ns < _SMALL_NS:
+                speed.add(tokens, seconds, now)
+                self._speeds.write(self._prefill, speed)
 
     def is_worth_loading(self, tier: str) -> bool:
-        """Whether a chunk from `tier` is expected sooner than a computed one, or too little is known."""
+        """Whether a chunk from `tier` is expected sooner than a computed one, or too little is known.
+
+        What is not measured in the background, host memory and what has none above it, may be tried after a while.
+        """
+        if not self._enabled:
+            return True
+        speed = self._speeds.read(tier)
+        if speed.number < _FEWEST or speed.rate >= self._break_even():
+            return True
+        return (tier == _HOST or _HOST not in self._tiers) and self._is_due(speed)
+
+    def take_probe(self, tier: str) -> int:
+        """Return how many chunks are to be loaded now from a tier that was too slow, to measure it again; 0: none.
+
+        Of all processes only the first that asks measures. Half as much as requests load: a disk that is limited, or
+        works through a cache, may be fast for less.
+        """
         with self._lock:
-            speed = self._speeds.get(tier)
-            if not self._enabled or speed is None:
-                return True
-            if len(speed.rates) < _FEWEST or speed.rate >= self._break_even:
-                return True
-            doublings = max(0, speed.slow - _FEWEST)
-            pause = min(_PROBE_NS << min(doublings, 6), _LATEST_PROBE_NS)
-            return self._clock.monotonic_ns() - speed.measured_ns > pause
+            speed = self._speeds.read(tier)
+            if self.is_worth_loading(tier) or not self._is_due(speed):
+                return 0
+            speed.measured_ns = self._clock.monotonic_ns()
+            self._speeds.write(tier, speed)
+            return max(_PROBE_CHUNKS, int(max(speed.amounts) / 2 / self._chunk_bytes))
+
+    def _is_due(self, speed: Speed) -> bool:
+        pause = min(_PROBE_NS << min(max(0, speed.slow - _FEWEST), 6), _LATEST_PROBE_NS)
+        return not 0 <= self._clock.monotonic_ns() - speed.measured_ns <= pause  # negative: before a reboot
+
+    def _break_even(self) -> float:
+        """Return the bytes/s at which loading is as fast as computing; 0: not known."""
+        return self._bytes_per_token * self._speeds.read(self._prefill).rate
 
     @staticmethod
     def refusal(tier: str) -> str:
@@ -92,6 +177,98 @@ class LoadCost:
 
     def rates(self) -> dict[str, float]:
         """Return the known rates: "<tier>_bytes_per_second" and "prefill_tokens_per_second"."""
-        with self._lock:
-            known = {f"{tier}_bytes_per_second": speed.rate for tier, speed in self._speeds.items()}
-            return {**known, "prefill_tokens_per_second": self._tokens_per_second}
+        speeds = {tier: self._speeds.read(tier).rate for tier in self._tiers}
+        known = {f"{tier}_bytes_per_second": rate for tier, rate in speeds.items() if rate}
+        return {**known, "prefill_tokens_per_second": self._speeds.read(self._prefill).rate}
+
+
+# ---- what is measured, by all processes that share a store
+
+
+@dataclass
+class Speed:
+    """The last measurements of one tier or engine: `rates` a second, the oldest first, each of so many `amounts`."""
+
+    rates: list[float] = field(default_factory=list)
+    amounts: list[float] = field(default_factory=list)
+    number: int = 0
+    measured_ns: int = 0
+    slow: int = 0  # of the last measurements in a row
+    rate: float = (
+        0.0  # of the last measurements the median, in which large ones count for more; 0: there is none
+    )
+
+    def add(self, amount: float, seconds: float, now: int) -> None:
+        """Add a measurement that ended now."""
+        self.rates = [*self.rates, amount / seconds][-_LAST:]
+        self.amounts = [*self.amounts, amount][-_LAST:]
+        self.rate = _median(self.rates, self.amounts)
+        self.number, self.measured_ns = self.number + 1, now
+
+
+class SpeedTable:
+    """Rows in one mapped page. Without a path, or without space for the page, it is this process's own.
+
+    A row is written with no lock between processes: of two that write at the same moment one measurement may be lost.
+    A row that is torn, or of another version, has a wrong checksum and counts as free.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Map the page, made if it is not there."""
+        self._page = memoryview(bytearray(_PAGE_BYTES))
+        if path is not None:
+            try:
+                allocate(path, _PAGE_BYTES)
+                self._page = memoryview(map_file(path, _PAGE_BYTES))
+            except (NoRoomError, OSError):
+                pass
+        self._known: dict[str, tuple[int, bytes, Speed]] = {}  # where the row of a name is, and what it said
+
+    def read(self, name: str) -> Speed:
+        """Return what is known of that name: a `Speed` without measurements if nothing is. Less than a microsecond."""
+        known = self._known.get(name)
+        if known is not None and self._page[known[0] : known[0] + _USED_BYTES] == known[1]:
+            return known[2]
+        return self._searched(name)
+
+    def write(self, name: str, speed: Speed) -> None:
+        """Keep what is known of that name, in place of the row that was measured longest ago if there is no other."""
+        digest = blake2b(name.encode(), digest_size=_NAME_BYTES).digest()
+        at = bytes(self._page).find(digest)
+        if at % _ROW_BYTES:
+            at = min(range(0, _PAGE_BYTES, _ROW_BYTES), key=self._measured)
+        rest = [0.0] * (_LAST - len(speed.rates))
+        values = *rest, *speed.rates, *rest, *speed.amounts
+        row = _ROW.pack(digest, speed.number, speed.measured_ns, speed.slow, *values)
+        row += _CHECKSUM.pack(crc32(row))
+        self._page[at : at + _USED_BYTES] = row
+        self._known[name] = at, row, speed
+
+    def _searched(self, name: str) -> Speed:
+        at = bytes(self._page).find(blake2b(name.encode(), digest_size=_NAME_BYTES).digest())
+        if at % _ROW_BYTES or self._measured(at) < 0:
+            return Speed()
+        row = bytes(self._page[at : at + _USED_BYTES])
+        _, number, measured_ns, slow, *values = _ROW.unpack_from(row)
+        first = _LAST - min(number, _LAST)
+        rates = values[first:_LAST]
+        amounts = values[_LAST + first :]
+        speed = Speed(rates, amounts, number, measured_ns, slow, _median(rates, amounts))
+        self._known[name] = at, row, speed
+        return speed
+
+    def _measured(self, at: int) -> int:
+        """Return when a row was measured; -1 if it is free, or torn."""
+        row = bytes(self._page[at : at + _USED_BYTES])
+        whole = crc32(row[: _ROW.size]) == _CHECKSUM.unpack_from(row, _ROW.size)[0]
+        return int(_ROW.unpack_from(row)[2]) if whole else -1
+
+
+def _median(rates: Sequence[float], amounts: Sequence[float]) -> float:
+    """Return the rate at which half of all was moved more slowly; 0 if there is none."""
+    passed, half = 0.0, sum(amounts) / 2
+    for rate, amount in sorted(zip(rates, amounts, strict=True)):
+        passed += amount
+        if passed > half:
+            return rate
+    return 0.0

@@ -88,14 +88,14 @@ def match_prefix(request: CacheRequest, *, stamp: int | None, touch: bool = True
 
     def find_in_host(host: HostTier, at: int) -> tuple[int, Reason | None]:
         match = host.ledger.match_prefix(
-            request.keys[at:], start=request.first + at, namespace=root, stamp=stamp, touch=touch,
+            request.keys[at:], start=request.position_of(at), namespace=root, stamp=stamp, touch=touch,
             lease_seconds=LEASE_SECONDS if touch else 0.0, deadline_seconds=deadline.remaining(),
         )  # fmt: skip
         return len(match.slots), match.reason
 
     def find_below(tier: Tier, at: int) -> tuple[int, Reason | None]:
         count = tier.find(
-            request.keys[at:], start=request.first + at, namespace=root, touch=touch,
+            request.keys[at:], start=request.position_of(at), namespace=root, touch=touch,
             deadline_seconds=deadline.remaining(),
         )  # fmt: skip
         # It may not have been asked, or may not have answered.

@@ -9,7 +9,7 @@ from pagoda.cache.call import KeyScheme
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.executor import CallExecutor
 from pagoda.cache.explain_miss import MissExplainer
-from pagoda.cache.load_cost import LoadCost
+from pagoda.cache.load_cost import LoadCost, SpeedTable
 from pagoda.cache.prompt_log import PromptLog
 from pagoda.cache.recording import Recorder
 from pagoda.cache.staging import StagingPool
@@ -19,6 +19,7 @@ from pagoda.clock import Clock, Deadline
 from pagoda.config import Config
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
+from pagoda.ledger.store_state import SPEEDS
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.transfer.cpu_copy import end_helpers
 
@@ -85,9 +86,9 @@ class Resources:
 
 
 def build_resources(
-    tiers: TierStack, config: Config, layout: KVLayout, scheme: KeyScheme, clock: Clock
+    tiers: TierStack, config: Config, layout: KVLayout, scheme: KeyScheme, clock: Clock, engine: Namespace
 ) -> Resources:
-    """Build what all calls share; starts no thread."""
+    """Build what all calls share; starts no thread. `engine`: whose speed of computing the cache learns."""
     ledgers = tiers.ledgers()
     counters = CacheCounters(ledgers[0][1] if ledgers else None, clock)
     executor = CallExecutor()
@@ -102,7 +103,16 @@ def build_resources(
         counts_in=ledgers[0][0] if ledgers else "",
         executor=executor,
         explainer=MissExplainer(tiers, scheme, layout.chunk_tokens, clock, executor),
-        load_cost=LoadCost(layout.chunk_bytes, layout.chunk_tokens, clock, config.worth_it),
+        load_cost=LoadCost(
+            layout.chunk_bytes,
+            layout.chunk_tokens,
+            clock,
+            config.worth_it,
+            # of the lowest store: a disk's survives a reboot, as its chunks do
+            speeds=SpeedTable(ledgers[-1][1].directory / SPEEDS) if ledgers else None,
+            engine=engine.root.hex(),
+            tiers=tiers.names,
+        ),
         writeback=tuple(
             WriteBackQueue(tier, tiers.host, config, layout.chunk_tokens, counters, clock)
             for tier in tiers.written

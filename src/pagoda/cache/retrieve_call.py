@@ -27,6 +27,7 @@ from pagoda.cache.hit import Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS, expected_hit
 from pagoda.cache.resources import Resources
 from pagoda.cache.staging import StagingPool
+from pagoda.cache.tier_stack import TierStack
 from pagoda.cache.writeback import Access, ChunkRef, chunk_ref, columns_of, recency_stamp, refs_in_slots
 from pagoda.clock import Deadline
 from pagoda.ledger import Busy, Present, Refused, Reserved
@@ -34,13 +35,30 @@ from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, Done, Tier
 
-__all__ = ["RetrieveCall"]
+__all__ = ["RetrieveCall", "probed"]
 
 _COPY_BYTES = 256 << 20  # copied between two looks at the deadline
 _PAUSE_SECONDS = (0.0002, 0.005)  # between two looks at a chunk that another call is storing
 _TRY_EVERY = 16  # looks; the looks between them keep no other call from the ledger by a write
 _MOST_ROUNDS = 3  # times in a row that a chunk may disappear between two steps
 _ARRIVED_BYTES = 64 << 20  # copied out at once while reads are in flight
+
+
+def probed(resources: Resources, request: CacheRequest, run: Callable[[], Hit]) -> Hit:
+    """Return the answer of a look-up or retrieve. If it refused a slow tier, have it measured again in the background.
+
+    So no request waits for the measurement: some of the chunks that it does not get are brought up to the host tier.
+    """
+    hit, lower, host = run(), request.tiers.lower, resources.tiers.host
+    if hit.reason is Reason.NOT_WORTH_IT and host is not None:
+        at, cost = hit.num_tokens // request.chunk_tokens, resources.load_cost
+        if chunks := next(filter(None, (cost.take_probe(tier.name) for tier in lower)), 0):
+            few = request._replace(
+                tiers=TierStack(host, lower), deadline=Deadline(resources.config.deadline_seconds),
+                keys=request.keys[at : at + chunks], first=request.first + at, parent=request.parent_of(at),
+            )  # fmt: skip
+            resources.executor.run_in_background(RetrieveCall(resources, few, None, False).run)
+    return hit
 
 
 class RetrieveCall:
@@ -54,6 +72,7 @@ class RetrieveCall:
         self, resources: Resources, request: CacheRequest, kv: CheckedTransfer | None, counted: bool
     ) -> None:
         self._resources, self._request, self._kv, self._counted = resources, request, kv, counted
+        self._chooses = kv is not None and counted  # else the caller has chosen, by a look-up or a prefetch
         self._tiers, self._deadline = request.tiers, request.deadline
         self._stamp = 0  # of the host tier
         self._end = len(request.keys)
@@ -99,7 +118,7 @@ class RetrieveCall:
         if self._kv is None and host is None:
             return request.hit({}, Reason.TIER_SKIPPED, "there is no host tier to prefetch into")
         load_cost = resources.load_cost
-        if host is not None and self._kv is not None and not load_cost.is_worth_loading(host.name):
+        if host is not None and self._chooses and not load_cost.is_worth_loading(host.name):
             return request.hit({}, Reason.NOT_WORTH_IT, load_cost.refusal(host.name))
         minimum = resources.config.min_hit_tokens
         if minimum > len(request.keys) * request.chunk_tokens:
@@ -149,7 +168,7 @@ class RetrieveCall:
         if host is not None and keys:
             host.ledger.match_prefix(
                 keys,
-                start=self._request.first,
+                start=self._request.position_of(0),
                 namespace=self._request.namespace.root,
                 touch=False,
                 lease_seconds=LEASE_SECONDS,
@@ -162,7 +181,7 @@ class RetrieveCall:
         """Serve what the host tier has from here on."""
         match = host.ledger.match_prefix(
             self._request.keys[self._done :],
-            start=self._request.first + self._done,
+            start=self._request.position_of(self._done),
             namespace=self._request.namespace.root,
             stamp=self._stamp,
             lease_seconds=LEASE_SECONDS,
@@ -211,7 +230,7 @@ class RetrieveCall:
             found = self._match_lower(tier)
             if found and self._kv is None:
                 return self._limit_prefetch(tier, found)
-            if found and self._resources.load_cost.is_worth_loading(tier.name):
+            if found and (not self._chooses or self._resources.load_cost.is_worth_loading(tier.name)):
                 return tier, found
             if found:
                 self._stop(Reason.NOT_WORTH_IT, self._resources.load_cost.refusal(tier.name))
@@ -225,7 +244,7 @@ class RetrieveCall:
                 self._stamps[tier.name] = recency_stamp(tier)
             found = tier.find(
                 self._request.keys[self._done : self._end],
-                start=self._request.first + self._done,
+                start=self._request.position_of(self._done),
                 stamp=self._stamps[tier.name],
                 namespace=self._request.namespace.root,
                 deadline_seconds=self._deadline.remaining(),
@@ -248,13 +267,14 @@ class RetrieveCall:
         """Load chunks [done, stop) from `tier`; return whether another call is storing the next one."""
         destination, before, began = self._destination(), self._done, time.perf_counter()
         pipeline = LoadPipeline(tier, destination, self._request, self._kv, self._served)
-        end = pipeline.run(self._done, stop)
+        with self._resources.load_cost.measured(tier.name) as load:
+            end = pipeline.run(self._done, stop)
+            load.nbytes = (self._done - before) * tier.chunk_bytes
         if end is not None:
             self._stop(end.reason, end.detail)
             self._miss_counted = end.counted and tier.name == self._resources.counts_in
-        nbytes, seconds = (self._done - before) * tier.chunk_bytes, time.perf_counter() - began
+        seconds = time.perf_counter() - began
         self._load_seconds[tier.name] = self._load_seconds.get(tier.name, 0.0) + seconds
-        self._resources.load_cost.record_load(tier.name, nbytes, seconds)
         for queue in self._resources.writeback:
             if queue.tier is tier:
                 queue.settle(pipeline.committed)
@@ -410,7 +430,7 @@ class LoadPipeline:
                 return
             request, payloads = self._request, [buffer.payload for buffer in buffers]
             keys, left = request.keys[begin : begin + len(buffers)], self._deadline.remaining()
-            start, root = request.first + begin, request.namespace.root
+            start, root = request.position_of(begin), request.namespace.root
             asked = True
             futures = self._tier.load(keys, payloads, start=start, namespace=root, deadline_seconds=left)
             self._flights.extend([_LoadInFlight(*pair) for pair in zip(buffers, futures, strict=True)])

@@ -117,7 +117,7 @@ class StoreCall:
         self._collect_refused()
         at = max(0, self._fate.find(_LEFT))
         have = ledger.match_prefix(
-            request.keys[at:], start=request.first + at, namespace=request.namespace.root, stamp=self._stamp,
+            request.keys[at:], start=request.position_of(at), namespace=request.namespace.root, stamp=self._stamp,
             asked=False, deadline_seconds=self._deadline.remaining(),
         )  # fmt: skip
         where = have.slots, have.generations
@@ -193,8 +193,8 @@ class StoreCall:
             return None if begin < 0 else Reason.TIER_SKIPPED
         ends = {  # up to where each tier takes the run: the chunks it has, and then those that its policy admits
             tier.name: tier.find(
-                request.keys, start=request.first, stamp=self._stamps[tier.name], namespace=request.namespace.root,
-                touch=False, deadline_seconds=patience.remaining(),
+                request.keys, start=request.position_of(0), stamp=self._stamps[tier.name],
+                namespace=request.namespace.root, touch=False, deadline_seconds=patience.remaining(),
             )
             for tier in self._lower
         }  # fmt: skip

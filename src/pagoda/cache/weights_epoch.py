@@ -42,7 +42,8 @@ class PresentWeights:
         self._resources = resources
         self._epoch = WeightsEpoch(resources.config.roots(), namespace.model, namespace.weights_epoch)
         self._base = namespace
-        self._namespaces: dict[tuple[str, str, int], Namespace] = {}
+        self._named = ("", 0)  # the version that the weights were changed to, and the epoch then
+        self._namespaces: dict[tuple[str, str, str, int], Namespace] = {}
         self.reset()
         reset_in_child(self)
 
@@ -50,28 +51,36 @@ class PresentWeights:
         """Create the lock."""
         self._lock = threading.Lock()
 
-    def scope(self, lora: str | None = None, salt: str | None = None) -> tuple[Namespace, TierStack]:
+    def scope(
+        self, lora: str | None = None, salt: str | None = None, version: str | None = None
+    ) -> tuple[Namespace, TierStack]:
         """Return the namespace of an adapter and a tenant now, and the tiers that may be used now.
 
         A stat notices weights that another process changed. After weights changed in place, no other machine has their
-        KV, nor may it get it.
+        KV, nor may it get it, unless the change named a version. A `version` that is given is the caller's own.
         """
         epoch, tiers = self._epoch.epoch(), self._resources.tiers
+        version, named_at = self._named if version is None else (version, 0)
+        epoch = epoch if epoch > named_at else 0
         lora = self._base.lora if lora is None else lora
         salt = self._base.salt if salt is None else salt
         with self._lock:
-            namespace = self._namespaces.get((lora, salt, epoch))
+            namespace = self._namespaces.get((lora, salt, version, epoch))
         if namespace is None:
             weights_epoch = self._base.weights_epoch * _EPOCHS + epoch
-            namespace = self._base.with_(lora=lora, salt=salt, weights_epoch=weights_epoch)
+            versioned = self._base.of_version(version)
+            namespace = versioned.with_(lora=lora, salt=salt, weights_epoch=weights_epoch)
             with self._lock:
                 while len(self._namespaces) >= _MOST_NAMESPACES:
                     self._namespaces.pop(next(iter(self._namespaces)))
-                self._namespaces[lora, salt, epoch] = namespace
+                self._namespaces[lora, salt, version, epoch] = namespace
         return namespace, tiers.local() if epoch else tiers
 
-    def change(self) -> int:
-        """Raise the weights epoch and return it. See Cache.weights_changed."""
+    def change(self, version: str) -> int:
+        """Raise the weights epoch, or take a version of which it need not be raised. See Cache.weights_changed."""
+        if version:
+            self._named = version, self._epoch.epoch()
+            return self._named[1]
         epoch, errors = self._epoch.raise_epoch()
         tiers = self._resources.tiers
         for tier in tiers.all:

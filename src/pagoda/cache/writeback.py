@@ -462,7 +462,7 @@ class WriteBackQueue:
             )
         try:
             leased = self._lease(piece)
-            chunks = [self._chunk(ref) for ref in piece]
+            chunks = self._chunks(piece)
             futures = self.tier.save(chunks, batch.namespace, stamp=batch.stamp)
         except Exception:
             self._counters.add({f"drop_{Reason.IO_ERROR}": len(piece)})
@@ -484,15 +484,21 @@ class WriteBackQueue:
         ledger.lease(slots, generations, _LEASE_SECONDS)
         return list(zip(before, ledger.columns.lease_until[slots].tolist(), strict=True))
 
-    def _chunk(self, ref: ChunkRef) -> Chunk:
-        """Return a chunk in the form in which a tier takes it."""
-        chunk = partial(Chunk, ref.key, ref.position, self._chunk_tokens, parent=ref.parent)
-        if ref.staged is not None:
-            return chunk(payload=ref.staged.buffer, still_valid=lambda: True)
-        assert self._host is not None
-        ledger, where = self._host.ledger, columns_of([ref])
-        payload = self._host.slab.views([ref.slot])[0]
-        return chunk(payload=payload, still_valid=lambda: bool(ledger.still_valid(*where)[0]))
+    def _chunks(self, piece: Sequence[ChunkRef]) -> list[Chunk]:
+        """Return chunks in the form in which a tier takes them."""
+        host = self._host
+        if host is None or piece[0].staged is not None:
+            staged = [(ref.staged.buffer, lambda: True) for ref in piece if ref.staged is not None]
+        else:
+            views, valid = host.slab.views([ref.slot for ref in piece]), host.ledger.is_valid
+            staged = [
+                (view, partial(valid, ref.slot, ref.generation))
+                for ref, view in zip(piece, views, strict=True)
+            ]
+        return [
+            Chunk(ref.key, ref.position, self._chunk_tokens, payload, ref.parent, still_valid)
+            for ref, (payload, still_valid) in zip(piece, staged, strict=True)
+        ]
 
     def _on_write_done(self, ref: ChunkRef, lease: tuple[int, int] | None, future: Future[Done]) -> None:
         """Note what a finished write tells about the tier; release the slot or the buffer. On a thread of the tier."""

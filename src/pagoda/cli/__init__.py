@@ -10,7 +10,7 @@ what), 130 interrupted.
     warm                   fills the host tier of a machine that has just started
     serve                  chunks for other machines, and the page: `serve_page`
     config                 options, and the import of LMCache's
-    vllm                   starts vLLM with the connector
+    vllm, sglang           start an engine with its connector: `engine_start`
     bench                  how fast the tiers are: `bench_tiers`, `load_speeds`
     record, replay, size   traces: `replay_inputs`, `replay_tiers`, `replay_fleet`, `replay_tables`,
                            `hit_rate_plot`, `trace_pool`, `model_sizes`

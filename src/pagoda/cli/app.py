@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pagoda.cli import config, vllm
+from pagoda.cli import config, sglang, vllm
 from pagoda.cli.bench import bench
 from pagoda.cli.check import check
 from pagoda.cli.clear import clear
@@ -36,6 +36,7 @@ app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_
 app.command()(demo)
 app.add_typer(config.app, name="config")
 app.add_typer(vllm.app, name="vllm")
+app.add_typer(sglang.app, name="sglang")
 
 
 @app.callback(invoke_without_command=True)

@@ -85,9 +85,10 @@ def seal(
         raise ValueError(f"a header page has {HEADER_BYTES} bytes, got shape {page.shape}")
     head = packed + _payload_checksum(packed, payload, header.length)
     page[:] = 0
-    page[: len(head)] = np.frombuffer(head, dtype=np.uint8)
-    _STORED.pack_into(page.data, _OWN.stop, header.stored_bytes)
-    page[_OWN] = np.frombuffer(_own_checksum(page.data), dtype=np.uint8)
+    view = page.data
+    view[: len(head)] = head
+    _STORED.pack_into(view, _OWN.stop, header.stored_bytes)
+    view[_OWN] = _own_checksum(view)
     return page
 
 

@@ -1,3 +1,6 @@
-"""Connectors: each lets one engine use the cache. No other package imports an engine; import the module you need."""
+"""Connectors: each lets one engine use the cache. No other package imports an engine; import the module you need.
+
+`prefill_stopwatch`, which all of them use, measures how fast the model computes prompts: loading must be faster.
+"""
 
 from __future__ import annotations

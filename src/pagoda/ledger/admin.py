@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 
@@ -16,12 +17,13 @@ import numpy as np
 
 from pagoda.errors import LedgerCorrupt, StoreError
 from pagoda.ledger import chunk_ops, namespaces, queries, table_integrity
+from pagoda.ledger.chunk_notes import ChunkNotes
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.member_counters import folded
 from pagoda.ledger.namespaces import ClearScope
 from pagoda.ledger.outcomes import ChunkRow, NamespaceRow, Report
 from pagoda.ledger.session import PATIENT_SECONDS
-from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
+from pagoda.ledger.store_state import NOTES, OLD_PROMPTS, PROMPTS
 from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables, Txn
 from pagoda.ledger.transaction import BATCH, batches
 from pagoda.metrics import Reason
@@ -110,33 +112,43 @@ def unpin(ledger: Ledger, keys: Sequence[bytes] | None, owner: str) -> int:
 
 
 def remove(ledger: Ledger, keys: Sequence[bytes], reason: Reason = Reason.REMOVED) -> int:
-    """Remove chunks, pinned or not; return how many were there. Later misses of them say `reason`."""
-    return sum(
-        ledger.session.write(partial(chunk_ops.remove, keys=batch, reason=reason), frees=True)
-        for batch in batches(keys)
-    )
+    """Remove chunks, pinned or not, with their notes; return how many were there. Later misses of them say `reason`."""
+    removed, notes = 0, ChunkNotes(ledger.directory)
+    for batch in batches(keys):
+        places = ledger.columns.places_of(batch) if notes.exist() else []
+        removed += ledger.session.write(partial(chunk_ops.remove, keys=batch, reason=reason), frees=True)
+        with suppress(OSError):  # it can be read only under a key that is published no more
+            notes.erase(places)
+    return removed
 
 
 def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
     """Remove all chunks of one namespace (None: of all), also those being stored; return how many were there.
 
-    Also removes the log of prompts, of all namespaces. Needs no free space, neither in the tables nor on the disk.
+    Also removes their notes, and the log of prompts of all namespaces. Needs no free space, neither in the tables nor
+    on the disk.
     What another process stores after this call began may stay. StoreError if it could not be done, or not so that it
     outlives a power cut.
     """
     try:
         return _clear_chunks(ledger, namespace)
     finally:  # a prompt that was logged before is stored no more
-        _remove_prompts(ledger)
+        _remove_tokens(ledger, namespace)
 
 
-def _remove_prompts(ledger: Ledger) -> None:
-    left = []
-    for name in (PROMPTS, OLD_PROMPTS):  # in this order: the first may take the place of the second meanwhile
+def _remove_tokens(ledger: Ledger, namespace: bytes | None) -> None:
+    """Remove the token ids of what was cleared: the whole log of prompts, and the notes of chunks that are gone."""
+    left, notes = [], ChunkNotes(ledger.directory)
+    # in this order: the first log may take the place of the second meanwhile
+    for name in (PROMPTS, OLD_PROMPTS, *([NOTES] if namespace is None else [])):
         try:
             (ledger.directory / name).unlink(missing_ok=True)
         except OSError as error:
             left.append(str(error))
+    try:
+        notes.erase([(slot, key) for slot, key in notes.places() if not ledger.columns.has(slot, key)])
+    except OSError as error:
+        left.append(str(error))
     if left:
         raise StoreError(f"token ids of cleared prompts are left: {'; '.join(left)}; remove them by hand")
 

@@ -104,6 +104,16 @@ class Columns:
         """Return the published key of a slot."""
         return bytes(self.cells[1][slot * KEY_BYTES : (slot + 1) * KEY_BYTES])
 
+    def has(self, slot: int, key: bytes) -> bool:
+        """Tell whether a slot is published as holding the chunk of that key, complete."""
+        return slot < self.slots and self.key_of(slot) == key and bool(self.last_use[slot] != NOT_READY)
+
+    def places_of(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        """Return slot and key of those of these keys that are published for a slot, complete or not. Reads all rows."""
+        slots = np.flatnonzero(np.isin(self.keys[:, 0], marks_of(keys)))
+        asked = set(keys)
+        return [(slot, key) for slot in slots.tolist() if (key := self.key_of(slot)) in asked]
+
     def names(self, slots: Rows, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """Tell which of these slots are published under these keys."""
         asked = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 4)

@@ -519,6 +519,11 @@ class Ledger:
         barrier()
         return np.asarray(self.columns.generation[slots] == generations)
 
+    def is_valid(self, slot: int, generation: int) -> bool:
+        """Tell of one slot what `still_valid` tells of many."""
+        barrier()
+        return bool(self.columns.cells[0][slot] == generation)
+
     def is_ready(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Tell for each slot whether its chunk is committed and still there; a hint, for reports. Takes no lock."""
         columns = self.columns

@@ -36,9 +36,11 @@ STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES, PAGE_GUARDS = (
 GUARD_WORDS = 64  # a member, see `slot_view_guards`
 GUARD_BYTES = MEMBER_ROWS * GUARD_WORDS * 8
 PROMPTS, OLD_PROMPTS = "prompts", "prompts-old"  # the log of prompts: see `cache/prompt_log`
+NOTES = "notes"  # of chunks, for routers of requests: see `chunk_notes`; of no format
 REQUESTS = (
     "requests"  # the last ones: see `request_ring`; of no format, so that every version opens the store
 )
+SPEEDS = "speeds"  # see `cache/load_cost`; of no format
 FIRST_OFFSET = 1 << 60  # recency stamps of a new store begin here, above those that a rebuild gives
 NEVER_BOOTED = ""  # boot id of a store whose ledger is being made or resized: never trusted
 

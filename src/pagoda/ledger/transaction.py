@@ -319,8 +319,8 @@ class Transaction:
             columns.cells
         )
         for slot, number in self._generations.items():
+            last_use[slot] = NOT_READY  # first: the old chunk must not be taken for one of the new generation
             generation[slot] = number
-            last_use[slot] = NOT_READY
             lease_until[slot] = hits[slot] = 0
         for slot, (key, asked, place, parent) in self._filling.items():
             keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = key

@@ -13,10 +13,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from pagoda.errors import StoreError
-from pagoda.slab.memory import PAGE_BYTES, Bytes, aligned, open_slab
+from pagoda.slab.memory import PAGE_BYTES, Bytes, address, aligned, open_slab
 
 __all__ = ["FileSlab", "aligned"]
 
@@ -112,16 +110,13 @@ class FileSlab:
     def _views(self, slot: int, buffers: Sequence[Bytes]) -> list[memoryview]:
         if not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot} is outside [0, {self.slots})")
-        views = [buffer.data.cast("B") for buffer in buffers if buffer.nbytes]
-        total = sum(view.nbytes for view in views)
+        used = [buffer for buffer in buffers if buffer.nbytes]
+        total = sum(buffer.nbytes for buffer in used)
         if total > self.slot_bytes:
             raise ValueError(f"{total} bytes do not fit a slot of {self.slot_bytes}")
-        if self.direct and any(
-            view.nbytes % PAGE_BYTES or np.frombuffer(view, np.uint8).ctypes.data % PAGE_BYTES
-            for view in views
-        ):
+        if self.direct and any(buffer.nbytes % PAGE_BYTES or address(buffer) % PAGE_BYTES for buffer in used):
             raise ValueError(f"O_DIRECT needs whole pages of {PAGE_BYTES} bytes that begin on a page")
-        return views
+        return [buffer.data.cast("B") for buffer in used]
 
     def _move_all(self, move: _Move, views: Sequence[memoryview], offset: int) -> None:
         """Repeat `move` until all of `views` is transferred.

@@ -55,7 +55,7 @@ class Tier(Protocol):
         self,
         keys: Sequence[bytes],
         *,
-        start: int = 0,
+        start: int | None = 0,
         stamp: int | None = None,
         namespace: bytes | None = None,
         touch: bool = True,
@@ -65,8 +65,8 @@ class Tier(Protocol):
 
         A key whose state is not known before the deadline (the tier's own by default and at most) counts as absent.
 
-        `start` is the chain position of keys[0]; the calls of one request pass the same `stamp`. `namespace` is the
-        root that the keys were derived under; without it all registered namespaces are searched.
+        `start` is the chain position of keys[0] (None: any); the calls of one request pass the same `stamp`.
+        `namespace` is the root that the keys were derived under; without it all registered namespaces are searched.
         """
 
     def touch(
@@ -93,12 +93,13 @@ class Tier(Protocol):
         """
 
     def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes,
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes,
         deadline_seconds: float | None = None,
     ) -> list[Future[Done]]:  # fmt: skip
         """Read verified chunks into `buffers` ((>= chunk_bytes,) uint8), in order, several at a time.
 
-        A chunk of another namespace, or of another position than its index from `start` on, is a miss and stays.
+        A chunk of another namespace, or of another position than its index from `start` on (None: any), is a miss, and
+        stays.
 
         Returns before the deadline (the tier's own by default and at most), however long the reads take after that.
 

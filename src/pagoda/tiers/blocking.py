@@ -63,7 +63,7 @@ class BlockingCalls(ABC):
         return completed_future(False, reason)
 
     def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes,
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes,
         deadline_seconds: float | None = None,
     ) -> list[Future[Done]]:  # fmt: skip
         """Read verified chunks directly into `buffers`. See Tier.load."""

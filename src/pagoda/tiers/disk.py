@@ -25,7 +25,7 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.slab import FileSlab, aligned
+from pagoda.slab import FileSlab, address, aligned
 from pagoda.threads import NO_THREAD, Condition, Event
 from pagoda.tiers import opened_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
@@ -156,7 +156,7 @@ class DiskTier(QueuedTier):
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def find(
-        self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, namespace: bytes | None = None,
+        self, keys: Sequence[bytes], *, start: int | None = 0, stamp: int | None = None, namespace: bytes | None = None,
         touch: bool = True, deadline_seconds: float | None = None,
     ) -> int:  # fmt: skip
         """Return how many leading keys are stored or queued; copies nothing."""
@@ -378,7 +378,7 @@ class DiskStore(WorkerBackend):
         """Return whether the slab can move a whole payload to or from `buffer` without a copy."""
         if buffer.nbytes < self.slot_bytes or not buffer.flags.c_contiguous:
             return False
-        return not self.slab.direct or buffer.ctypes.data % HEADER_BYTES == 0
+        return not self.slab.direct or address(buffer) % HEADER_BYTES == 0
 
     @contextmanager
     def in_turn(self, batch: int) -> Iterator[None]:
@@ -439,8 +439,7 @@ class DiskWorker(IoWorker):
         except OSError as error:
             return self._drop_entry(read, store.record_error(error, f"reading slot {slot}"))
         store.breaker.record_success()
-        where = np.array([slot], np.int64), np.array([generation], np.uint64)
-        if not store.ledger.still_valid(*where)[0]:
+        if not store.ledger.is_valid(slot, generation):
             return Reason.EVICTED
         expected = codec.Expected(
             store_id=store.ledger.store_id,
@@ -604,8 +603,9 @@ class DiskWorker(IoWorker):
                 admin.remove(ledger, [write.chunk.key], write.cancelled)
                 results[write] = self._dropped(write.cancelled)
             else:
-                ledger.count({"stored_bytes": self._store.chunk_bytes})
                 results[write] = Done(True)
+        stored = sum(results[write].ok for write in written)
+        ledger.count({"stored_bytes": stored * self._store.chunk_bytes})
 
     def _dropped(self, reason: Reason) -> Done:
         self._store.ledger.count({f"drop_{reason}": 1})

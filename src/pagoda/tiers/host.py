@@ -186,7 +186,7 @@ class HostTier(BlockingCalls):
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def find(
-        self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, namespace: bytes | None = None,
+        self, keys: Sequence[bytes], *, start: int | None = 0, stamp: int | None = None, namespace: bytes | None = None,
         touch: bool = True, deadline_seconds: float | None = None,
     ) -> int:  # fmt: skip
         """Return how many leading keys are stored; copies nothing."""

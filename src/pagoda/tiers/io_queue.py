@@ -117,6 +117,11 @@ class IoQueue:
             self._changed.notify_all()  # some of the waiting threads only read, so one is not enough
             return write
 
+    def add_writes(self, writes: Iterable[WriteRequest]) -> list[WriteRequest | Reason]:
+        """Queue some writes before a worker takes any of them, so that it takes many at once. As `add_write`."""
+        with self._changed:
+            return [self.add_write(write) for write in writes]
+
     def add_read(self, read: ReadRequest) -> Reason | None:
         """Queue a read, or attach it to one of the same chunk. Returns why it was not queued; None: it was."""
         with self._changed:
@@ -522,14 +527,18 @@ class QueuedTier(BlockingCalls):
         if refusal is not None:
             return [self._dropped(refusal) for _ in chunks]
         stamp = self._backend.stamp() if stamp is None else stamp
+        found = list(zip(chunks, self._stored(chunks, namespace, stamp), strict=False))
+        wanted = [chunk for chunk, stored in found if not stored and chunk.payload.nbytes <= self.slot_bytes]
+        queued = iter(
+            self._pool.queue.add_writes([WriteRequest(chunk, namespace, stamp) for chunk in wanted])
+        )
         futures = list[Future[Done]]()
-        for chunk, stored in zip(chunks, self._stored(chunks, namespace, stamp), strict=False):
+        for chunk, stored in found:
             if stored:
                 futures.append(completed_future(True))
                 continue
-            write, fits = WriteRequest(chunk, namespace, stamp), chunk.payload.nbytes <= self.slot_bytes
-            queued = self._pool.queue.add_write(write) if fits else Reason.TOO_LARGE
-            futures.append(self._dropped(queued) if isinstance(queued, Reason) else queued.future)
+            write = next(queued) if chunk.payload.nbytes <= self.slot_bytes else Reason.TOO_LARGE
+            futures.append(self._dropped(write) if isinstance(write, Reason) else write.future)
         return futures
 
     @abstractmethod

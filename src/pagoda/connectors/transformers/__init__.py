@@ -7,7 +7,6 @@ In the order in which a call meets them:
     batch_rows        the rows of a batch as prompts, with their padding
     dynamic_cache     a DynamicCache over memory that the cache's transfers fill
     layerwise         KV that arrives layer by layer, while the model computes
-    prefill_stopwatch how fast the model computes prompts: loading must be faster
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from pagoda.cache import Cache, Hit, Stored
 from pagoda.config import Config, ConfigOptions
+from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers.batch_rows import BatchRow, grown_mask, mask_of, rows_of
 from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
 from pagoda.connectors.transformers.model_identity import adapters_digest, namespace_of, stamp_of
-from pagoda.connectors.transformers.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers.supported_models import (
     ProbedModel,
     check_call,

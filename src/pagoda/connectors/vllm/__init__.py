@@ -1,4 +1,4 @@
-"""vLLM: its connectors PagodaConnector and PagodaHybridConnector. docs/how-to/vllm.md says how to name them to vLLM.
+"""vLLM: its connector PagodaConnector. docs/how-to/vllm.md says how to name it to vLLM.
 
 connector          PagodaConnector: vLLM's interface, each call given to its half
 options            the options in kv_connector_extra_config
@@ -7,14 +7,18 @@ kv_memory          a worker's KV cache, inspected: the pages as bytes, and their
 layer_pages        the pages of one layer
 identity/          what the KV depends on
 scheduler          the scheduler's half: what is cached, loaded and saved
+engine_weights     which weights the engine computes with, and what vLLM tells no connector
 lookups            look-ups of requests in the tiers, on threads
 metadata           the messages between the halves
 worker             a worker's half: loads and saves
+prefill_steps      how fast the engine computes prompts
 shared_caches      one cache for all engines of a process
 vllm_log           lines of PagodaKV in vLLM's log
-events             KV events for routers
+events             KV events for routers: what the tiers hold, compared with what was told
+event_notes        what is kept beside a chunk, to tell of it later
+event_publisher    vLLM's publisher, for two threads and for routers that come late
 connector_stats    what is counted
-offloading/        the connector for hybrid models
+offloading/        PagodaHybridConnector, which it makes for hybrid models
 """
 
 from __future__ import annotations
@@ -25,28 +29,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagoda.connectors.vllm.connector import PagodaConnector
-    from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
     from pagoda.connectors.vllm.offloading.spec import PagodaOffloadingSpec
 
-__all__ = ["PagodaConnector", "PagodaHybridConnector", "PagodaOffloadingSpec", "register"]
+__all__ = ["PagodaConnector", "PagodaOffloadingSpec", "register"]
 
 _MODULES = {
     "PagodaConnector": "connector",
-    "PagodaHybridConnector": "offloading.hybrid_connector",
     "PagodaOffloadingSpec": "offloading.spec",
 }
 
 
 def register() -> None:
-    """Make the connectors known to vLLM by their names; vLLM's plugin loader calls it in each of its processes.
+    """Make the connector known to vLLM by its name; vLLM's plugin loader calls it in each of its processes.
 
-    Idempotent. Imports neither connector.
+    Idempotent. Does not import the connector.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    for name in ("PagodaConnector", "PagodaHybridConnector"):
-        with suppress(ValueError):  # registered already
-            KVConnectorFactory.register_connector(name, __name__, name)
+    with suppress(ValueError):  # registered already
+        KVConnectorFactory.register_connector("PagodaConnector", __name__, "PagodaConnector")
 
 
 def __getattr__(name: str) -> Any:

@@ -5,26 +5,47 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from pagoda.connectors.vllm.connector_stats import PagodaPromMetrics, PagodaStats
+from pagoda.connectors.vllm.connector_stats import COUNTERS, PagodaPromMetrics, PagodaStats
+from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
+from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.metadata import Handshake, PagodaMetadata, PagodaWorkerMetadata
+from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.options import read_options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
-from pagoda.connectors.vllm.supported_engines import check_engine, check_vllm, log_hashes
+from pagoda.connectors.vllm.supported_engines import (
+    check_engine,
+    check_vllm,
+    is_hybrid,
+    log_choices,
+    may_be_hybrid,
+)
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.connectors.vllm.worker import PagodaWorker
 
 __all__ = ["PagodaConnector"]
 
 
-class PagodaConnector(KVConnectorBase_V1):
-    """Keeps the KV of an engine in PagodaKV's tiers, for models with one kind of attention.
+class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the KV of an engine in PagodaKV's tiers.
 
     vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see docs/how-to/vllm.md.
     Engines of one machine share what they store. KV whose load fails at run time is computed again. An engine that is
     not known to work is refused at its start, with a ValueError that says what to do.
+
+    For a hybrid model, whose KV is of several kinds, the new object is a PagodaHybridConnector: by then, vLLM has
+    decided which kinds of KV it keeps.
     """
+
+    def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Any:
+        """Return a new object of the class that serves this model."""
+        if is_hybrid(kv_cache_config):
+            return PagodaHybridConnector(vllm_config, role, kv_cache_config)
+        return super().__new__(cls)
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -33,16 +54,20 @@ class PagodaConnector(KVConnectorBase_V1):
         options = read_options(extra, block_tokens)
         join_vllm_log()
         check_vllm(options)
-        check_engine(vllm_config, kv_cache_config, hybrid=False)
+        check_engine(vllm_config, kv_cache_config)
         self._scheduler: PagodaScheduler | None = None
         self._worker: PagodaWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            log_hashes(vllm_config)
+            log_choices(vllm_config, kv_cache_config)
+            watch_engine_core()
             events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
+            wanted = events is not None and events.enable_kv_cache_events and events.publisher != "null"
+            spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
             self._scheduler = PagodaScheduler(
                 options,
                 kv_cache_config.hash_block_size,
-                events=events is not None and events.enable_kv_cache_events,
+                EventOutlet(events) if wanted else None,
+                kv_kind=(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)),
                 shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
                 drops_last_block=speculative is not None and speculative.use_eagle_block_drop(),
                 in_lockstep=vllm_config.parallel_config.data_parallel_size > 1,
@@ -67,10 +92,16 @@ class PagodaConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Open the cache for the engine's KV memory. Raises ValueError for an unknown layout."""
         self._working.register(kv_caches)
+        if not self._is_alone:
+            self._working.report_handshake()
 
     def get_handshake_metadata(self) -> Handshake | None:
-        """Return the description of the KV memory for the scheduler's half."""
-        return self._working.handshake
+        """Return the description of the KV memory for the scheduler's half.
+
+        A MultiConnector passes on the handshake of one of its connectors, so below it the description comes with the
+        first step's messages, and the handshake is left to a connector that needs it for other engines (NIXL).
+        """
+        return self._working.handshake if self._is_alone else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Take the step's work."""
@@ -106,8 +137,9 @@ class PagodaConnector(KVConnectorBase_V1):
     # ---- the scheduler's half
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Open the cache as the workers have described it."""
-        self._scheduling.opened(metadata.values())
+        """Open the cache as the workers have described it; another connector's description is ignored."""
+        if mine := [one for one in metadata.values() if isinstance(one, Handshake)]:
+            self._scheduling.opened(mine)
 
     def on_new_request(self, request: Any) -> None:
         """Begin the request's look-up."""
@@ -138,16 +170,27 @@ class PagodaConnector(KVConnectorBase_V1):
         self._scheduling.finished(request)
         return False, None
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Do as `request_finished`."""
+        return self.request_finished(request, [])
+
     def reset_cache(self) -> bool:
         """Make all earlier chunks misses for this engine: the weights may have changed.
 
-        vLLM calls this after it has emptied its own cache. If vLLM's reset raises, it does not call this.
+        vLLM calls this after it has emptied its own cache.
         """
-        self._scheduling.reset()
+        self._scheduling.weights.changed()
         return True
 
+    @property
+    def engine_weights(self) -> EngineWeights:
+        """Which weights the engine computes with."""
+        return self._scheduling.weights
+
     def take_events(self) -> Iterable[Any]:
-        """Return the KV events of medium "CPU"."""
+        """Return the KV events that wait for a step: none with vLLM's publisher over ZMQ, which gets them at once."""
         return self._scheduling.take_events()
 
     # ---- both
@@ -158,20 +201,26 @@ class PagodaConnector(KVConnectorBase_V1):
         return half.take_stats()
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PagodaStats:
-        """Return stats made from what another process sent."""
-        return PagodaStats() if data is None else PagodaStats(data=data)
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the layout that vLLM's offloading needs for a hybrid model; None: any."""
+        hybrid = may_be_hybrid(vllm_config)
+        return PagodaHybridConnector.get_required_kvcache_layout(vllm_config) if hybrid else None
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> PagodaPromMetrics:
-        """Return the Prometheus counters of `PagodaStats`."""
-        return PagodaPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Return stats made from what another process sent."""
+        of_ours = data is None or data.keys() <= COUNTERS.keys()  # vLLM's offloading has another structure
+        return PagodaStats(data) if of_ours else PagodaHybridConnector.build_kv_connector_stats(data)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> KVConnectorPromMetrics:
+        """Return the counters of `PagodaStats`, or vLLM's own for a hybrid model; each ignores those of the other."""
+        hybrid = may_be_hybrid(vllm_config)
+        return (PagodaHybridConnector.build_prom_metrics if hybrid else PagodaPromMetrics)(vllm_config, *args)
+
+    @property
+    def _is_alone(self) -> bool:
+        return get_kv_transfer_group() is self  # False below a MultiConnector
 
     @property
     def _step(self) -> PagodaMetadata:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+# On CPUs K is packed for the vector unit; for these, within each head (tests/vllm/test_ranks.py).
+_PACKED_BY_HEAD = {"amx", "vec", "vec16"}
+
 __all__ = ["KVMemory", "inspect_kv_caches", "layer_specs", "paged_kv"]
 
 
@@ -41,11 +44,19 @@ class KVMemory(NamedTuple):
 
 
 def inspect_kv_caches(
-    kv_caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    kv_caches: Mapping[str, torch.Tensor],
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    canonical: bool = False,
 ) -> KVMemory:
     """Return the pages of `kv_caches` (by layer name) and all that decides their bytes. Copies and changes nothing.
 
-    Raises ValueError, which says what to do, unless there is one dense page for each block and layer.
+    `canonical`: the planes are single heads, head after head, so that a chunk has the same bytes for any number of
+    ranks, and the description does not name this number.
+
+    Raises ValueError, which says what to do, unless there is one dense page for each block and layer; if `canonical`,
+    also unless the bytes of each head stand alone.
     """
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise ValueError(f"{len(kv_cache_config.kv_cache_groups)} KV cache groups: one is needed")
@@ -60,24 +71,34 @@ def inspect_kv_caches(
     if len(devices) != 1:
         raise ValueError(f"KV caches on several devices {sorted(map(str, devices))}: one is needed")
     check_apart(pages)
-    planes = merged([page.plane for page in pages])
-    parts, part, writes = _parts(vllm_config, int(kv_cache_config.kv_tp_replicas))
-    page_bytes = tuple(int(plane.shape[1]) for plane in planes)
+    heads, replicas = 0, int(kv_cache_config.kv_tp_replicas)
+    if canonical:
+        heads, replicas = _heads_of(pages, vllm_config)
+    parts, part, writes = _parts(vllm_config, replicas)
     facts = {
-        "machine": machine_facts(pages[0].plane.device, vllm_config, list(kv_caches)),
+        "machine": machine_facts(pages[0].plane.device, vllm_config, list(kv_caches), by_head=canonical),
         "layout": kv_cache_config.kv_cache_layout or vllm_config.cache_config.kv_cache_layout,
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "block_tokens": block_tokens,
-        "layers": [[list(page.names), page.kernel_tokens, page.page_bytes, page.text] for page in pages],
-        "page_bytes": page_bytes,
-        "parts": [parts, int(kv_cache_config.kv_tp_replicas)],
     }
+    if canonical:
+        planes = [_head(page, number) for number in range(heads) for page in pages]
+        facts["layers"] = [[list(page.names), page.page_bytes // heads, page.head_text] for page in pages]
+        facts["heads"] = heads * parts
+    else:
+        planes = merged([page.plane for page in pages])
+        facts["layers"] = [
+            [list(page.names), page.kernel_tokens, page.page_bytes, page.text] for page in pages
+        ]
+        facts["page_bytes"] = [int(plane.shape[1]) for plane in planes]
+        facts["parts"] = [parts, replicas]
+    page_bytes = tuple(int(plane.shape[1]) for plane in planes)
     if facts["layout"] is None:
         raise ValueError(
             "the KV cache layout is not resolved: planes can be inspected only after the engine has chosen it"
         )
     return KVMemory(
-        planes=planes,  # type: ignore[arg-type]  # tensors went in
+        planes=planes,
         block_tokens=block_tokens,
         num_blocks=int(kv_cache_config.num_blocks),
         page_bytes=page_bytes,
@@ -85,7 +106,7 @@ def inspect_kv_caches(
         parts=parts,
         part=part,
         writes=writes,
-        on_cpu=planes[0].device.type == "cpu",  # type: ignore[union-attr]
+        on_cpu=planes[0].device.type == "cpu",
     )
 
 
@@ -138,6 +159,33 @@ def _pages(kv_caches: Mapping[str, Any], specs: dict[str, Any], num_blocks: int)
                     f"{name} has KV of its own but no spec in the KV cache group: it would not be stored"
                 )
     return list(found.values())
+
+
+def _heads_of(pages: Sequence[Page], vllm_config: VllmConfig) -> tuple[int, int]:
+    """Return how many KV heads this worker has, and how many ranks have the same ones.
+
+    Raises ValueError, which says what to do, unless the bytes of each head stand alone in all pages.
+    """
+    heads, ranks = pages[0].heads, int(vllm_config.parallel_config.tensor_parallel_size)
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    replicas = max(1, ranks * heads // total)
+    layers = vllm_config.compilation_config.static_forward_context
+    packed = {getattr(layers[name], "isa", None) for page in pages for name in page.names if name in layers}
+    alone = pages[0].plane.device.type != "cpu" or packed <= _PACKED_BY_HEAD
+    if alone and {page.heads for page in pages} == {heads} and 0 < ranks * heads == replicas * total:
+        return heads, replicas
+    found = " and ".join({page.text: page.names[0] for page in pages})
+    raise ValueError(
+        f"canonical_layout: the KV of {ranks} ranks is not {total} heads, each a run of bytes of its own ({found},"
+        f" packed for {sorted(map(str, packed))}): start vLLM with VLLM_KV_CACHE_LAYOUT=LBHNC, or leave"
+        " canonical_layout out"
+    )
+
+
+def _head(page: Page, number: int) -> Any:
+    """Return the bytes of one head in all pages."""
+    nbytes = page.page_bytes // page.heads
+    return page.plane[:, number * nbytes : (number + 1) * nbytes]
 
 
 def _parts(vllm_config: VllmConfig, replicas: int) -> tuple[int, int, bool]:

@@ -17,7 +17,8 @@ class Page(NamedTuple):
     """The pages of one layer, or of several that share them.
 
     `start`: address of block 0; `stride`: bytes to the next block; `kernel_tokens`: tokens in a block of the
-    attention kernel; `text`: spec, dtype, shape and order, to tell formats apart.
+    attention kernel; `text`: spec, dtype, shape and order, to tell formats apart. `heads`: how many heads the page is a
+    sequence of, each with all its bytes, as `head_text` says; 0 if it is not.
     """
 
     start: int
@@ -28,6 +29,8 @@ class Page(NamedTuple):
     plane: torch.Tensor
     storage: int
     names: tuple[str, ...]
+    heads: int = 0
+    head_text: str = ""
 
 
 def page_of(name: str, tensor: Any, spec: Any, num_blocks: int) -> Page:
@@ -78,6 +81,8 @@ def page_of(name: str, tensor: Any, spec: Any, num_blocks: int) -> Page:
         page_bytes=page_bytes,
         kernel_tokens=int(spec.block_size) // ratio,
         text=f"{type(spec).__name__} {_text(spec)} {tensor.dtype} {list(tensor.shape[1:])} {_order(tensor)}",
+        head_text=f"{type(spec).__name__} {_text(spec, by_head=True)} {tensor.dtype} {list(tensor.shape[2:])}",
+        heads=_heads(tensor, spec) if ratio == 1 else 0,
         plane=plane,
         storage=int(storage.data_ptr()),
         names=(name,),
@@ -118,14 +123,22 @@ def _dense_bytes(name: str, tensor: torch.Tensor) -> int:
     return run * tensor.element_size()
 
 
+def _heads(tensor: torch.Tensor, spec: Any) -> int:
+    """Return how many heads a page is a sequence of, each with the keys and values of all tokens; 0 if it is not."""
+    _, heads, tokens, content = tensor.shape
+    if type(spec).__name__ != "FullAttentionSpec" or content != spec.head_size + spec.head_size_v:
+        return 0
+    return heads if heads == 1 or tensor.stride(1) == tokens * content else 0
+
+
 def _order(tensor: torch.Tensor) -> str:
     """Return the dimensions of a block by falling stride, as letters: HNC or NHC. Those of size 1 are ignored."""
     named = zip("HNC", tensor.stride()[1:], tensor.shape[1:], strict=True)
     return "".join(letter for letter, _, size in sorted(named, key=lambda each: -each[1]) if size > 1)
 
 
-def _text(spec: Any) -> str:
-    """Return what decides how a page is read: heads, sizes, dtypes, quantisation."""
+def _text(spec: Any, by_head: bool = False) -> str:
+    """Return what decides how a page is read: heads, sizes, dtypes, quantisation; `by_head` without their number."""
     names = (
         "num_kv_heads",
         "num_heads",
@@ -136,7 +149,7 @@ def _text(spec: Any) -> str:
         "tokens_per_state",
     )
     more = ("cache_dtype_str", "model_version", "cache_role", "sliding_window", "attention_chunk_size")
-    return " ".join(f"{name}={getattr(spec, name, None)}" for name in (*names, *more))
+    return " ".join(f"{name}={getattr(spec, name, None)}" for name in (*names[2 * by_head :], *more))
 
 
 def _kind(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool, wait
 
-__all__ = ["LookupAnswer", "LookupThreads", "TrackedRequest"]
+__all__ = ["LONGEST_SECONDS", "LookupAnswer", "LookupThreads", "TrackedRequest"]
 
 log = guarded_logger("pagoda.vllm")
 
@@ -24,8 +23,10 @@ _MOST_LOGS = (
     8  # calls under way beside which a prompt is still logged: logging must not keep look-ups waiting
 )
 _MOST = 64  # look-ups that run; the others begin when vLLM asks for them
-_PATIENCE_SECONDS = 0.003  # waited in one pass over the waiting requests, so that it answers most of them
-_LONGEST_SECONDS = 5.0  # a look-up that takes longer is a miss
+# waited in one pass over the waiting requests, so that it answers most of them; the second while the engine computes
+# answers, whose readers notice
+_PATIENCE_SECONDS, _BRIEF_PATIENCE_SECONDS = 0.003, 0.0005
+LONGEST_SECONDS = 5.0  # a look-up that takes longer is a miss
 
 
 class LookupAnswer(NamedTuple):
@@ -34,6 +35,7 @@ class LookupAnswer(NamedTuple):
     root: bytes  # of the request's namespace
     lora: str | None
     salt: str | None
+    version: str
     hashes: int  # block hashes that the request had then ...
     last: bytes  # ... and the last of them: it names all these tokens
     hit: Hit
@@ -62,6 +64,7 @@ class TrackedRequest:
     seen: int = 0  # chunks that were computed when saving was last tried
     stamp: int | None = None
     local_tokens: int = 0  # in the engine's own cache, when the tiers were last asked
+    sure_after: int = 0  # the step in which another connector may have failed to fill blocks of this request
     waits_for: str | None = None  # the request whose load includes some of the same chunks
 
     def forget_keys(self) -> None:
@@ -78,7 +81,7 @@ class LookupThreads:
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self._chunk_tokens = cache.layout.chunk_tokens
         self._salt = salt
-        self._since = ""
+        self.version = ""  # of the weights, for look-ups that begin from now on
         self._pass_seconds = _PATIENCE_SECONDS if waits else 0.0
         self._patience = self._pass_seconds  # left in this pass
         self._threads = Pool(_THREADS, "pagoda-look")
@@ -111,7 +114,7 @@ class LookupThreads:
             tracked.polled = True
             self._give_a_moment(look)
         if not look.done():
-            if time.monotonic() - tracked.asked_at < _LONGEST_SECONDS:
+            if time.monotonic() - tracked.asked_at < LONGEST_SECONDS:
                 return False
             tracked.loads, tracked.reason = False, Reason.DEADLINE
             return True
@@ -160,13 +163,14 @@ class LookupThreads:
         keys = tracked.keys[:chunks]
         self._cache.slots.log_prompt(tracked.found.root, keys, list(tracked.request.all_token_ids[:tokens]))
 
-    def renew(self) -> None:
-        """Change to a new namespace that no other engine ever uses, because the weights no longer have a name."""
-        self._since = secrets.token_hex(16)
+    def root(self) -> bytes:
+        """Return the root of the namespace of requests without an adapter and a salt. Waits for no tier."""
+        assert self._cache.slots is not None
+        return self._cache.slots.namespace(weights_version=self.version)
 
-    def next_pass(self) -> None:
-        """Begin a new pass over the waiting requests."""
-        self._patience = self._pass_seconds
+    def next_pass(self, brief: bool = False) -> None:
+        """Begin a new pass over the waiting requests. `brief`: others are being answered meanwhile."""
+        self._patience = min(self._pass_seconds, _BRIEF_PATIENCE_SECONDS if brief else self._pass_seconds)
 
     def close(self) -> None:
         """End the threads without waiting for them. Idempotent."""
@@ -219,14 +223,16 @@ class LookupThreads:
                 )
                 self._lines.warn(log, Reason.IO_ERROR, text)
                 return None
-        salt = salt_of(self._salt, request.cache_salt, self._since)
+        salt, version = salt_of(self._salt, request.cache_salt), self.version
         assert self._cache.slots is not None
-        root = self._cache.slots.namespace(lora, salt)
+        root = self._cache.slots.namespace(lora, salt, version)
         keys = derive_keys(digests, root)
         if prompt is not None:
             self._cache.slots.record_request(keys[: prompt // self._chunk_tokens], prompt)
-        hit = self._cache.lookup(None, keys=keys, lora=lora, salt=salt, counted=False)
-        return LookupAnswer(root, lora, salt, hashes, last, hit, time.monotonic())
+        hit = self._cache.lookup(
+            None, keys=keys, lora=lora, salt=salt, weights_version=version, counted=False
+        )
+        return LookupAnswer(root, lora, salt, version, hashes, last, hit, time.monotonic())
 
     def _digests(self, request: Any, begin: int, hashes: int) -> list[bytes]:
         """Return the engine's hash at the end of each chunk from number `begin` on: it names the whole prefix."""

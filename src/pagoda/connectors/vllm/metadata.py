@@ -28,6 +28,7 @@ class Load(NamedTuple):
     blocks: list[int]  # id of each block of the sequence; -1 for those that must not be filled
     lora: str | None
     salt: str | None
+    version: str  # of the weights
 
 
 class Save(NamedTuple):
@@ -49,7 +50,8 @@ class PagodaMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     idle: bool = False  # nothing is computed in this step
-    computed_tokens: int = 0  # in this step, if all of them belong to one prompt
+    loads_of_others: bool = False  # another connector loads within this step: tell when it has ended
+    prompt_tokens: int = 0  # computed in this step, if its time shows how fast prompts are computed
 
 
 class Later(NamedTuple):
@@ -61,13 +63,17 @@ class Later(NamedTuple):
 
 @dataclass
 class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
-    """Failed loads and saves, each reported once."""
+    """Failed loads and saves, and what else the scheduler's half must know; each reported once."""
 
     failed: set[str] = field(default_factory=set)  # requests whose load failed: they get no more hits
     # slots that a rank could not adopt: the scheduler aborts them
     unsaved: set[Reserved] = field(default_factory=set)
     # requests with more to save than there was memory for: to be tried again
     later: dict[str, Later] = field(default_factory=dict)
+    described: tuple[
+        Handshake, ...
+    ] = ()  # of each rank, once, where no handshake reaches the scheduler's half
+    ended: int = 0  # the last step of `PagodaMetadata.loads_of_others` that has ended
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PagodaWorkerMetadata:
         """Join the messages of two ranks; changes neither."""
@@ -76,7 +82,13 @@ class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
         for name, rest in other.later.items():
             mine = later.get(name, rest)
             later[name] = Later(min(mine.first, rest.first), max(mine.chunks, rest.chunks))
-        return PagodaWorkerMetadata(self.failed | other.failed, self.unsaved | other.unsaved, later)
+        return PagodaWorkerMetadata(
+            self.failed | other.failed,
+            self.unsaved | other.unsaved,
+            later,
+            self.described + other.described,
+            max(self.ended, other.ended),
+        )
 
 
 @dataclass

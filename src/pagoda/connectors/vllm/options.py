@@ -14,18 +14,17 @@ from pagoda.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-__all__ = ["ConnectorOptions", "chunk_of", "chunk_options", "read_options"]
+__all__ = ["ConnectorOptions", "chunk_of", "chunk_options", "flag", "read_options"]
 
 # A hit ends with a chunk: the tokens after the last whole chunk of a prompt are computed again each time. On a CPU this
 # is expensive, so a chunk is one block, as in the engine's own cache. On a GPU it is cheap; there the processor time of
 # a chunk, 0.1 to 0.4 ms with all tiers, is the scarce resource.
 _CPU_TOKENS, _GPU_TOKENS = 32, 256
-_OWN = ("weights", "salt", "store_output", "allow_untested_vllm")
+_OWN = ("weights", "weights_run", "salt", "store_output", "canonical_layout", "allow_untested_vllm")
 # keys that vLLM's own OffloadingConnector reads from the same mapping
 _OF_VLLM = (
     "block_size",
     "blocks_per_chunk",
-    "canonical_layout",
     "offload_prompt_only",
     "self_describing_kv_events",
     "spec_module_path",
@@ -37,15 +36,18 @@ _OF_VLLM = (
 class ConnectorOptions:
     """The options of one connector. Immutable: threads may share it.
 
-    `weights` names the checkpoint instead of the digest of its files; None = read the files. `salt` keeps tenants
-    apart (a secret). `store_output`: also store chunks that generated tokens complete. `allow_untested_vllm`:
-    run with a vLLM that was not tested with this release.
+    `weights` names the checkpoint instead of the digest of its files; None = read the files. `weights_run` names the
+    run that vLLM's weight versions belong to; None = they name nothing. `salt` keeps tenants apart (a secret).
+    `store_output`: also store chunks that generated tokens complete. `canonical_layout`: share chunks with engines of
+    other tensor-parallel sizes. `allow_untested_vllm`: run with a vLLM that was not tested with this release.
     """
 
     config: Config
     weights: str | None = None
+    weights_run: str | None = None
     salt: str = field(default="", repr=False)
     store_output: bool = True
+    canonical_layout: bool = False
     allow_untested_vllm: bool = False
 
 
@@ -91,25 +93,28 @@ def read_options(
     return ConnectorOptions(
         config=config,
         weights=_text(extra_config, "weights"),
+        weights_run=_run(extra_config),
         salt=_text(extra_config, "salt") or "",
-        store_output=_flag(extra_config, "store_output", True),
-        allow_untested_vllm=_flag(extra_config, "allow_untested_vllm", False),
+        store_output=flag(extra_config, "store_output", True),
+        canonical_layout=flag(extra_config, "canonical_layout", False),
+        allow_untested_vllm=flag(extra_config, "allow_untested_vllm", False),
     )
 
 
-def chunk_options(config: OffloadingConfig) -> tuple[ConnectorOptions, int]:
-    """Return the options of a hybrid model and its blocks a chunk: vLLM's own options go before `chunk_tokens`."""
+def chunk_options(config: OffloadingConfig, states: bool = False) -> tuple[ConnectorOptions, int]:
+    """Return the options of a hybrid model and its blocks a chunk: vLLM's own options go before `chunk_tokens`.
+
+    `states`: some layers have a state instead of keys and values. vLLM keeps it at the end of a block where a prompt or
+    a step ends: with longer chunks, hardly one would have it. So a chunk is one block.
+    """
     extra, blocks = config.extra_config, config.cache.blocks_per_chunk
-    if "store_output" in extra:
-        raise ValueError(
-            "store_output: offload_prompt_only (true by default) decides what vLLM's OffloadingConnector stores; "
-            "leave store_output out"
-        )
     sizes = sorted({group.tokens_per_block for group in config.groups})
     named = [name for name in ("block_size", "blocks_per_chunk") if extra.get(name) is not None]
     if named or len(sizes) > 1:
         decided_by = f"{named[0]} = {extra[named[0]]}" if named else f"groups with blocks of {sizes} tokens"
         return read_options(extra, sizes[-1], (sizes[-1] * blocks, decided_by)), blocks
+    if states:
+        return read_options(extra, sizes[0], (sizes[0], "a model with linear attention or Mamba layers")), 1
     options = read_options(extra, sizes[0])
     return options, options.config.chunk_tokens // sizes[0]
 
@@ -140,7 +145,15 @@ def _text(extra_config: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _flag(extra_config: Mapping[str, Any], name: str, default: bool) -> bool:
+def _run(extra_config: Mapping[str, Any]) -> str | None:
+    run = _text(extra_config, "weights_run")
+    if run is not None and "/" in run:  # which ends the run's name, before the version
+        raise ConfigError(f"kv_connector_extra_config: weights_run = {run!r}: write a name without a slash")
+    return run
+
+
+def flag(extra_config: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return an option that is true or false. Raises ConfigError if it is something else."""
     value = extra_config.get(name, default)
     if not isinstance(value, bool):
         raise ConfigError(f"kv_connector_extra_config: {name} = {value!r}: write true or false")

@@ -1,6 +1,6 @@
 """The scheduler's half: which chunks of a prompt are cached, where to load them, which chunks to save.
 
-It never waits: look-ups run on threads, and if a slot cannot be reserved at once, its chunk is not saved.
+It hardly waits: look-ups run on threads, and what cannot be reserved at once is tried again in a later step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.connector_stats import TIERS, PagodaStats
+from pagoda.connectors.vllm.engine_weights import EngineWeights
+from pagoda.connectors.vllm.event_notes import BlockFacts
+from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.events import StoredEvents
-from pagoda.connectors.vllm.lookups import LookupThreads, TrackedRequest
+from pagoda.connectors.vllm.lookups import LONGEST_SECONDS, LookupThreads, TrackedRequest
 from pagoda.connectors.vllm.metadata import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
 from pagoda.connectors.vllm.options import ConnectorOptions
+from pagoda.connectors.vllm.prefill_steps import computes_answers, prompt_tokens_of
 from pagoda.connectors.vllm.shared_caches import agreed, let_go, opened
 from pagoda.ledger import Refused, Reserved
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
@@ -27,8 +31,10 @@ __all__ = ["PagodaScheduler"]
 
 log = guarded_logger("pagoda.vllm")
 
-_RESERVE_SECONDS = 0.02  # for all reserves of one step together
+# waited for all reserves of one step together; the second while the engine computes answers, whose readers notice
+_RESERVE_SECONDS, _BRIEF_RESERVE_SECONDS = 0.02, 0.0015
 _LEAST_SECONDS = 0.001  # with less time left, the other requests wait for the next step
+_STUCK_SECONDS = 0.1  # nothing is reserved after a wait in vain: whoever has the lock may be stopped
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": CacheHitSource.P2P}
 
 
@@ -39,8 +45,9 @@ class PagodaScheduler:
         self,
         options: ConnectorOptions,
         hash_tokens: int,
-        events: bool,
+        outlet: EventOutlet | None,
         *,
+        kv_kind: tuple[str | None, int | None] = (None, None),
         shares_blocks: bool = True,
         drops_last_block: bool = False,
         in_lockstep: bool = False,
@@ -48,6 +55,8 @@ class PagodaScheduler:
     ) -> None:
         """Prepare; `opened` makes it work.
 
+        `outlet`: where KV events go; None: nobody wants them. `kv_kind`: what they say of the kind of attention, and of
+        its window.
         `shares_blocks`: other requests find the blocks that one request loaded in the engine's own cache.
         `drops_last_block`: the last block of a hit is computed nevertheless. `in_lockstep`: other engines wait for
         each step of this one. `role`: a `kv_producer` only stores, a `kv_consumer` only loads.
@@ -58,19 +67,31 @@ class PagodaScheduler:
         self._in_lockstep = in_lockstep
         self._loads_any, self._saves_any = role != "kv_producer", role != "kv_consumer"
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
-        self._wants_events = events
+        self._outlet, self._kv_kind = outlet, kv_kind
         self._events: StoredEvents | None = None
         self._cache: Cache | None = None
+        self._described = False  # whether the workers' description has come, or is no longer waited for
         self._tracked: dict[str, TrackedRequest] = {}
         self._loading: dict[str, set[bytes]] = {}
         self._loads: list[Load] = []
         self._steps = 0
+        self._admitted: list[TrackedRequest] = []  # since the last step
+        # the last step within which another connector loads, and the last of them that is known to have ended
+        self._others_loaded = self._others_ended = 0
         self._patience = 0.0  # left in this step
+        self._stuck_until = 0.0
         self._stats = PagodaStats()
         self._lines = RateLimitedLog()
+        self.weights = EngineWeights(options.weights_run, self._take_version)
 
     def opened(self, handshakes: Iterable[Handshake]) -> None:
-        """Open the cache that the workers have described. Raises ValueError if their descriptions differ."""
+        """Open the cache that the workers have described. Raises ValueError if their descriptions differ.
+
+        vLLM describes the same memory again after a sleep: then nothing changes.
+        """
+        if self._cache is not None:
+            return
+        self._described = True
         first = agreed(handshakes)
         cache = opened(self._options.config, first.namespace, first.layout)
         assert cache.slots is not None  # an engine without a host tier was refused
@@ -81,14 +102,18 @@ class PagodaScheduler:
         self._lookups = LookupThreads(
             cache, self._hash_tokens, first.namespace.salt, waits=not self._in_lockstep
         )
-        if self._wants_events:
-            self._events = StoredEvents(self._slots, self._chunk_tokens, self._block_tokens)
+        self._lookups.version = self.weights.version
+        if self._outlet is not None:
+            facts = BlockFacts(self._chunk_tokens, self._block_tokens, *self._kv_kind)
+            keeps = self._options.config.prompt_log
+            self._events = StoredEvents(self._slots.ledgers, self._lookups.root(), facts, self._outlet, keeps)
+            self._events.start()
 
     # ---- what is cached
 
     def new_request(self, request: Any) -> None:
         """Begin to look up a request that has just arrived, unless too many look-ups run already."""
-        if self._cache is None:
+        if self._cache is None and self._described:
             return
         if len(request.block_hashes) != request.num_tokens // self._hash_tokens:
             text = f"request {request.request_id} is not cached: it has too many or too few block hashes"
@@ -100,8 +125,10 @@ class PagodaScheduler:
             saves=self._saves_any,
             most_loaded=self._limit(request, "max_load_tokens"),
             most_saved=self._limit(request, "max_offload_tokens"),
+            asked_at=time.monotonic(),
         )
-        self._lookups.begin(tracked)
+        if self._cache is not None:
+            self._lookups.begin(tracked)
 
     def _limit(self, request: Any, name: str) -> int | None:
         """Return a limit that a request has in its `kv_transfer_params`, by the names of vLLM's OffloadingConnector."""
@@ -117,22 +144,25 @@ class PagodaScheduler:
 
         Changes only what is remembered of the look-up.
         """
+        self.weights.settle()
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or self._cache is None:
+        if tracked is None or (self._cache is None and self._no_longer_awaited(tracked)):
             return 0, False
+        if self._cache is None:
+            return None, False
         tracked.local_tokens = local_tokens
+        whole = request.num_tokens // self._chunk_tokens * self._chunk_tokens
         if not tracked.loads or request.skip_reading_prefix_cache:
-            return 0, False
+            return self._without_load(tracked, whole)
         # at least one token must be computed, because the model needs it for its answer
         most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
         dropped = self._block_tokens if self._drops_last_block else 0  # as in vLLM's own prefix cache
         if tracked.most_loaded is not None:
             most = min(most, (local_tokens + tracked.most_loaded) // self._block_tokens * self._block_tokens)
-        whole = request.num_tokens // self._chunk_tokens * self._chunk_tokens
         least = max(1, self._options.config.min_hit_tokens)
         if min(most, whole) - dropped - local_tokens < least:  # too short, even if the tiers have everything
             tracked.reason = None if whole else Reason.SHORT_PROMPT
-            return 0, False
+            return self._without_load(tracked, whole)
         if tracked.waits_for in self._loading:
             return None, False
         if not self._lookups.answered(tracked):
@@ -147,6 +177,18 @@ class PagodaScheduler:
         if tracked.waits_for is not None:
             return None, False
         return stop - local_tokens, True
+
+    def _without_load(self, tracked: TrackedRequest, whole: int) -> tuple[int | None, bool]:
+        """Answer for a request that loads nothing; it may end with its first step, so it must be ready to be saved."""
+        unknown = tracked.saves and whole > tracked.local_tokens and tracked.found is None
+        return (None if unknown and not self._lookups.answered(tracked) else 0), False
+
+    def _no_longer_awaited(self, tracked: TrackedRequest) -> bool:
+        """Whether requests go on without a cache: no description came in the time that a look-up may take."""
+        if not self._described and time.monotonic() - tracked.asked_at > LONGEST_SECONDS:
+            log.error("nothing is cached: no worker has described its KV memory")
+            self._described = True
+        return self._described
 
     def _loader(self, wanted: list[bytes]) -> str | None:
         """Return the request that is loading any of these chunks: soon they are in the engine's own cache."""
@@ -165,8 +207,9 @@ class PagodaScheduler:
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """Note that a request was admitted, and that `tokens` of it must be loaded into `blocks`."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None:
+        if tracked is None or self._cache is None:
             return
+        self._admitted.append(tracked)
         self._count(tracked, tokens)
         if not tokens:
             return
@@ -181,7 +224,10 @@ class PagodaScheduler:
         keys = tracked.keys[:chunks]
         self._loading[request.request_id] = set(keys[first:])
         found = tracked.found
-        self._loads.append(Load(request.request_id, keys, first, table, found.lora, found.salt))
+        if self._events is not None:
+            self._events.found(request, found.root, first, keys[first:])
+        load = Load(request.request_id, keys, first, table, found.lora, found.salt, found.version)
+        self._loads.append(load)
 
     def _count(self, tracked: TrackedRequest, tokens: int) -> None:
         """Count a request once: the tokens it asked for, and the tokens it got from each tier."""
@@ -202,6 +248,9 @@ class PagodaScheduler:
         """Note the workers' messages: which loads ended, which of them failed, which slots will not be filled."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, PagodaWorkerMetadata):
+            if meta.described:
+                self._open_late(meta.described)
+            self._others_ended = max(self._others_ended, meta.ended)
             for request in meta.failed:
                 if (tracked := self._tracked.get(request)) is not None:
                     tracked.loads, tracked.saved, tracked.seen = False, 0, 0
@@ -219,6 +268,12 @@ class PagodaScheduler:
         for request in output.finished_recving or ():
             self._loading.pop(request, None)
 
+    def _open_late(self, described: Iterable[Handshake]) -> None:
+        try:
+            self.opened(described)
+        except Exception as trouble:  # noqa: BLE001  # a boundary: the engine runs already, and continues without
+            log.error("nothing is cached: %s", trouble)
+
     # ---- one step
 
     def step(self, output: Any) -> PagodaMetadata:
@@ -228,10 +283,15 @@ class PagodaScheduler:
         meta = PagodaMetadata(os.getpid(), self._steps, self._loads, idle=idle)
         self._loads = []
         if self._cache is None:
-            self._lines.warn(log, Reason.CLOSED, "nothing is cached: no worker has described its KV memory")
             return meta
-        self._lookups.next_pass()
-        self._patience = _RESERVE_SECONDS
+        if output.has_sync_kv_loads:  # not ours: they are asynchronous
+            self._others_loaded, meta.loads_of_others = self._steps, True
+        for admitted in self._admitted:
+            admitted.sure_after = self._others_loaded
+        self._admitted.clear()
+        answers = computes_answers(output)
+        self._lookups.next_pass(brief=answers)
+        self._patience = _BRIEF_RESERVE_SECONDS if answers else _RESERVE_SECONDS
         for name, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
             if tracked is None:
@@ -242,19 +302,20 @@ class PagodaScheduler:
                 tracked.saves = False
                 why = f"{type(trouble).__name__}: {trouble}"
                 self._lines.warn(log, Reason.IO_ERROR, f"a request is no longer saved: {why}")
-        if len(output.num_scheduled_tokens) == 1:
-            meta.computed_tokens = output.total_num_scheduled_tokens
+        meta.prompt_tokens = prompt_tokens_of(output)
         return meta
 
     def _save(self, tracked: TrackedRequest, scheduled: int, output: Any, meta: PagodaMetadata) -> None:
         """Reserve slots for the chunks that are complete after this step, and add their copies to the step's work."""
         request = tracked.request
-        if not tracked.saves:
+        if not tracked.saves or tracked.sure_after > self._others_ended:
             return
         # the tokens known by now; later ones may be a draft that is still rejected
         tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
         done = self._saved_of(tracked, tokens) // self._chunk_tokens
         if done <= max(tracked.saved, tracked.seen) or self._patience < _LEAST_SECONDS:
+            return
+        if time.monotonic() < self._stuck_until:
             return
         if not self._lookups.settled(tracked):
             return
@@ -295,9 +356,13 @@ class PagodaScheduler:
         )
         self._patience -= time.monotonic() - began
         if self._events is not None:
-            self._events.note(tracked.request, first, outcomes)
-        refused = [n for n, outcome in enumerate(outcomes, first) if isinstance(outcome, Refused)]
-        tracked.saved = refused[0] if refused else done
+            self._events.note(tracked.request, tracked.found.root, first, outcomes)
+        refused = {n: one.reason for n, one in enumerate(outcomes, first) if isinstance(one, Refused)}
+        tracked.saved = min(refused, default=done)
+        if refused.get(tracked.saved) is Reason.LEDGER_BUSY:
+            tracked.seen = tracked.saved  # try again
+            if tracked.saved == first:
+                self._stuck_until = time.monotonic() + _STUCK_SECONDS
         self._stats.count("refused_chunks", len(refused))
         return [
             ChunkRef(keys[n], n, keys[n - 1] if n else None, outcome.slot, outcome.generation)
@@ -324,27 +389,36 @@ class PagodaScheduler:
             why = f"{chunks} chunks were not saved: their request ended first"
             self._lines.warn(log, Reason.QUEUE_FULL, why)
 
-    def reset(self) -> None:
-        """Make all earlier chunks misses for this engine: its weights may differ from those in its files."""
+    def _take_version(self, version: str, fresh: bool) -> None:
+        """Use the chunks of other weights from now on; see EngineWeights."""
         if self._cache is not None:
-            self._lookups.renew()
-        for tracked in self._tracked.values():
-            tracked.loads = tracked.saves = False  # it is unknown which weights computed which part of it
-        if self._events is not None:
-            self._events.clear()
+            self._lookups.version = version
+            if self._events is not None:
+                self._events.renew(self._lookups.root())
+        present = list(self._tracked.values())
+        if fresh:
+            self._tracked.clear()
+        for tracked in present:
+            if fresh:
+                self.new_request(tracked.request)
+            else:
+                tracked.loads = tracked.saves = False  # it is unknown which weights computed which part of it
 
     def take_stats(self) -> PagodaStats | None:
         """Return what was counted since the last call."""
         return self._stats.take()
 
     def take_events(self) -> Iterable[Any]:
-        """Return the KV events since the last call, if the engine wants them."""
+        """Return the KV events that this step is to publish, if the engine wants them."""
         return self._events.take() if self._events is not None else ()
 
     def shutdown(self) -> None:
         """End the threads and release the cache; ends in bounded time. Idempotent."""
         cache, self._cache = self._cache, None
         if cache is not None:
+            events, self._events = self._events, None
+            if events is not None:
+                events.close()
             self._lookups.close()
             let_go(cache)
 

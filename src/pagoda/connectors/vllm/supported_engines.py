@@ -15,19 +15,16 @@ if TYPE_CHECKING:
 
     from pagoda.connectors.vllm.options import ConnectorOptions
 
-__all__ = ["TESTED", "check_engine", "check_vllm", "log_hashes"]
+__all__ = ["TESTED", "check_engine", "check_vllm", "has_states", "is_hybrid", "log_choices", "may_be_hybrid"]
 
 log = guarded_logger("pagoda.vllm")
 
-TESTED = (
-    (0, 32),
-    (0, 33),
-)  # minor releases of vLLM that this connector is tested with; pyproject.toml has them too
-_ROUTE_B = 'write "kv_connector": "PagodaHybridConnector" (pagoda vllm --hybrid) instead'
+TESTED = ((0, 32), (0, 33))  # minor releases that are tested; pyproject.toml and .ci/run have them too
+_ONE_KIND = "or, if the model has no Mamba layers, pass --disable-hybrid-kv-cache-manager"
 _HASHES = ("sha256", "sha256_cbor")
 # spec classes by exact name: a subclass is an unknown kind until it has been checked
-_FULL = ("FullAttentionSpec", "MLAAttentionSpec")
-_HYBRID = (*_FULL, "ChunkedLocalAttentionSpec", "MambaSpec", "SlidingWindowMLASpec", "SlidingWindowSpec")
+FULL = ("FullAttentionSpec", "MLAAttentionSpec")
+HYBRID = (*FULL, "ChunkedLocalAttentionSpec", "MambaSpec", "SlidingWindowMLASpec", "SlidingWindowSpec")
 
 
 def check_vllm(options: ConnectorOptions) -> None:
@@ -65,8 +62,35 @@ def check_version(version: str, allow_untested: bool) -> None:
         )
 
 
-def log_hashes(vllm_config: VllmConfig) -> None:
-    """Log what decides vLLM's block hashes, if it is not the default: keys are made of them."""
+def is_hybrid(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether an engine has several groups of KV, or KV that forgets tokens: vLLM's offloading decides what to keep."""
+    windows = {*HYBRID} - {*FULL}
+    return len(kv_cache_config.kv_cache_groups) > 1 or not windows.isdisjoint(_kinds(kv_cache_config))
+
+
+def has_states(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some layers of a model have a state, as Mamba and linear attention, instead of keys and values."""
+    return "MambaSpec" in _kinds(kv_cache_config)
+
+
+def may_be_hybrid(vllm_config: VllmConfig) -> bool:
+    """Whether an engine is probably hybrid, by its model's config: what is needed before its KV groups are known."""
+    model = vllm_config.model_config
+    off = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+    return not off and bool(model.is_hybrid or model.get_sliding_window() or model.attention_chunk_size)
+
+
+def _kinds(kv_cache_config: KVCacheConfig) -> list[str]:
+    groups = kv_cache_config.kv_cache_groups
+    return sorted({type(spec).__name__ for group in groups for spec in _layer_specs(group.kv_cache_spec)})
+
+
+def log_choices(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Log how this model's KV is cached and why, and what decides vLLM's block hashes, if that is not the default."""
+    kinds, groups = " and ".join(_kinds(kv_cache_config)), len(kv_cache_config.kv_cache_groups)
+    hybrid = "a hybrid model, vLLM's offloading decides what is kept of each kind"
+    way = hybrid if is_hybrid(kv_cache_config) else "the KV of all tokens is kept"
+    log.info("the model's KV is %s in %d group(s): %s", kinds, groups, way)
     seed, algorithm = os.environ.get("PYTHONHASHSEED"), str(vllm_config.cache_config.prefix_caching_hash_algo)
     if seed is not None or algorithm != _HASHES[0]:
         log.info(
@@ -76,57 +100,46 @@ def log_hashes(vllm_config: VllmConfig) -> None:
         )
 
 
-def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, hybrid: bool) -> None:
-    """Raise ValueError, which says what to do, if KV of this engine cannot be cut into chunks. Changes nothing.
-
-    `hybrid`: the engine uses the OffloadingSpec, where vLLM manages several KV cache groups.
-    """
-    for setting, why in _refusals(vllm_config, hybrid):
+def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise ValueError, which says what to do, if KV of this engine cannot be cut into chunks. Changes nothing."""
+    for setting, why in _refusals(vllm_config, is_hybrid(kv_cache_config)):
         raise ValueError(f"{setting}: {why}")
     groups = list(kv_cache_config.kv_cache_groups)
     if not groups:
         raise ValueError("this model keeps no KV cache: there is nothing to store; leave the connector out")
-    if len(groups) > 1 and not hybrid:
-        raise ValueError(f"{len(groups)} KV cache groups (a hybrid model): {_ROUTE_B}")
     for group in groups:
-        _check_group(group, hybrid)
+        _check_group(group)
     if kv_cache_config.hisparse_host_num_blocks is not None:
         raise ValueError("HiSparse keeps KV in a separate host pool: leave hisparse_config out")
 
 
-def _check_group(group: Any, hybrid: bool) -> None:
+def _check_group(group: Any) -> None:
     if group.host_resident or group.role.name != "DEFAULT" or not group.enable_kv_transfer:
         raise ValueError("HiSparse groups keep KV in a separate host pool: leave hisparse_config out")
     for spec in _layer_specs(group.kv_cache_spec):
         kind = type(spec).__name__
-        if kind not in (_HYBRID if hybrid else _FULL):
-            remedy = _ROUTE_B if kind in _HYBRID else "leave the connector out for this model"
-            raise ValueError(
-                f"KV cache layers of kind {kind} {_WHY.get(kind, 'are not known here')}: {remedy}"
-            )
+        if kind not in HYBRID:
+            why = WHY.get(kind, "are not known here")
+            raise ValueError(f"KV cache layers of kind {kind} {why}: leave the connector out for this model")
         if getattr(spec, "non_causal", False):
             raise ValueError(
                 "layers that attend to later tokens (prefix LM): the KV of a chunk depends on what follows it; leave"
                 " the connector out for this model"
             )
-        if kind in _FULL and getattr(spec, "tokens_per_state", 1) != 1:
+        if kind in FULL and getattr(spec, "tokens_per_state", 1) != 1:
             raise ValueError(
                 "layers that keep one state for several tokens are not supported: leave the connector out for"
                 " this model"
             )
 
 
-_WHY = {
-    "ChunkedLocalAttentionSpec": "forget tokens",
+WHY = {
     "CircularBufferSpec": "keep a ring of raw keys beside the KV",
     "CrossAttentionSpec": "keep the KV of an encoder",
     "EncoderOnlyAttentionSpec": "belong to an encoder",
     "HiddenStateCacheSpec": "keep hidden states",
-    "MambaSpec": "keep a recurrent state",
     "RSWASpec": "give up blocks in the middle of a sequence",
     "SinkFullAttentionSpec": "begin with attention sinks that are not tokens",
-    "SlidingWindowMLASpec": "forget tokens",
-    "SlidingWindowSpec": "forget tokens",
 }
 
 
@@ -148,6 +161,8 @@ _ONE = {  # settings that must be 1
 
 def _refusals(vllm_config: Any, hybrid: bool) -> Iterator[tuple[str, str]]:
     """Yield each setting that is refused, and the reason with what to do."""
+    from vllm.config import get_current_vllm_config_or_none
+
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     for setting, reason in _ONE.items():
         if (size := getattr(parallel, setting)) > 1:
@@ -162,7 +177,7 @@ def _refusals(vllm_config: Any, hybrid: bool) -> Iterator[tuple[str, str]]:
         )
         yield "prefix_caching_hash_algo", why
     if hybrid and (role := transfer.kv_role) != "kv_both":
-        why = f'{role!r}: vLLM\'s OffloadingConnector stores and loads; write "kv_role": "kv_both"'
+        why = f'{role!r}: a hybrid model stores and loads; write "kv_role": "kv_both", {_ONE_KIND}'
         yield "kv_role", why
     if of_model := _model_refusal(vllm_config):
         yield "model", of_model
@@ -187,12 +202,17 @@ def _refusals(vllm_config: Any, hybrid: bool) -> Iterator[tuple[str, str]]:
         yield "speculative_config", why
     if hybrid and vllm_config.lora_config is not None:
         why = (
-            "vLLM's OffloadingConnector tells adapters apart by name and path only, and chunks outlive an adapter's"
-            " files; leave enable_lora out, or the connector"
+            "for a hybrid model vLLM tells adapters apart by name and path only, and chunks outlive an adapter's files;"
+            f" leave enable_lora out, or the connector, {_ONE_KIND}"
         )
         yield "enable_lora", why
-    if not hybrid and transfer.kv_load_failure_policy != "recompute":
-        why = 'a lost chunk would fail the request; write "kv_load_failure_policy": "recompute" in --kv-transfer-config'
+    # below a MultiConnector the policy is that of its own configuration, which a worker sees
+    engine = getattr(get_current_vllm_config_or_none(), "kv_transfer_config", None) or transfer
+    if not hybrid and {transfer.kv_load_failure_policy, engine.kv_load_failure_policy} != {"recompute"}:
+        why = (
+            'a lost chunk would fail the request; write "kv_load_failure_policy": "recompute" in --kv-transfer-config'
+            " (for MultiConnector and for this connector below it)"
+        )
         yield "kv_load_failure_policy", why
 
 

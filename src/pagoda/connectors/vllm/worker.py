@@ -23,6 +23,7 @@ from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
 from pagoda.connectors.vllm.kv_memory import KVMemory, inspect_kv_caches, paged_kv
 from pagoda.connectors.vllm.metadata import Handshake, Later, Load, PagodaMetadata, PagodaWorkerMetadata, Save
 from pagoda.connectors.vllm.options import ConnectorOptions
+from pagoda.connectors.vllm.prefill_steps import PrefillSteps
 from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
@@ -66,7 +67,7 @@ class PagodaWorker:
         self._staging: SnapshotBuffer | None = None
         self._load_threads = Pool(_LOAD_THREADS, "pagoda-load")
         self._save_threads = Pool(_SAVE_THREADS, "pagoda-save")
-        self._began = 0.0
+        self._prefills: PrefillSteps | None = None  # None: another rank measures them
         self._handled: BaseException | None = None
         self._step: int | None = None  # the last that began
         self._ended = True  # whether `save` was called for it
@@ -77,9 +78,11 @@ class PagodaWorker:
     def register(self, kv_caches: dict[str, Any]) -> None:
         """Inspect the engine's KV memory and open the cache for it. Raises ValueError for an unknown format."""
         vllm_config, kv_cache_config = self._configs
-        seen = inspect_kv_caches(kv_caches, vllm_config, kv_cache_config)
+        canonical = self._options.canonical_layout
+        seen = inspect_kv_caches(kv_caches, vllm_config, kv_cache_config, canonical=canonical)
         kv_dtype = str(vllm_config.cache_config.cache_dtype)
-        self.open_cache(seen, namespace_of(vllm_config, kv_dtype, seen.parts, self._options))
+        parts = 1 if canonical else seen.parts
+        self.open_cache(seen, namespace_of(vllm_config, kv_dtype, parts, self._options))
 
     def open_cache(self, seen: KVMemory, namespace: Namespace) -> None:
         """Open the cache for this memory. Raises StoreError, which says what to do, if a tier cannot be opened."""
@@ -96,7 +99,13 @@ class PagodaWorker:
         if isinstance(self._pages, DevicePagesKV):
             self._staging = _reserved_on(self._pages)
         self._seen, self._layout = seen, layout
+        if seen.part == 0 and seen.writes:
+            self._prefills = PrefillSteps(self._cache, seen.planes[0].device)
         self.handshake = Handshake(namespace, layout, seen.block_tokens, seen.parts)
+
+    def report_handshake(self) -> None:
+        """Send the description of the KV memory with the next step's messages."""
+        self._report.described = (self.handshake,)
 
     # ---- a step
 
@@ -109,7 +118,10 @@ class PagodaWorker:
         if not self._ended or self._step not in (None, meta.number - 1):
             self._step_interrupted()
         self._step, self._ended = meta.number, False
-        self._began = time.perf_counter()
+        if meta.loads_of_others:
+            self._report.ended = meta.number  # which is taken at the step's end, with the blocks that failed
+        if self._prefills is not None:  # a step that loads for others says nothing of computing
+            self._prefills.begin(0 if meta.loads_of_others else meta.prompt_tokens)
         self._handled = sys.exc_info()[1]
 
     def load(self, meta: PagodaMetadata) -> None:
@@ -131,6 +143,7 @@ class PagodaWorker:
             "start_tokens": start,
             "lora": load.lora,
             "salt": load.salt,
+            "weights_version": load.version,
         }
         return partial(self._opened().retrieve, None, kv, counted=False, **options)
 
@@ -144,10 +157,9 @@ class PagodaWorker:
         self._ended = True
         if trouble is not None and trouble is not handled:
             self._step_interrupted()
-        # in one process both halves have one cache, which compares loading with computing
+        elif self._prefills is not None:
+            self._prefills.end()
         here = meta.scheduler_pid == os.getpid()
-        if here and self._seen.on_cpu and meta.computed_tokens >= self._layout.chunk_tokens:
-            self._opened().observe_prefill(meta.computed_tokens, time.perf_counter() - self._began)
         for save in meta.saves:
             if not self._seen.writes:
                 continue  # another rank has the same bytes and writes them

@@ -72,6 +72,10 @@ class IndexedStoreConnection:
         """Ask the index before puts; it keeps other writers away until the mark is there."""
         return self._index.claim(namespace, keys, until)
 
+    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
+        """End claims in the index that no put has ended."""
+        self._index.release(namespace, keys, until)
+
     def put(
         self,
         namespace: bytes,

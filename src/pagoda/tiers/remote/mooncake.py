@@ -331,6 +331,9 @@ class MooncakeConnection:
         """Say which keys are present. Of several writers of one key the master accepts the first: no other sends."""
         return [PutResult.PRESENT if present else None for present in self.touch(namespace, keys, until)]
 
+    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
+        """Do nothing: there are no claims."""
+
     def put(
         self,
         namespace: bytes,

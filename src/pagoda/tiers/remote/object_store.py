@@ -172,6 +172,9 @@ class ObjectStoreConnection:
         """Say which keys are present, one request each; an object store keeps no claims."""
         return [PutResult.PRESENT if present else None for present in self.touch(namespace, keys, until)]
 
+    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
+        """Do nothing: there are no claims."""
+
     def put(
         self,
         namespace: bytes,

@@ -114,6 +114,9 @@ class PagodaServerConnection:
         """Return nothing known: `put` asks for each chunk."""
         return [None] * len(keys)
 
+    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
+        """Do nothing: there are no claims."""
+
     def put(
         self,
         namespace: bytes,

@@ -498,6 +498,9 @@ class PeersConnection:
         """Refuse: neighbours are only read."""
         raise RefusedError(Reason.NOT_ADMITTED, "neighbours are only read")
 
+    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
+        """Do nothing: there are no claims."""
+
     def put(
         self,
         namespace: bytes,

@@ -24,7 +24,7 @@ from pagoda.metrics import Reason
 from pagoda.threads import NO_THREAD, Answer, begin, wait
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
-from pagoda.tiers.remote.redis_lives import LIFE_SECONDS, ChunkLives, count_of, settings
+from pagoda.tiers.remote.redis_lives import LIFE_SECONDS, ChunkLives, ReuseAges, count_of, settings
 from pagoda.tiers.remote.redis_setup import QUESTIONS, warnings
 from pagoda.tiers.remote.resp import (
     NUMBER,
@@ -70,6 +70,7 @@ _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
 GHOST_SECONDS = 3600.0  # how long it is known that a chunk was asked for once
 _DRAFT_SECONDS = 2.0  # how long a draft or a claim outlives the deadline of its writer
+_RELEASE = b"return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('UNLINK', KEYS[1]) or 0"
 _KNOWN = ("host", "port", "path", *REDIS_OPTIONS)
 _SENTINEL_PORT = 26379
 _MASTER = ReplyShape(b"+$*", 255, items=2, depth=1)  # of a Sentinel: host and port, or OK
@@ -124,12 +125,14 @@ class RedisClient:
         self.address = self._address.text
         self._names = RedisNames(prefix)
         self._options = ttl_seconds, ranks, second_sight
+        self._nonce, self._ages = os.urandom(8).hex().encode(), ReuseAges()
         # Redis keeps recency in seconds, and a chunk in use must not expire between two touches
         self.believed_seconds = min(_BELIEVED_SECONDS, ttl_seconds / 4)
 
     def connection(self) -> RedisConnection:
         """Return a new connection that is still to be opened."""
-        return self.connection_type(self._address, self._names, *self._options)
+        owner = b"%d-%b" % (os.getpid(), self._nonce)
+        return self.connection_type(self._address, self._names, *self._options, owner, self._ages)
 
     @property
     def connection_type(self) -> type[RedisConnection]:
@@ -147,8 +150,10 @@ class RedisConnection:
         ttl_seconds: float = LIFE_SECONDS,
         ranks: bool = False,
         second_sight: bool = False,
+        owner: bytes = b"1",
+        ages: ReuseAges | None = None,
     ) -> None:
-        self._second_sight = second_sight
+        self._second_sight, self._owner, self._ages = second_sight, owner, ages or ReuseAges()
         self._address = address
         self._connected: Future[socket.socket] = Answer()
         self._names = names
@@ -167,7 +172,9 @@ class RedisConnection:
         commands += [self._probe(), command(b"INFO", b"memory"), command(b"PTTL", probe)]
         commands.append(command(b"PEXPIRE", probe, b"1", b"GT"))
         *replies, info, remaining, extended = self._replies_here(commands, until, _OPENED)
-        self._lives = ChunkLives.of_server(self._ttl_seconds, info, remaining, extended, self._ranks)
+        self._lives = ChunkLives.of_server(
+            self._ttl_seconds, self._ages, info, remaining, extended, self._ranks
+        )
         self._checked(replies)
         return self
 
@@ -205,9 +212,7 @@ class RedisConnection:
         left = iter(self._checked(known))
         answers = [[next(left) for _ in use] for use in commands]
         asked = zip(names, ranks, answers, strict=True)
-        if short := [
-            lives.extend(name, rank) for name, rank, said in asked if lives.is_short(said[1:], rank)
-        ]:
+        if short := [lives.extend(name, rank) for name, rank, said in asked if lives.learn(said[1:], rank)]:
             self._execute(short, until)
         return [answer[0] != 0 for answer in answers]
 
@@ -235,7 +240,7 @@ class RedisConnection:
     def _claim(self, names: Sequence[bytes], until: float) -> list[PutResult | None]:
         claims, life = [name + b":w" for name in names], _draft_life(until)
         commands = [command(b"EXISTS", name) for name in names]
-        commands += [command(b"SET", claim, b"1", b"NX", b"PX", life) for claim in claims]
+        commands += [command(b"SET", claim, self._owner, b"NX", b"PX", life) for claim in claims]
         replies = self._replies(commands, until, _SHORT)
         settled = list(zip(claims, replies, replies[len(names) :], strict=False))
         errors = [
@@ -245,13 +250,17 @@ class RedisConnection:
             claim for claim, present, claimed in settled if claimed == b"OK" and (present == 1 or errors)
         ]
         if unused:
-            self._drop(unused, until)
+            self._drop(until, claims=unused)
         if errors:
             raise self._refusal(errors[0])
         return [
             PutResult.PRESENT if present == 1 else None if claimed == b"OK" else PutResult.BUSY
             for _, present, claimed in settled
         ]
+
+    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
+        """End the claims of this process that no put has ended. One round trip."""
+        self._drop(until, claims=[self._names.chunk(namespace, key) + b":w" for key in keys])
 
     def put(
         self,
@@ -285,7 +294,7 @@ class RedisConnection:
     ) -> PutResult:
         name, fields = self._names.chunk(namespace, key), _fields(page, stored)
         claim, draft = name + b":w", name + b":w:" + os.urandom(16).hex().encode()
-        with self._drop_on_refusal([draft, claim], until):
+        with self._drop_on_refusal(draft, claim, until):
             if stored.nbytes <= _SMALL_BYTES:
                 result = self._put_in_one(name, draft, claim, fields, is_valid, until, rank)
             else:
@@ -293,15 +302,15 @@ class RedisConnection:
                 self._write_draft(draft, fields, self._lives.outlasts(_draft_life(until)), until)
                 result = self._publish(draft, name, claim, until, rank) if is_valid() else PutResult.STALE
         if result is PutResult.STALE:
-            self._drop([draft, claim], until)
+            self._drop(until, [draft], [claim])
         return result
 
     @contextmanager
-    def _drop_on_refusal(self, names: list[bytes], until: float) -> Iterator[None]:
+    def _drop_on_refusal(self, draft: bytes, claim: bytes, until: float) -> Iterator[None]:
         try:
             yield
         except RefusedError:
-            self._drop(names, until)
+            self._drop(until, [draft], [claim])
             raise
 
     def _write_draft(self, draft: bytes, fields: list[_Field], life: bytes, until: float) -> None:
@@ -345,7 +354,7 @@ class RedisConnection:
 
     def _rename_commands(self, draft: bytes, name: bytes, claim: bytes, rank: int) -> list[bytes]:
         """Return the commands that turn a draft into a chunk. Redis decides which writer is first."""
-        life = self._lives.extend(draft, rank)
+        life = self._lives.begin(draft, rank)
         return [life, command(b"RENAMENX", draft, name), command(b"UNLINK", draft, claim)]
 
     def get(
@@ -377,7 +386,7 @@ class RedisConnection:
                 raise self._refusal(reply)
         sizes = [piece.nbytes for piece in pieces]
         if buffer is not None and received == sizes + [None] * (len(received) - len(sizes)):
-            if self._lives.is_short(remaining, rank):
+            if self._lives.learn(remaining, rank):
                 with suppress(
                     OSError, RefusedError
                 ):  # the chunk is here: the next call finds out what is wrong
@@ -509,10 +518,11 @@ class RedisConnection:
             removed += sum(number == 1 for number in numbers)
         return removed
 
-    def _drop(self, names: list[bytes], until: float) -> None:
-        """Remove what a put leaves; if the server refuses, it expires."""
-        with suppress(RefusedError):
-            self._unlink(names, until)
+    def _drop(self, until: float, drafts: Sequence[bytes] = (), claims: Sequence[bytes] = ()) -> None:
+        """Remove drafts, and claims that are this process's; if the server refuses, they expire."""
+        commands = [command(b"UNLINK", draft) for draft in drafts]
+        commands += [command(b"EVAL", _RELEASE, b"1", claim, self._owner) for claim in claims]
+        self._replies(commands, until, NUMBER)
 
     def _probe(self) -> bytes:
         return command(b"EXISTS", self._names.probe)

@@ -109,7 +109,7 @@ class ClusterNodeConnection(RedisConnection):
         target: _ReceivingNodeConnection | None = None
         try:
             target = _ReceivingNodeConnection(
-                self._address.at(place), self._names, self._ttl_seconds, self._ranks
+                self._address.at(place), self._names, self._ttl_seconds, self._ranks, ages=self._ages
             )
             self._target = target
             yield target.open(until)

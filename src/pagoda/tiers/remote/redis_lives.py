@@ -1,7 +1,8 @@
 """How long chunks stay in a Redis. Where it evicts by remaining life (`volatile-ttl`), lives rank the chunks.
 
 `RedisConnection` asks what to send with each use of a chunk. The rank is the last use and, within a chain, the
-position: a tail is evicted before its head. No machine shortens the life that another one gave.
+position: a tail is evicted before its head. A chunk that is new has a lower rank than one that is used again. No
+machine shortens the life that another one gave.
 """
 
 from __future__ import annotations
@@ -16,13 +17,38 @@ LIFE_SECONDS = 7 * 86400.0
 _LEAST_SHARE = 1 / 2  # of the life: ranks take no more of it
 _RENEWED_SHARE = 1 / 16  # a life that ranks nothing is renewed once this share of it is over
 _ABSENT, _ENDLESS = -2, -1  # of PTTL
+_LEARNED_SHARE = 1 / 128  # of what is known of ages: it comes from the latest one
+_STAY = 1.25  # of the mean age: how long a new chunk stays
+_OLDEST_SHARE = 0.02  # of all ages: these are older than `ReuseAges.oldest_ms`
 _IN_CLUSTER = ("MOVED", "ASK", "TRYAGAIN")
 
 
+class ReuseAges:
+    """How old chunks of one server are when they are used again: their mean age, and how old the oldest are.
+
+    An age is how much of its life a chunk has lost, so it is a place in the order of eviction, and the oldest are about
+    to be evicted. For all connections of a client; of two ages that come at once one may be lost.
+    """
+
+    def __init__(self) -> None:
+        self.mean_ms, self.oldest_ms = 0.0, 1.0
+
+    def record(self, age_ms: float) -> None:
+        """Learn from one use."""
+        self.mean_ms += (age_ms - self.mean_ms) * _LEARNED_SHARE
+        self.oldest_ms *= 1 + ((age_ms > self.oldest_ms) - _OLDEST_SHARE) * _LEARNED_SHARE
+        self.oldest_ms = max(1.0, self.oldest_ms)
+
+    def rank_of_new(self) -> int:
+        """Return the rank with which a new chunk is evicted soon after the mean age, unless it is used by then."""
+        return max(0, int(self.oldest_ms - _STAY * self.mean_ms))
+
+
 class ChunkLives(NamedTuple):
-    """The rule for one server. Immutable."""
+    """The rule for one server. Immutable, except `ages`."""
 
     life_ms: int
+    ages: ReuseAges
     ranks: bool = (
         False  # each use extends the life; else one use in a while renews it, and other uses write nothing
     )
@@ -31,7 +57,7 @@ class ChunkLives(NamedTuple):
 
     @classmethod
     def of_server(
-        cls, ttl_seconds: float, info: Reply, remaining: Reply, extended: Reply, ranks: bool
+        cls, ttl_seconds: float, ages: ReuseAges, info: Reply, remaining: Reply, extended: Reply, ranks: bool
     ) -> ChunkLives:
         """Return the rule for a server, by its replies to INFO memory, PTTL and PEXPIRE ... GT of no name.
 
@@ -42,6 +68,7 @@ class ChunkLives(NamedTuple):
         code = extended.code if isinstance(extended, ErrorReply) else ""
         return cls(
             life_ms=max(1, int(ttl_seconds * 1000)),
+            ages=ages,
             ranks=ranks or policy == "volatile-ttl",
             has_gt=code != "ERR",
             extends=may and code in ("", "ERR", *_IN_CLUSTER),
@@ -60,18 +87,25 @@ class ChunkLives(NamedTuple):
         """Return the command that gives a chunk its life, whatever it has."""
         return command(b"PEXPIRE", name, self.life(rank))
 
+    def begin(self, name: bytes, rank: int) -> bytes:
+        """Return the command that gives a new chunk its life: nobody has asked for it again yet."""
+        return self.extend(name, rank + self.ages.rank_of_new())
+
     def used(self, name: bytes, rank: int) -> list[bytes]:
-        """Return the commands to send with each use of a chunk; `is_short` says if more is to be sent."""
+        """Return the commands to send with each use of a chunk; `learn` says if more is to be sent."""
         if not self.extends:
             return []
         asked = command(b"PTTL", name)
         return [asked, command(b"PEXPIRE", name, self.life(rank), b"GT")] if self._raises else [asked]
 
-    def is_short(self, replies: Sequence[Reply], rank: int) -> bool:
-        """Return whether a chunk needs `extend` after `used`: GT gives no life to a chunk that has none."""
+    def learn(self, replies: Sequence[Reply], rank: int) -> bool:
+        """Learn from the replies to `used`. Return whether `extend` is needed: GT gives no life to what has none."""
         remaining = replies[0] if replies else _ABSENT
         if not isinstance(remaining, int) or remaining == _ABSENT:
             return False
+        age_ms = self.life_ms - remaining
+        if 0 <= age_ms <= self.life_ms * _LEAST_SHARE:  # else another machine gave it a life by another `ttl`
+            self.ages.record(age_ms)
         share = 0.0 if self.ranks else _RENEWED_SHARE
         return remaining == _ENDLESS or (not self._raises and remaining < int(self.life(rank)) * (1 - share))
 

@@ -305,6 +305,10 @@ class RedisNodesConnection:
                 results[asked[at]] = result
         return results
 
+    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
+        """End claims that no put has ended, on the nodes that answer."""
+        self._ask_for(keys, RedisConnection.release, namespace, until, patience_seconds=math.inf)
+
     def put(
         self,
         namespace: bytes,

@@ -7,6 +7,7 @@ answers queries and probes a store that failed; each of the others has a `Remote
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import threading
 import time
@@ -59,10 +60,11 @@ _BATCH_CHUNKS, _BATCH_BYTES = (
     4 << 20,
 )  # one connection's writes that are claimed at once: they are sent soon
 # before a chunk that another machine is sending is asked for again: as long as it was waited for, within these bounds
-_BUSY_PAUSE_SECONDS = 0.05, 1.0
+_BUSY_PAUSE_SECONDS = 0.1, 1.0
 _BUSY_SECONDS = 10.0  # how long that goes on, in addition to twice the time that sending a batch may take
-# of a position in a chain: a tail is evicted before its head, and a later use counts more than that
-_RANK_MS = 2
+# of each doubling of the position in a chain: a tail is evicted before its head, although a store compares a few
+# chunks at a time; and the last chunk of the longest prompt still before what was used some seconds earlier
+_RANK_MS = 300
 
 
 class RemoteTier(QueuedTier):
@@ -114,7 +116,7 @@ class RemoteTier(QueuedTier):
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def find(
-        self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, namespace: bytes | None = None,
+        self, keys: Sequence[bytes], *, start: int | None = 0, stamp: int | None = None, namespace: bytes | None = None,
         touch: bool = True, deadline_seconds: float | None = None,
     ) -> int:  # fmt: skip
         """Return how many leading keys are stored or queued, as far as that is known soon; copies nothing."""
@@ -124,8 +126,8 @@ class RemoteTier(QueuedTier):
         until = time.monotonic() + clamp_deadline(self._look_seconds, deadline_seconds)
         at = 0
         while at < len(keys):
-            write = queued.get(keys[at])
-            is_queued = write is not None and write.is_valid() and write.matches(namespace, start + at)
+            write, position = queued.get(keys[at]), None if start is None else start + at
+            is_queued = write is not None and write.is_valid() and write.matches(namespace, position)
             known = True if is_queued else self._store.presence.get(namespace, keys[at])
             if known is None:
                 asked = keys[at:]
@@ -445,7 +447,8 @@ class RemoteStore(WorkerBackend):
 
     def rank(self, stamp: int, position: int | None) -> int:
         """Return the rank of a chunk of a request, which began some time ago: see StoreConnection."""
-        return max(0, self.stamp() - stamp) // 1_000_000 + _RANK_MS * (position or 0)
+        age_ms = max(0, self.stamp() - stamp) // 1_000_000
+        return age_ms + int(_RANK_MS * math.log2(1 + (position or 0)))
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], start: int, stamp: int) -> list[bool] | None:
         """Touch a run of keys and return which of them are present; None: unknown at present.
@@ -706,6 +709,7 @@ class RemoteWorker(IoWorker):
             if reason is not None:
                 self._store.count({f"drop_{reason}": 1})
             self._queue.finish_write(write, Done(reason is None, reason))
+        self._release([write for write, claim in claims.items() if not isinstance(claim, PutResult)])
 
     def _claim(self, writes: Sequence[WriteRequest]) -> dict[WriteRequest, PutResult | Reason | None]:
         """Ask the store about all writes that may be done: why one is not to be sent; None: it is, by this machine."""
@@ -727,6 +731,22 @@ class RemoteWorker(IoWorker):
                 dict.fromkeys(batch, found) if isinstance(found, Reason) else zip(batch, found, strict=True)
             )
         return claims
+
+    def _release(self, writes: Sequence[WriteRequest]) -> None:
+        """End the claims of writes that were not sent or failed: other machines wait for what is claimed."""
+        unsent = [write for write in writes if not self._is_known(write)]
+        for namespace in {write.namespace for write in unsent}:
+            if self._store.breaker.is_open:
+                return
+            keys = [write.chunk.key for write in unsent if write.namespace == namespace]
+            end = namespace, keys, self._store.deadline()
+            try:
+                self._connection.call(
+                    lambda connection, end=end: connection.release(*end),  # type: ignore[misc]
+                    "releasing claims",
+                )
+            except Exception as error:  # noqa: BLE001  # a background thread: the next batch must be written
+                self._store.record_error(error, "releasing claims")
 
     def _put_back(self, write: WriteRequest) -> bool:
         """Do a write of a chunk that another machine is sending again a moment later; False once that took too long."""

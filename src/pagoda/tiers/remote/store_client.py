@@ -101,6 +101,9 @@ class StoreConnection(Protocol):
         A store that can keeps other writers from these others until they are put, or until a while after `until`.
         """
 
+    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
+        """Let other writers have keys that were claimed and are not put. Never ends the claim of another process."""
+
     def put(
         self,
         namespace: bytes,

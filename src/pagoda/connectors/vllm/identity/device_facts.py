@@ -14,16 +14,17 @@ __all__ = ["machine_facts"]
 
 
 def machine_facts(
-    device: torch.device, vllm_config: VllmConfig, layer_names: Sequence[str]
+    device: torch.device, vllm_config: VllmConfig, layer_names: Sequence[str], *, by_head: bool = False
 ) -> dict[str, object]:
     """Return vLLM's minor release, the kind of device, and the attention backend of each layer. Changes nothing.
 
+    `by_head`: as the backend sees one head, without the number of heads, of which each rank has a share.
     Raises ValueError for an unknown device or layer.
     """
     import vllm
 
     release = ".".join(vllm.__version__.split(".")[:2])
-    backends = {name: _backend(vllm_config, name) for name in layer_names}
+    backends = {name: _backend(vllm_config, name, by_head) for name in layer_names}
     return {"vllm": release, "device": _device(device), "backends": backends}
 
 
@@ -42,7 +43,7 @@ def _device(device: torch.device) -> list[object]:
     raise ValueError(f"KV caches on {device.type!r} are not supported: use a CPU or a CUDA device")
 
 
-def _backend(vllm_config: VllmConfig, layer_name: str) -> list[object]:
+def _backend(vllm_config: VllmConfig, layer_name: str, by_head: bool) -> list[object]:
     layer: Any = vllm_config.compilation_config.static_forward_context.get(layer_name)
     if layer is None:
         raise ValueError(
@@ -50,13 +51,16 @@ def _backend(vllm_config: VllmConfig, layer_name: str) -> list[object]:
         )
     backend = layer.get_attn_backend()
     kind = f"{backend.__module__}.{backend.__qualname__}"
-    return [kind, backend.get_name(), getattr(layer, "isa", None), _view(getattr(layer, "kv_cache", None))]
+    view = _view(getattr(layer, "kv_cache", None), by_head)
+    return [kind, backend.get_name(), getattr(layer, "isa", None), view]
 
 
-def _view(view: Any) -> list[object] | None:
+def _view(view: Any, by_head: bool) -> list[object] | None:
     """Return how the kernel sees a layer's KV, without the number of blocks; its blocks may be smaller than vLLM's."""
     import torch
 
     if not isinstance(view, torch.Tensor):
         return None
+    if by_head:  # distances between blocks have the number of heads in them
+        return [str(view.dtype), list(view.shape[2:]), list(view.stride()[2:])]
     return [str(view.dtype), list(view.shape[1:]), list(view.stride())]

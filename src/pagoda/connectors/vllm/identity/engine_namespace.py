@@ -31,8 +31,8 @@ def namespace_of(
 ) -> Namespace:
     """Return the namespace of this engine's KV, without the layout and the adapter. Reads the weight files.
 
-    `world_size` is the number of parts of a chunk. The revision is included only if `weights` is given
-    explicitly: a digest of the files is more exact, and the same revision has many names.
+    `world_size` is the number of parts of a chunk, 1 if chunks are the same for any number. The revision is included
+    only if `weights` is given explicitly: a digest of the files is more exact, and the same revision has many names.
     Raises ValueError, which says what to do, if the weights cannot be named.
     """
     revision = str(vllm_config.model_config.revision or "") if options.weights else ""
@@ -46,11 +46,9 @@ def namespace_of(
     )
 
 
-def salt_of(engine: str, request: str | None, since: str) -> str | None:
-    """Return the salt of an engine's tenant, a request's tenant and the last reset; None if only the first is set."""
-    if not request and not since:
-        return None
-    return json.dumps([engine, request or "", since])
+def salt_of(engine: str, request: str | None) -> str | None:
+    """Return the salt of an engine's tenant and a request's tenant; None if the request has none."""
+    return json.dumps([engine, request, ""]) if request else None
 
 
 def weights_digest(vllm_config: VllmConfig, weights: str | None = None) -> str:

@@ -6,7 +6,6 @@ with full attention a hit is a run from the first chunk on; for sliding windows 
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections import Counter
@@ -22,7 +21,6 @@ import numpy as np
 from pagoda.cache import Cache
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import Generations, Slots
-from pagoda.connectors.vllm.identity.engine_namespace import salt_of
 from pagoda.metrics import Reason
 
 __all__ = [
@@ -76,6 +74,7 @@ class AskedChunk:
     key: bytes
     group: int
     position: int
+    version: str  # of the weights
     lower: bool  # whether lower tiers may be asked
     since: float
     seen: float
@@ -158,16 +157,11 @@ class ChunkFinder:
         self._run_most = max(1, self.holds.most - max(self.holds.most // _WINDOW_SHARE, windows))
         self.news: SimpleQueue[list[FoundChunk]] = SimpleQueue()
         self._piece = max(1, min(_PIECE, _PIECE_BYTES // cache.layout.slot_bytes))
-        self._salt: str | None = None  # None: the namespace's
         self.moved = 0.0  # when something was last found: requests wait longer while there is progress
 
-    def root(self) -> bytes:
-        """Return the root of the namespace that the chunks belong to."""
-        return self._slots.namespace(salt=self._salt)
-
-    def renew(self) -> None:
-        """Change to a new namespace that no other engine ever uses, because the weights no longer have a name."""
-        self._salt = salt_of(self._cache.namespace.salt, None, secrets.token_hex(16))
+    def root(self, version: str) -> bytes:
+        """Return the root of the namespace that the chunks of a version of the weights belong to."""
+        return self._slots.namespace(weights_version=version)
 
     def report(self, news: list[FoundChunk]) -> None:
         """Pass news to the scheduler's thread."""
@@ -199,7 +193,8 @@ class ChunkFinder:
             for run in _consecutive(asked):
                 found, why = self._match(run)
                 places |= zip(run, found, strict=False)
-                have = len(found) + self._below(run[len(found) :])
+                lower, slow = self._below(run[len(found) :])
+                have, why = len(found) + lower, Reason.NOT_WORTH_IT if slow else why
                 below.update(run[len(found) : have])
                 if have < len(run):
                     if self._start(run[have]) < end:
@@ -232,7 +227,7 @@ class ChunkFinder:
         here, places, coming = list[AskedChunk](), list[HostPlace](), list[AskedChunk]()
         for run in _consecutive(needed):
             found, _ = self._match(run)
-            if len(found) + self._below(run[len(found) :]) < len(run):
+            if len(found) + self._below(run[len(found) :])[0] < len(run):
                 return beyond + self._presence(within), []
             here, places = here + run[: len(found)], places + found
             coming += run[len(found) :]
@@ -250,7 +245,7 @@ class ChunkFinder:
                     rest, have = piece[at:], 0
                     if finds < _MOST_FINDS:
                         found, _ = self._match(rest, touch=False)
-                        have = len(found) + self._below(rest[len(found) :])
+                        have = len(found) + self._below(rest[len(found) :])[0]
                     finds += 1
                     news += all_found(rest[:have], ChunkState.FOUND)
                     news += all_found(rest[have : have + 1], ChunkState.MISSED)
@@ -291,7 +286,7 @@ class ChunkFinder:
         return news
 
     def _fetch(self, run: Sequence[AskedChunk]) -> None:
-        self._cache.prefetch(None, keys=self._placed(run), salt=self._salt).result()
+        self._cache.prefetch(None, keys=self._placed(run), weights_version=run[0].version).result()
 
     # ---- parts of it
 
@@ -300,18 +295,21 @@ class ChunkFinder:
         match = self._slots.match_prefix([one.key for one in run], run[0].position, touch=touch)
         return list(zip(match.slots.tolist(), match.generations.tolist(), strict=True)), match.reason
 
-    def _below(self, run: Sequence[AskedChunk]) -> int:
-        """Return how many leading chunks of a run lower tiers have; note which of them."""
+    def _below(self, run: Sequence[AskedChunk]) -> tuple[int, bool]:
+        """Return how many leading chunks of a run are to be loaded from lower tiers, and whether more are too slow.
+
+        Notes which of them.
+        """
         if not run or not self._lower or not run[0].lower:
-            return 0
+            return 0, False
         hit = self._cache.lookup(
-            None, counted=False, keys=self._placed(run), tiers=self._lower, salt=self._salt
+            None, counted=False, keys=self._placed(run), tiers=self._lower, weights_version=run[0].version
         )
         size = self._cache.layout.chunk_tokens
         tiers = [tier for tier, tokens in hit.by_tier.items() for _ in range(tokens // size)]
         for one, tier in zip(run, tiers, strict=False):
             one.tier = tier
-        return len(tiers)
+        return len(tiers), hit.reason is Reason.NOT_WORTH_IT
 
     def _placed(self, run: Sequence[AskedChunk]) -> list[tuple[int, int, bytes]]:
         """Return keys with token positions as the cache counts them: its chunks all have one length."""
@@ -335,7 +333,7 @@ class ChunkFinder:
         size, group = self._groups[asked[0].group].chunk_tokens, asked[0].group
         by_tier = Counter(one.tier for one in (*here, *coming) if one.group == group)
         tokens = {tier: n * size for tier, n in by_tier.items()}
-        self._slots.count_request(len(asked) * size, tokens, reason, self.root())
+        self._slots.count_request(len(asked) * size, tokens, reason, self.root(asked[0].version))
         if self._slots.is_recording:
             start = asked[0].position
             self._slots.record_request(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -9,8 +10,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from pagoda.connectors.vllm.options import chunk_options
-from pagoda.connectors.vllm.supported_engines import log_hashes
+from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
+from pagoda.connectors.vllm.options import chunk_options, flag
+from pagoda.connectors.vllm.prefill_steps import prompt_tokens_of
+from pagoda.connectors.vllm.supported_engines import check_engine, has_states, log_choices
+from pagoda.connectors.vllm.vllm_log import join_vllm_log
 
 if TYPE_CHECKING:
     from pagoda.connectors.vllm.offloading.offloading_manager import PagodaOffloadingManager
@@ -24,16 +28,19 @@ _SPEC = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": "pagoda.connec
 class PagodaHybridConnector(OffloadingConnector):
     """Keeps the KV of hybrid models (sliding windows, Mamba layers) in PagodaKV's tiers.
 
-    vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see docs/how-to/vllm.md.
+    PagodaConnector makes it, one for vLLM's scheduler and one for each worker; see docs/how-to/vllm.md.
     Everything except the storage is vLLM's own code. This class adds two cases that vLLM considers impossible: a load
     that fails, and a request that is preempted and asks again before the workers know of it.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        _set_chunks(_with_spec(vllm_config), kv_cache_config)
+        join_vllm_log()
+        check_engine(vllm_config, kv_cache_config)
+        _set_options(_with_spec(vllm_config), kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            log_hashes(vllm_config)
+            log_choices(vllm_config, kv_cache_config)
+            watch_engine_core()
         self._preemptions: dict[str, int] = {}  # by request, those that the workers know of
         self._unheard: set[str] = set()  # preempted since the last step
 
@@ -50,6 +57,22 @@ class PagodaHybridConnector(OffloadingConnector):
         assert self.connector_worker is not None
         return self.connector_worker
 
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the step's loads, and to measure it."""
+        super().start_load_kv(forward_context, **kwargs)
+        if (copies := self.worker.worker) is not None and copies.prefills is not None:
+            copies.prefills.begin(self._get_connector_metadata().prompt_tokens)
+
+    def wait_for_save(self) -> None:
+        """End the measurement, and do what vLLM does."""
+        if (
+            (copies := self.worker.worker) is not None
+            and copies.prefills is not None
+            and not sys.exc_info()[1]
+        ):
+            copies.prefills.end()
+        super().wait_for_save()
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the requests whose loads have ended, and which of them failed: vLLM computes those, or fails them.
 
@@ -63,6 +86,12 @@ class PagodaHybridConnector(OffloadingConnector):
 
     # ---- the scheduler's half
 
+    @property
+    def engine_weights(self) -> EngineWeights:
+        """Which weights the engine computes with."""
+        weights: EngineWeights = self.scheduler.manager.weights
+        return weights
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded; None once after each preemption.
 
@@ -70,6 +99,7 @@ class PagodaHybridConnector(OffloadingConnector):
         that reports the preemption to the workers, because it would end the engine: vLLM waits for all jobs of a
         preempted request, and assumes that they are stores.
         """
+        self.engine_weights.settle()
         name = request.request_id
         if request.num_preemptions > self._preemptions.get(name, 0):
             self._preemptions[name] = request.num_preemptions
@@ -84,7 +114,9 @@ class PagodaHybridConnector(OffloadingConnector):
         self._unheard.clear()
         for name in scheduler_output.finished_req_ids or ():
             self._preemptions.pop(name, None)
-        return super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(scheduler_output)
+        meta.prompt_tokens = prompt_tokens_of(scheduler_output)  # for `start_load_kv`
+        return meta
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Log the prompt, for `pagoda explain`, and do what vLLM does."""
@@ -105,15 +137,23 @@ class PagodaHybridConnector(OffloadingConnector):
             manager.load_failed(name)
 
 
+# MultiConnector finds the metrics of a connector by the name of its class: that which the configuration names
+PagodaHybridConnector.__name__ = "PagodaConnector"
+
+
 def _with_spec(vllm_config: Any) -> Any:
     """Set PagodaKV's spec where vLLM's OffloadingConnector looks for one. Changes only the connector's own options."""
     vllm_config.kv_transfer_config.kv_connector_extra_config.update(_SPEC)
     return vllm_config
 
 
-def _set_chunks(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Tell vLLM the size of a chunk beforehand: 0.33 derives from it how many chunks a sliding window needs."""
-    _, blocks = chunk_options(build_offloading_config(vllm_config, kv_cache_config))
+def _set_options(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Tell vLLM in its words what to store, and the size of a chunk: 0.33 derives from it the chunks of a window."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if "store_output" in extra:
+        extra["offload_prompt_only"] = not flag(extra, "store_output", False)
+        del extra["store_output"]
+    config = build_offloading_config(vllm_config, kv_cache_config)
+    _, blocks = chunk_options(config, has_states(kv_cache_config))
     if extra.get("block_size") is None:
         extra["blocks_per_chunk"] = blocks

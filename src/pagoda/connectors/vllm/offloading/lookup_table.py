@@ -45,7 +45,8 @@ class LookupTable:
         assert cache.slots is not None
         self._patience = cache.config.deadline_seconds
         self._finder = ChunkFinder(cache, groups)
-        self.root = self._finder.root()
+        self.version = ""  # of the weights
+        self.root = self._finder.root(self.version)
         self._known: dict[bytes, AskedChunk] = {}
         self._new: dict[str, list[AskedChunk]] = {}  # by request
         self._wanted: list[AskedChunk] = []
@@ -74,7 +75,9 @@ class LookupTable:
         if asked is None or (asked.state is ChunkState.MISSED and self._again(asked, request, lower, now)):
             key = derive_keys([name], self.root)[0]
             users = set() if asked is None else asked.users
-            asked = AskedChunk(name, key, group, position, lower, since=now, seen=now, users=users)
+            asked = AskedChunk(
+                name, key, group, position, self.version, lower, since=now, seen=now, users=users
+            )
             self._known[name] = asked
             self._new.setdefault(request, []).append(asked)
         asked.seen = now
@@ -113,7 +116,7 @@ class LookupTable:
         """Pass the questions since the last call to the threads; release chunks that no request reads."""
         self._drain()
         now = time.monotonic()
-        if self._finder.root() != self.root:  # another process has changed the weights
+        if self._finder.root(self.version) != self.root:  # another process has changed the weights
             self.forget()
         for asked in self._new.values():
             if question := [one for one in asked if one.state is ChunkState.ASKED]:
@@ -235,9 +238,9 @@ class LookupTable:
         self._lingering = [row for row in self._lingering if row[0] >= now]
         self._release([place for _, places in over for place in places])
 
-    def reset(self) -> None:
-        """Forget everything; chunks that were stored before are misses from now on."""
-        self._finder.renew()
+    def take_version(self, version: str) -> None:
+        """Forget everything, and use the chunks of other weights from now on."""
+        self.version = version
         self.forget()
 
     def forget(self) -> None:
@@ -246,7 +249,7 @@ class LookupTable:
         self._drop(list(self._known.values()))
         self._new, self._wanted = {}, []
         self._of.clear()
-        self.root = self._finder.root()
+        self.root = self._finder.root(self.version)
 
     def _drop(self, dropped: Sequence[AskedChunk]) -> None:
         """Forget these; slots that are being loaded from are kept for a while."""

@@ -38,14 +38,16 @@ class Placed(NamedTuple):
 class SlotsSpec(LoadStoreSpec):
     """The slots that one job of a request copies into, or out of, in the order in which vLLM names its blocks.
 
-    `fingerprint`: the layout of the store that has the slots. `pid`: the process that reserved them. `lost`: a chunk
-    that was promised is missing, so the load cannot be done.
+    `fingerprint`: the layout of the store that has the slots. `pid`: the process that reserved them. `root`: of the
+    namespace, with this `version` of the weights. `lost`: a chunk that was promised is missing, so the load cannot be
+    done.
     """
 
     fingerprint: str
     pid: int
     request: str
     root: bytes
+    version: str
     chunks: list[Placed] = field(default_factory=list)
     lost: bool = False
 

@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef, columns_of
 from pagoda.clock import Deadline
+from pagoda.connectors.vllm.engine_weights import EngineWeights
 from pagoda.connectors.vllm.offloading.chunk_finder import ChunkState, Group
 from pagoda.connectors.vllm.offloading.lookup_table import LookupTable
 from pagoda.connectors.vllm.offloading.messages import Placed, SlotsSpec
@@ -76,13 +77,19 @@ class PagodaOffloadingManager(OffloadingManager):
     hashes include the name and path of an adapter, not its content.
     """
 
-    def __init__(self, cache: Cache, groups: dict[int, Group], parts: int, events: bool = False) -> None:
-        """Take over `cache`. `groups`: by the number that they have in vLLM's keys, in vLLM's order."""
+    def __init__(
+        self, cache: Cache, groups: dict[int, Group], parts: int, events: bool = False, run: str | None = None
+    ) -> None:
+        """Take over `cache`. `groups`: by the number that they have in vLLM's keys, in vLLM's order.
+
+        `run`: whose weight versions name chunks.
+        """
         assert cache.slots is not None
         self._cache, self._slots, self._parts = cache, cache.slots, parts
         self._numbers = {number: index for index, number in enumerate(groups)}
         self._groups = tuple(groups.values())
         self._questions = LookupTable(cache, self._groups)
+        self.weights = EngineWeights(run, self._take_version)
         self._requests: dict[str, _Request] = {}
         self._storing: dict[bytes, Reserved] = {}
         self._lingering: list[tuple[float, list[Reserved]]] = []
@@ -120,7 +127,7 @@ class PagodaOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
         """Return the slots of hits; they are held until `complete_load`."""
-        spec = self._spec(req_context.req_id, b"")
+        spec = self._spec(req_context.req_id)
         for key in keys:
             asked = self._questions.load(bytes(key))
             if asked is None:  # vLLM must load only hits; otherwise the worker reports that the load failed
@@ -135,7 +142,6 @@ class PagodaOffloadingManager(OffloadingManager):
             parent = before.copy.key if before is not None and chained else None
             copy = ChunkRef(asked.key, asked.position, parent, asked.slot, asked.generation)
             spec.chunks.append(Placed(asked.group, copy))
-        spec.root = self._questions.root
         return spec
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -154,7 +160,7 @@ class PagodaOffloadingManager(OffloadingManager):
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Reserve slots for chunks that are not stored yet, as far as slots are available at once."""
         root = self._questions.root
-        spec = self._spec(req_context.req_id, root)
+        spec = self._spec(req_context.req_id)
         taken: list[bytes] = []
         request = self._requests.setdefault(req_context.req_id, _Request())
         names = [bytes(key) for key in keys] if request.stores and not self._closed else []
@@ -279,10 +285,17 @@ class PagodaOffloadingManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         """Make all earlier chunks misses for this engine: its weights may differ from those in its files."""
-        for request in self._requests.values():
-            request.stores = False
-        self._questions.reset()
-        if self._storing:  # vLLM no longer reports how these end
+        self.weights.changed()
+
+    def _take_version(self, version: str, fresh: bool) -> None:
+        """Use the chunks of other weights from now on; see EngineWeights."""
+        for name, request in self._requests.items():
+            if fresh:
+                self._requests[name] = _Request()
+            else:
+                request.stores = False
+        self._questions.take_version(version)
+        if self._storing:  # after a reset vLLM no longer reports how these end
             self._lingering.append((time.monotonic() + _LINGER_SECONDS, list(self._storing.values())))
             self._storing.clear()
 
@@ -343,5 +356,8 @@ class PagodaOffloadingManager(OffloadingManager):
         end = context.get_offload_key_position(key) or 0
         return group, max(0, -(-end // self._groups[group].chunk_tokens) - 1)
 
-    def _spec(self, request: str, root: bytes) -> SlotsSpec:
-        return SlotsSpec(self._cache.layout.fingerprint, os.getpid(), request, root)
+    def _spec(self, request: str) -> SlotsSpec:
+        questions = self._questions
+        return SlotsSpec(
+            self._cache.layout.fingerprint, os.getpid(), request, questions.root, questions.version
+        )

@@ -22,6 +22,7 @@ from pagoda.cache.writeback import ChunkRef, columns_of
 from pagoda.clock import Deadline
 from pagoda.connectors.vllm.kv_memory import paged_kv
 from pagoda.connectors.vllm.offloading.messages import SlotsSpec
+from pagoda.connectors.vllm.prefill_steps import PrefillSteps
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.layout import KVLayout
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
@@ -103,6 +104,8 @@ class PagodaOffloadingWorker(OffloadingWorker):
             paged_kv(one.planes, layout, one.block_tokens, on_cpu, part=part, parts=parts)
             for one, layout in zip(groups, layouts, strict=True)
         ]
+        # None: another rank measures them
+        self.prefills = PrefillSteps(cache, groups[0].planes[0].device) if part == 0 else None
         for kv in self._kvs:
             if kv.device_index is not None:
                 self._slots.use_device(kv.device_index)
@@ -117,12 +120,12 @@ class PagodaOffloadingWorker(OffloadingWorker):
 
     # ---- vLLM's calls
 
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec, **_: Any) -> bool:
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
         """Begin to copy blocks into slots. Always True: chunks that cannot be stored are dropped."""
         self._submit(self._stores, _Job(job_id, dst_spec, stores=True), src_spec)
         return True
 
-    def submit_load(self, job_id: int, src_spec: SlotsSpec, dst_spec: Any, **_: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: SlotsSpec, dst_spec: Any) -> bool:
         """Begin to copy slots into blocks. Always True."""
         self._submit(self._loads, _Job(job_id, src_spec, stores=False), dst_spec)
         return True
@@ -278,21 +281,21 @@ class PagodaOffloadingWorker(OffloadingWorker):
             share.kv.from_slots(share.starts, self._slots.views([copy.slot for copy in share.copies]))
             valid = self._slots.still_valid(*columns_of(share.copies)).tolist()
             for copy, start, ok in zip(share.copies, share.starts, valid, strict=True):
-                if not ok and not self._again(share, copy, start):
+                if not ok and not self._again(share, copy, start, job.spec.version):
                     raise RuntimeError("a chunk was removed while it was being loaded")
         every = [copy for share in job.shares for copy in share.copies]
         if self._part == 0:
             self._slots.note_access(job.spec.root, every)
         return len(every)
 
-    def _again(self, share: _Share, copy: ChunkRef, start: int) -> bool:
+    def _again(self, share: _Share, copy: ChunkRef, start: int, version: str) -> bool:
         """Load a chunk from the tier that has it now; False if none has it."""
         size = self._cache.layout.chunk_tokens
         placed = copy.position * size, (copy.position + 1) * size, copy.key
         for _ in range(_TRIES):
             match = self._slots.match_prefix([copy.key], copy.position)
             if not len(match.slots):
-                self._cache.prefetch(None, keys=[placed]).result()
+                self._cache.prefetch(None, keys=[placed], weights_version=version).result()
                 match = self._slots.match_prefix([copy.key], copy.position)
             if not len(match.slots):
                 return False

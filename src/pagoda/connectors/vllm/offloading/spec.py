@@ -35,7 +35,7 @@ from pagoda.connectors.vllm.offloading.offloading_manager import (
 from pagoda.connectors.vllm.offloading.offloading_worker import EnginePages, PagodaOffloadingWorker
 from pagoda.connectors.vllm.options import chunk_options
 from pagoda.connectors.vllm.shared_caches import opened
-from pagoda.connectors.vllm.supported_engines import check_engine, check_vllm
+from pagoda.connectors.vllm.supported_engines import check_vllm
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.metrics import guarded_logger
 from pagoda.transfer.pages import merged
@@ -103,7 +103,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
             }
             cache = opened(self.options.config, greeting.namespace, greeting.layout)
             self._manager = PagodaOffloadingManager(
-                cache, groups, self._parts, self.config.enable_kv_cache_events
+                cache, groups, self._parts, self.config.enable_kv_cache_events, self.options.weights_run
             )
         return self._manager
 
@@ -115,7 +115,6 @@ class PagodaOffloadingSpec(OffloadingSpec):
             self._worker.shutdown()
         connector = self._connector()
         vllm_config, kv_cache_config = connector._vllm_config, connector._kv_cache_config
-        check_engine(vllm_config, kv_cache_config, hybrid=True)
         specs = [layer_specs(kv_cache_config.kv_cache_groups[group.group_id]) for group in self.config.groups]
         groups = self._groups(kv_caches, specs)
         greeting = WorkerGreeting(
@@ -140,7 +139,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
             if isinstance(connector, PagodaHybridConnector) and connector.worker.spec is self:
                 return connector
         raise ValueError(
-            "PagodaOffloadingSpec works under PagodaHybridConnector only: name that as kv_connector, and leave "
+            "PagodaOffloadingSpec works under PagodaConnector only: name that as kv_connector, and leave "
             "spec_name and spec_module_path out"
         )
 

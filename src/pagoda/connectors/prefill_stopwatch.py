@@ -1,4 +1,7 @@
-"""How fast a model computes prompts: loading must be faster. Measured during normal calls, without a wait."""
+"""How fast a model computes prompts: loading must be faster. Measured during normal calls, without a wait.
+
+The connectors use it, and report what it measures to `Cache.observe_prefill`.
+"""
 
 from __future__ import annotations
 
@@ -101,8 +104,7 @@ class PrefillTimes:
             if done or threading.get_ident() != thread or ids is None:
                 return
             done = True
-            running[0].stop()
-            self._waiting.append((ids.numel(), running[0]))
+            self.add(ids.numel(), running[0])
 
         hooks = [
             model.register_forward_pre_hook(before, with_kwargs=True),
@@ -114,6 +116,11 @@ class PrefillTimes:
             for hook in hooks:
                 hook.remove()
             self.read()
+
+    def add(self, tokens: int, watch: Stopwatch) -> None:
+        """Stop a watch: since it began, so many tokens were computed, or will be by a device that has not ended yet."""
+        watch.stop()
+        self._waiting.append((tokens, watch))
 
     def read(self) -> None:
         """Report the times that are known by now; the others stay for the next call. Does not wait for a device."""

@@ -1,0 +1,102 @@
+"""What the commands that start an engine share: the options of `Config`, and the checks before a slow start."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, TypeVar, get_type_hints
+
+from typer import Option
+
+from pagoda.cli import UsageError
+from pagoda.config import Config
+
+__all__ = [
+    "check_tiers",
+    "flag",
+    "given_values",
+    "installed_version",
+    "refuse_secrets",
+    "with_config_options",
+]
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+_SIZES = ("host_size", "disk_size")
+
+
+def flag(name: str) -> str:
+    """Return the flag of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def with_config_options(function: _Function) -> _Function:
+    """Give a command whose last parameter is `**options` one option for each of Config's. Changes `function`."""
+    hints, own = get_type_hints(Config), inspect.signature(function, eval_str=True)
+    added = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                bool | None if hints[option.name] is bool else str | None,
+                Option(help=option.metadata["help"]),
+            ],
+        )
+        for option in fields(Config)
+    ]
+    parameters = [*list(own.parameters.values())[:-1], *added]
+    function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return function
+
+
+def given_values(given: Mapping[str, object], config: Config) -> dict[str, object]:
+    """Return the options that were given, as a connector is to have them: sizes as they were written."""
+    return {name: given[name] if name in _SIZES else getattr(config, name) for name in given}
+
+
+def refuse_secrets(given: Mapping[str, object], config: Config, engine: str) -> None:
+    """Raise UsageError if the command line of the engine, and its log, would show a secret."""
+    for name, urls, specs in (
+        ("remote", config.remote, config.remotes()),
+        ("peers", config.peers, config.peer_servers()),
+        ("lookup", filter(None, [config.lookup]), config.lookup_server()),
+    ):
+        if name in given and any(spec.redacted != url for spec, url in zip(specs, urls, strict=True)):
+            raise UsageError(
+                f"--{name}: what is secret in it would stand in {engine}'s command line and in its log; "
+                f"write ?password_file=PATH, or the URL in PAGODA_{name.upper()} or pagoda.toml"
+            )
+
+
+def check_tiers(config: Config) -> None:
+    """Find out what would keep the tiers from being opened, as far as it does not depend on the model. Changes nothing.
+
+    Raises StoreError (a directory is another user's, on a network, or has too little room; a library is missing) or
+    ConfigError (the password of a remote tier cannot be read, or its codec cannot be used).
+    """
+    from pagoda.disk_space import require_place
+
+    require_place(Path(config.host_path), config.host_bytes, in_memory=True)
+    if config.disk_bytes:
+        require_place(Path(config.disk_path), config.disk_bytes, in_memory=False)
+    for server in (*config.peer_servers(), *config.lookup_server()):
+        server.url_with_password()
+    if remotes := config.remotes():
+        from pagoda import codec as codecs  # with numpy, which takes a quarter of a second
+
+        for spec in remotes:
+            codecs.require(spec.codec)
+            spec.engine()  # connects to nothing
+
+
+def installed_version(*names: str) -> str | None:
+    """Return the version of the first of these distributions that is installed, or None."""
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None

@@ -1,0 +1,140 @@
+"""`pagoda sglang`: starts SGLang with PagodaKV as the storage of its HiCache.
+
+Needs no SGLang to be imported: it writes three flags of SGLang's own command line, and becomes that command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from pagoda.cli import FailedError, UsageError
+from pagoda.cli.engine_start import (
+    check_tiers,
+    flag,
+    given_values,
+    installed_version,
+    refuse_secrets,
+    with_config_options,
+)
+from pagoda.config import Config
+
+BACKEND, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
+STORAGE = {"backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache"}
+
+_ENABLE = "--enable-hierarchical-cache"
+_SERVER = ("-m", "sglang.launch_server")
+
+app = typer.Typer(help="Start SGLang with PagodaKV as the storage of its HiCache.")
+
+
+@app.callback(invoke_without_command=True)
+@with_config_options
+def root(
+    ctx: typer.Context,
+    print_only: Annotated[bool, Option("--print", help="Print the command instead of running it.")] = False,
+    weights: Annotated[
+        str | None, Option(help="What names the weights, instead of a digest of the checkpoint's files.")
+    ] = None,
+    salt: Annotated[str | None, Option(help="Only engines with the same salt share what is stored.")] = None,
+    allow_untested_sglang: Annotated[
+        bool, Option("--allow-untested-sglang", help="Start with an SGLang of a version that was not tested.")
+    ] = False,
+    **options: str | bool | None,
+) -> None:
+    """Start SGLang with PagodaKV as the storage of its HiCache.
+
+    Options that are not given come from the environment and pagoda.toml, as everywhere.
+    """
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+        return
+    extra, config = _checked({name: value for name, value in options.items() if value is not None})
+    own = {"weights": weights, "salt": salt, "allow_untested_sglang": allow_untested_sglang or None}
+    extra.update({name: value for name, value in own.items() if value is not None})
+    ctx.obj = extra, config, print_only
+
+
+@app.command(
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_extra_args": True,
+        "allow_interspersed_args": False,
+        "help_option_names": [],
+    },
+    add_help_option=False,
+    options_metavar="MODEL [SGLANG'S OWN FLAGS]",
+)
+def serve(ctx: typer.Context) -> None:
+    """Become `python -m sglang.launch_server --model-path MODEL ...` with the flags that name PagodaKV."""
+    extra, config, print_only = ctx.obj
+    arguments = list(ctx.args)
+    _refuse(arguments)
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--model-path", *arguments]
+    arguments += [] if _ENABLE in arguments else [_ENABLE]
+    arguments += [BACKEND, "dynamic", EXTRA, json.dumps({**STORAGE, **extra})]
+    if print_only:
+        print(shlex.join(["python", *_SERVER, *arguments]))
+        return
+    _check_start(config, allow_untested=bool(extra.get("allow_untested_sglang")))
+    sys.stdout.flush()
+    try:
+        os.execv(sys.executable, [sys.executable, *_SERVER, *arguments])
+    except OSError as trouble:
+        raise FailedError(f"{sys.executable} cannot be run: {trouble.strerror}") from None
+
+
+def _checked(given: Mapping[str, str | bool]) -> tuple[dict[str, object], Config]:
+    """Return the options that were given, as the storage is to have them, and all. Raises ConfigError, UsageError."""
+    from pagoda.config.sources import load
+    from pagoda.connectors.sglang.storage_options import check_config
+
+    if "chunk_tokens" in given:
+        raise UsageError(
+            "--chunk-tokens: a chunk is a page of SGLang; write SGLang's --page-size after serve"
+        )
+    config = load(cli=given).config
+    check_config(config)
+    refuse_secrets(given, config, "SGLang")
+    return given_values(given, config), config
+
+
+def _check_start(config: Config, *, allow_untested: bool) -> None:
+    """Find out what would keep the engine from starting, before SGLang is imported, which takes long. Changes nothing.
+
+    Raises FailedError (no SGLang is here), ConfigError (it was not tested) and what `check_tiers` raises.
+    """
+    from pagoda.connectors.sglang.storage_options import check_version
+
+    if find_spec("sglang") is None:
+        raise FailedError("SGLang is not installed beside PagodaKV: pip install 'pagodakv[sglang]'")
+    if (version := installed_version("sglang")) is not None:
+        check_version(version, allow_untested)
+    check_tiers(config)
+
+
+def _refuse(arguments: Sequence[str]) -> None:
+    """Raise the UsageError of arguments for SGLang that cannot stand beside ours."""
+    ours = {flag(option.name) for option in fields(Config)} | {"--print"}
+    for argument in arguments:
+        name = argument.split("=")[0]
+        if name.startswith("--hicache-storage-b") and EXTRA.startswith(
+            name
+        ):  # SGLang takes any unique beginning
+            raise UsageError(
+                f"{name} is what this command writes: leave it out, or start sglang.launch_server yourself"
+            )
+        if name == "--disable-radix-cache":
+            raise UsageError(f"{name}: without SGLang's radix cache nothing is stored; leave it out")
+        if name in ours:
+            raise UsageError(f"{name} is an option of pagoda: write it before serve")

@@ -1,0 +1,149 @@
+"""Everything except the tokens that the KV of an SGLang engine depends on: the namespace."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from blake3 import blake3
+
+from pagoda.connectors.sglang.storage_options import StorageOptions
+from pagoda.connectors.vllm.identity.checkpoint_files import checkpoint_files, snapshot
+from pagoda.connectors.vllm.identity.engine_settings import plain
+from pagoda.connectors.vllm.identity.lora_adapters import Adapters
+from pagoda.connectors.vllm.identity.weight_digests import files_digest
+from pagoda.errors import ConfigError
+from pagoda.keys import Namespace
+
+__all__ = ["EngineFacts", "engine_facts", "namespace_of"]
+
+_REMEDY = "give the checkpoint's hash as `weights` in --hicache-storage-backend-extra-config"
+_CONFIGS = ("config.json", "hf_quant_config.json")
+# settings of SGLang's ServerArgs that change what KV is computed for the same tokens, or may
+_SETTINGS = (
+    "attention_backend", "context_length", "custom_weight_loader", "decode_attention_backend", "device",
+    "dllm_algorithm", "dtype", "enable_deterministic_inference", "enable_int8_mamba_checkpoint", "enable_multimodal",
+    "forward_hooks", "image_processor_backend", "json_model_override_args", "kv_cache_dtype", "language_only",
+    "linear_attn_backend", "load_format", "mamba_backend", "mamba_ssm_dtype", "mm_process_config", "model_impl",
+    "model_loader_extra_config", "modelopt_quant", "prefill_attention_backend", "quantization",
+    "quantization_param_path", "quantize_and_serve", "rl_quant_profile", "speculative_algorithm",
+    "speculative_draft_kv_cache_dtype", "speculative_draft_model_quantization", "trust_remote_code", "weight_version",
+)  # fmt: skip
+
+
+class EngineFacts(NamedTuple):
+    """What is the same for all pools of an engine. `values`: names all that changes the values of KV, but for ranks."""
+
+    model: str
+    values: str
+    adapters: str
+
+
+def engine_facts(options: StorageOptions) -> EngineFacts:
+    """Return the facts of this process's engine. Reads the weight files.
+
+    Raises ConfigError, which says what to do, if the weights or an adapter cannot be named.
+    """
+    args = _server_args()
+    settings = {name: getattr(args, name, None) for name in _SETTINGS}
+    settings["hnd"] = os.environ.get("SGLANG_USE_HND_KVCACHE")  # another order of heads and tokens
+    try:
+        values = json.dumps(plain([_release(), _weights(args, options), settings]), sort_keys=True)
+    except ConfigError:
+        raise
+    except ValueError as unstable:
+        raise ConfigError(str(unstable)) from None
+    model = str(getattr(args, "model_path", "")).rstrip("/").rsplit("/", 1)[-1]
+    return EngineFacts(model, values, _adapters(getattr(args, "lora_paths", None) or ()))
+
+
+def namespace_of(engine: EngineFacts, storage: Any, kv_dtype: str, salt: str, *, sharded: bool) -> Namespace:
+    """Return the namespace of one pool of an engine, without the layout. Pure.
+
+    `storage`: SGLang's HiCacheStorageConfig. `sharded`: each tensor-parallel rank has its own part of the pool, so the
+    rank is part of what names the weights. A request's salt and adapter are in SGLang's keys.
+    """
+    shard = [
+        storage.tp_size, storage.tp_rank if sharded else None, storage.pp_size, storage.pp_rank,
+        storage.attn_cp_size, storage.attn_cp_rank,
+    ]  # fmt: skip
+    found = blake3(derive_key_context="PagodaKV weights of an SGLang engine")
+    found.update(json.dumps([engine.values, shard]).encode())
+    return Namespace(
+        model=engine.model or str(storage.model_name or "sglang"),
+        weights=found.hexdigest(16),
+        kv_dtype=kv_dtype,
+        world_size=storage.tp_size * storage.pp_size,
+        lora=engine.adapters,
+        salt=salt,
+    )
+
+
+def _release() -> str:
+    import sglang
+
+    return str(sglang.__version__)
+
+
+def _server_args() -> Any:
+    """Return the resolved arguments of this process's SGLang; None outside a server."""
+    from sglang.srt.runtime_context import get_context
+
+    try:
+        return SimpleNamespace(**get_context().resolved_server_args_dict())
+    except ValueError:  # not published
+        return None
+
+
+def _weights(args: Any, options: StorageOptions) -> object:
+    """Return what names the checkpoints: the model's, and a draft's, whose KV is in pools of the same keys."""
+    if options.weights is not None:
+        return ["given", options.weights]
+    if args is None:
+        raise ConfigError(f"no server arguments of SGLang in this process: {_REMEDY}")
+    checkpoints = [(args.model_path, args.revision, args.load_format)]
+    if draft := args.speculative_draft_model_path:
+        checkpoints.append((draft, args.speculative_draft_model_revision, args.speculative_draft_load_format))
+    return [
+        "files",
+        *(_digest(args, path, revision, form or args.load_format) for path, revision, form in checkpoints),
+    ]
+
+
+def _digest(args: Any, model: str, revision: str | None, load_format: str) -> str:
+    directory = snapshot(model, revision, args.download_dir)
+    if directory is None:
+        raise ConfigError(f"{model}: no directory and no snapshot in the hub's cache here; {_REMEDY}")
+    model_config = SimpleNamespace(
+        multimodal_config=args.enable_multimodal or None, trust_remote_code=args.trust_remote_code
+    )
+    try:
+        names = checkpoint_files(directory, model_config, SimpleNamespace(load_format=load_format))
+        return files_digest(
+            directory, [*(name for name in _CONFIGS if Path(directory, name).is_file()), *names]
+        )
+    except (OSError, ValueError) as trouble:
+        raise ConfigError(f"{model}: its weights cannot be named ({trouble}); {_REMEDY}") from None
+
+
+def _adapters(listed: Any) -> str:
+    """Return what names the content of the adapters of the command line: SGLang's keys name only their paths.
+
+    An adapter that is loaded later has a random name in SGLang's keys.
+    """
+    adapters, found = Adapters(), []
+    for number, one in enumerate(listed):
+        path = one["lora_path"] if isinstance(one, dict) else getattr(one, "lora_path", one)
+        found.append(adapters.name(SimpleNamespace(lora_path=path, lora_int_id=number)))
+        if found[-1] is None:
+            raise ConfigError(
+                f"--lora-paths: {path}: its files cannot be read here, so its KV cannot be named"
+            )
+    return (
+        blake3(json.dumps(found).encode(), derive_key_context="PagodaKV adapters").hexdigest(16)
+        if found
+        else ""
+    )

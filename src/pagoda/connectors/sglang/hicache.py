@@ -1,0 +1,328 @@
+"""PagodaHiCache: SGLang's L3. Pages go straight between SGLang's host pools and the slots of the shared host tier."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import sglang
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from pagoda.cache import Cache
+from pagoda.cache.call import CallOptions
+from pagoda.clock import Deadline
+from pagoda.connectors.sglang.engine_facts import EngineFacts, engine_facts, namespace_of
+from pagoda.connectors.sglang.pool_pages import PoolPages
+from pagoda.connectors.sglang.storage_options import check_version, read_options
+from pagoda.errors import StoreError
+from pagoda.keys import derive_keys
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
+from pagoda.transfer.pages import PagesKV
+
+__all__ = ["PagodaHiCache"]
+
+log = guarded_logger("pagoda.sglang")
+T = TypeVar("T")
+
+_MOST_LOOKS = 256  # at single pages of a window in one question
+_REPLICATED = (
+    "MLATokenToKVPoolHost",
+    "DSAIndexerPoolHost",
+)  # pools of which all tensor-parallel ranks hold the same
+
+
+class _Pool(NamedTuple):
+    """One host pool of SGLang, and the cache of its pages. A page is a chunk."""
+
+    pages: PoolPages
+    cache: Cache
+
+
+class _Run(NamedTuple):
+    """Pages of one prompt that follow each other: their place in a pool's cache, and the options that name them."""
+
+    pool: _Pool
+    first: int
+    pages: int
+    options: CallOptions
+
+
+class PagodaHiCache(HiCacheStorage):
+    """A storage of SGLang's HiCache; see docs/how-to/sglang.md. Thread-safe: SGLang calls it from several threads.
+
+    Raises ConfigError or StoreError, which say what to do, while SGLang starts or attaches it. Afterwards it never
+    raises and never waits without a deadline: what fails is False or a shorter run, is counted, and gets a log line.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        """Read the options. `kwargs`: what SGLang passes besides, nothing so far."""
+        extra = storage_config.extra_config
+        if extra is None:
+            extra = storage_config.extra_config = {}
+        self._options = read_options(extra)
+        check_version(sglang.__version__, self._options.allow_untested_sglang)
+        extra["interface_v1"] = 1  # SGLang reads it after this: pages are copied without a detour
+        self._storage = storage_config
+        self._registered: dict[str, Any] = {}
+        self._pools: dict[str, _Pool] = {}
+        self._ready = False  # once all pools of the start are registered
+        self._engine: EngineFacts | None = None  # read once, for all pools
+        self._version: str | None = None  # of the weights; None: those of the files
+        self._lines = RateLimitedLog()
+        self._metrics = StorageMetrics()
+
+    # ---- the pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take note of the pool of the KV."""
+        self.mem_pool_host = mem_pool_host
+        self._registered[str(PoolName.KV)] = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take note of a pool; one that comes late is stored if it can be."""
+        name = str(host_pool_name)
+        self._registered[name] = host_pool
+        if self._ready and name not in self._pools:
+            try:
+                self._open(name, host_pool)
+            except Exception as trouble:  # noqa: BLE001  # a boundary: the engine runs already
+                self._failed(Reason.IO_ERROR, f"pages of the pool {name!r} are not stored: {trouble}")
+
+    def on_host_pools_registered(self) -> None:
+        """Open the caches. Raises ConfigError or StoreError, which say what to do; then none stays open."""
+        try:
+            for name, pool in self._registered.items():
+                self._open(name, pool)
+        except BaseException:
+            self.close()
+            raise
+        self._ready = True
+
+    def _open(self, name: str, pool: Any) -> None:
+        kinds = {kind.__name__ for kind in type(pool).__mro__}
+        sharded = not (self._storage.is_mla_model and kinds.intersection(_REPLICATED))
+        if self._engine is None:
+            self._engine = engine_facts(self._options)
+        kv_dtype = str(pool.dtype).removeprefix("torch.")
+        namespace = namespace_of(self._engine, self._storage, kv_dtype, self._options.salt, sharded=sharded)
+        facts = {"sglang": sglang.__version__, "model": self._storage.model_name}
+        page_tokens = int(self._registered[str(PoolName.KV)].page_size)
+        pages = PoolPages(name, pool, page_tokens, facts)
+        config = self._options.config
+        cache = Cache(config, namespace=namespace, layout=pages.layout, chunk_tokens=page_tokens)
+        if cache.slots is None:
+            cache.close()
+            raise StoreError(
+                f"{config.host_path} has no room for one page of {pages.layout.slot_bytes:,} bytes: mount it with a "
+                "larger size= (docker: --shm-size), or choose another host_path"
+            )
+        self._pools[name] = _Pool(pages, cache)
+
+    # ---- pages of the KV
+
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """Return how many leading pages are stored, in any tier; keep them for a moment."""
+        return self._guarded(lambda: self._stored(str(PoolName.KV), keys, extra_info), 0)
+
+    def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Fill pages of SGLang's pool with the leading pages that are stored; say which. Only those are right."""
+        return self._get(str(PoolName.KV), keys, host_indices, extra_info)
+
+    def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Store pages: in the host tier when this returns, in the lower tiers some time later."""
+        return self._set(str(PoolName.KV), keys, host_indices, extra_info)
+
+    # ---- pages of several pools
+
+    def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """Return how long a prefix is usable with all pools, which shorter ones are too, and what each pool has."""
+        nothing = PoolTransferResult(0, {}, [])
+        return self._guarded(lambda: self._usable(keys, pool_transfers or [], extra_info), nothing)
+
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        """Do as `batch_get_v1` for each pool."""
+        return {
+            one.name: self._get(str(one.name), one.keys or [], one.host_indices, extra_info)
+            for one in transfers
+        }
+
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        """Do as `batch_set_v1` for each pool."""
+        return {
+            one.name: self._set(str(one.name), one.keys or [], one.host_indices, extra_info)
+            for one in transfers
+        }
+
+    def _usable(self, keys: Sequence[str], transfers: Sequence[Any], extra_info: Any) -> Any:
+        kv = self._stored(str(PoolName.KV), keys, extra_info)
+        hits, usable = {PoolName.KV: kv}, set(range(1, kv + 1))
+        for transfer in transfers:
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                continue  # never decides a hit
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+                ends = self._ends(str(transfer.name), keys[:kv], window, extra_info) & usable
+            else:
+                ends = set(
+                    range(1, self._stored(str(transfer.name), keys[:kv], extra_info, counted=False) + 1)
+                )
+            hits[transfer.name] = max(ends, default=0)
+            usable &= ends
+        return PoolTransferResult(max(usable, default=0), hits, sorted(usable))
+
+    def _ends(self, name: str, keys: Sequence[str], window: int, extra_info: Any) -> set[int]:
+        """Return prefixes whose last `window` pages a pool has, the longest first, as far as a bounded search finds."""
+        pool = self._pools.get(name)
+        deadline = Deadline(pool.cache.config.deadline_seconds if pool is not None else 0.0)
+        here: set[int] = set()
+        for at in range(len(keys) - 1, max(-1, len(keys) - 1 - _MOST_LOOKS), -1):
+            if deadline.passed:
+                break
+            if self._stored(name, [keys[at]], extra_info, after=at, counted=False):
+                here.add(at)
+        return {end for end in range(1, len(keys) + 1) if here.issuperset(range(max(0, end - window), end))}
+
+    # ---- calls of a cache
+
+    def _stored(
+        self, name: str, keys: Sequence[str], extra_info: Any, *, after: int = 0, counted: bool = True
+    ) -> int:
+        """Return how many leading pages a pool's cache has; `after`: pages between the known prefix and these."""
+        run = self._run(name, keys, extra_info, after)
+        if run is None:
+            return 0
+        hit = run.pool.cache.lookup(None, counted=counted, **run.options)
+        return hit.num_tokens // run.pool.pages.layout.chunk_tokens
+
+    def _get(self, name: str, keys: Sequence[str], host_indices: Any, extra_info: Any) -> list[bool]:
+        def work(run: _Run, kv: PagesKV) -> tuple[int, Reason | None, str]:
+            hit = run.pool.cache.retrieve(None, kv, counted=False, **run.options)
+            return hit.num_tokens // run.pool.pages.layout.chunk_tokens, hit.reason, hit.detail
+
+        took = self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth
+        return self._copied("loaded", work, name, keys, host_indices, extra_info, took)
+
+    def _set(self, name: str, keys: Sequence[str], host_indices: Any, extra_info: Any) -> list[bool]:
+        def work(run: _Run, kv: PagesKV) -> tuple[int, Reason | None, str]:
+            stored = run.pool.cache.store(None, kv, **run.options)
+            return stored.num_chunks + stored.present, stored.reason, ""
+
+        took = self._metrics.backup_pgs, self._metrics.backup_bandwidth
+        return self._copied("stored", work, name, keys, host_indices, extra_info, took)
+
+    def _copied(
+        self, what: str, work: Callable[[_Run, PagesKV], tuple[int, Reason | None, str]], name: str,
+        keys: Sequence[str], host_indices: Any, extra_info: Any, took: tuple[list[int], list[float]],
+    ) -> list[bool]:  # fmt: skip
+        """Copy pages by `work`, which returns how many leading ones, and why not more; say which."""
+
+        def copy() -> list[bool]:
+            began = time.perf_counter()
+            run = self._run(name, keys, extra_info)
+            if run is None:
+                return [False] * len(keys)
+            count, reason, detail = work(run, run.pool.pages.kv(host_indices, run.first, run.pages))
+            if count < run.pages:
+                why = (
+                    f"{run.pages - count} of {run.pages} pages of {name!r} were not {what} {detail}".rstrip()
+                )
+                self._lines.warn(log, reason or Reason.ABSENT, why)
+            if self._storage.enable_storage_metrics:
+                took[0].append(count)
+                took[1].append(
+                    count * run.pool.cache.layout.chunk_bytes / 1e9 / (time.perf_counter() - began)
+                )
+            return [True] * count + [False] * (run.pages - count)
+
+        return self._guarded(copy, [False] * len(keys))
+
+    def _run(self, name: str, keys: Sequence[str], extra_info: Any, after: int = 0) -> _Run | None:
+        """Return the run that these keys name; None if there is nothing to ask for. Raises ValueError for odd keys.
+
+        A key of SGLang is a hash of all tokens up to the end of its page, of the request's salt and its adapter.
+        """
+        pool = self._pools.get(name)
+        if pool is None or not keys:
+            if keys:
+                self._failed(Reason.CLOSED, f"the pool {name!r} is not stored, or the storage was detached")
+            return None
+        prefix = getattr(extra_info, "prefix_keys", None) or ()
+        size, first = pool.pages.layout.chunk_tokens, len(prefix) + after
+        before = prefix[-1:] if not after else ()  # what is evicted before its head would be lost
+        slots = pool.cache.slots
+        assert slots is not None
+        version = self._version  # once: another thread may clear
+        root = slots.namespace(weights_version=version)
+        derived = derive_keys([key.encode() for key in (*before, *keys)], root)
+        begin = first - len(before)
+        options: CallOptions = {
+            "keys": [((begin + i) * size, (begin + i + 1) * size, key) for i, key in enumerate(derived)],
+            "start_tokens": first * size,
+            "any_position": True,  # when SGLang asks for pages, it does not always name the whole prefix
+        }
+        if version is not None:
+            options["weights_version"] = version
+        return _Run(pool, first, len(keys), options)
+
+    def _guarded(self, work: Callable[[], T], miss: T) -> T:
+        try:
+            return work()
+        except Exception as trouble:  # noqa: BLE001  # a boundary: SGLang's threads continue
+            self._failed(Reason.IO_ERROR, f"{type(trouble).__name__}: {trouble}")
+            return miss
+
+    def _failed(self, reason: Reason, message: str) -> None:
+        """Count and log what the caches do not see."""
+        for pool in list(self._pools.values())[:1]:
+            if pool.cache.slots is not None:
+                pool.cache.slots.count_dropped(reason, 1)
+        self._lines.warn(log, reason, message)
+
+    # ---- the rest of SGLang's interface
+
+    def clear(self) -> None:
+        """Make all earlier pages misses for this engine: its weights may have been changed in memory.
+
+        They stay for other engines; `pagoda clear` removes them. What this engine stores from now on, it alone finds.
+        """
+        self._version = secrets.token_hex(16)
+
+    def get_stats(self) -> Any:
+        """Return the pages and the speed in GB/s of each call since the last time, in SGLang's form."""
+        taken, self._metrics = self._metrics, StorageMetrics()
+        return taken
+
+    def close(self) -> None:
+        """Write what waits for the lower tiers, as far as some seconds allow, and end. Idempotent."""
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.cache.close()
+
+    def exists(self, key: str) -> bool:
+        """Say whether the first page of a prompt is stored. SGLang asks by `batch_exists`."""
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        """Return None: SGLang uses `batch_get_v1`, because this storage sets interface_v1."""
+
+    def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> list[None]:
+        """Return None for each key, as `get`."""
+        return [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Return False, as `get`: nothing is stored this way."""
+        return False
+
+    def batch_set(
+        self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Return False, as `set`."""
+        return False

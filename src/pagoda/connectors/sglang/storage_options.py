@@ -1,0 +1,85 @@
+"""The options in `--hicache-storage-backend-extra-config`: every option of `Config` and a few that only this has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagoda.config import Config, option_names
+from pagoda.config.did_you_mean import did_you_mean
+from pagoda.config.sources import load
+from pagoda.errors import ConfigError
+
+__all__ = ["OF_SGLANG", "TESTED", "StorageOptions", "check_config", "check_version", "read_options"]
+
+TESTED = ("0.5.23",)  # SGLang changes this interface in any release
+_OWN = ("weights", "salt", "allow_untested_sglang")
+# what SGLang reads from the same mapping; it takes the last five out before a storage sees it
+OF_SGLANG = (
+    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "prefetch_threshold",
+    "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
+)  # fmt: skip
+_WHERE = "--hicache-storage-backend-extra-config"
+
+
+@dataclass(frozen=True)
+class StorageOptions:
+    """The options of one storage. Immutable: threads may share it.
+
+    `weights` names the checkpoint instead of the digest of its files; None = read the files. `salt` keeps tenants apart
+    (a secret). `allow_untested_sglang`: run with an SGLang that was not tested with this release.
+    """
+
+    config: Config
+    weights: str | None = None
+    salt: str = field(default="", repr=False)
+    allow_untested_sglang: bool = False
+
+
+def read_options(extra_config: Mapping[str, Any]) -> StorageOptions:
+    """Return the options of SGLang's mapping, of the files and of the environment. Changes nothing.
+
+    Raises ConfigError for an unknown key (with the nearest known one) or an invalid value.
+    """
+    known = (*(name for name in option_names() if name != "chunk_tokens"), *_OWN)
+    for name in extra_config:
+        if name == "chunk_tokens":
+            raise ConfigError(f"{_WHERE}: chunk_tokens: a chunk is a page of SGLang; set its --page-size")
+        if name not in (*known, *OF_SGLANG):
+            raise ConfigError(
+                f"{_WHERE}: {name}: no such option{did_you_mean(str(name), known)} "
+                f"(known are {', '.join(sorted(known))})"
+            )
+    config = load(
+        **{name: extra_config[name] for name in known if name in extra_config and name not in _OWN}
+    ).config
+    check_config(config)
+    allow = extra_config.get("allow_untested_sglang", False)
+    if not isinstance(allow, bool):
+        raise ConfigError(f"{_WHERE}: allow_untested_sglang = {allow!r}: write true or false")
+    return StorageOptions(config, _text(extra_config, "weights"), _text(extra_config, "salt") or "", allow)
+
+
+def check_config(config: Config) -> None:
+    """Raise ConfigError for a configuration that cannot stand under SGLang. Changes nothing."""
+    if config.host_size == 0:
+        raise ConfigError(
+            "host_size = 0: pages pass through the host tier to the tiers below; set host_size, such as '8GiB'"
+        )
+
+
+def check_version(version: str, allow_untested: bool) -> None:
+    """Raise ConfigError for an SGLang that was not tested, unless that is allowed."""
+    if version not in TESTED and not allow_untested:
+        raise ConfigError(
+            f"SGLang {version}: this release was tested with {', '.join(TESTED)}, and SGLang may change what a storage "
+            "is asked for in any release; install that one, or set allow_untested_sglang"
+        )
+
+
+def _text(extra_config: Mapping[str, Any], name: str) -> str | None:
+    value = extra_config.get(name)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"{_WHERE}: {name} = {value!r}: a text that is not empty is needed")
+    return value

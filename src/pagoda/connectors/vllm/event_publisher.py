@@ -1,0 +1,204 @@
+"""The way of an engine's KV events to routers: vLLM's own publisher, which other threads than the scheduler's may use.
+
+vLLM publishes events at the end of a step. An engine that waits for requests takes no step, and would not tell what
+other processes evict, nor what it found at its start. So the connector gives vLLM a publisher of its own kind: the same
+sockets and the same messages, and it can be handed events at any time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import msgspec
+import zmq
+from vllm.distributed.kv_events import (
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockStored,
+    EventBatch,
+    EventPublisherFactory,
+    KVCacheEvent,
+    KVEventBatch,
+    ZmqEventPublisher,
+)
+
+__all__ = ["EventOutlet"]
+
+_MOST_WAITING = 4096
+_PIECE = 64  # blocks of one message
+_SUBSCRIBES = b"\1"  # begins what an XPUB socket receives of a subscription; the end of one begins with zero
+_number = count()
+
+
+class EventOutlet:
+    """Where an engine's events go. Thread-safe."""
+
+    def __init__(self, config: Any) -> None:
+        """Take over the publisher that vLLM is about to make by this `KVEventsConfig`, if it is the one over ZMQ.
+
+        Changes the config's `publisher` until then. Others are used by vLLM's scheduler alone: their events wait for a
+        step.
+        """
+        self._publisher: LivePublisher | None = None
+        self._lock = threading.Lock()
+        self._waiting: list[KVCacheEvent] = []
+
+        def made(*args: Any, **kwargs: Any) -> LivePublisher:
+            config.publisher = "zmq"  # the next engine of this process may be given the same config
+            self._publisher = LivePublisher(*args, **kwargs)
+            return self._publisher
+
+        if config.publisher == "zmq":
+            config.publisher = f"pagoda-zmq-{next(_number)}"
+            EventPublisherFactory.register_publisher(config.publisher, made)
+
+    @property
+    def cleared(self) -> int:
+        """How often the engine said that all its blocks are cleared: for routers also those of its tiers."""
+        return self._publisher.cleared if self._publisher is not None else 0
+
+    def newcomers(self) -> bool:
+        """Whether routers have subscribed since the last call: they have not heard everything. Waits for none."""
+        return self._publisher is not None and self._publisher.newcomers()
+
+    def tell_anew(self) -> None:
+        """Tell that all blocks are cleared, then those in the engine's own memory: what follows is all there is."""
+        if self._publisher is not None:
+            self._publisher.tell_anew()
+
+    def send(self, events: Sequence[KVCacheEvent]) -> None:
+        """Publish events, at once if the publisher can be used from here, else with the next step of the engine."""
+        if self._publisher is not None:
+            self._publisher.send(events)
+            return
+        with self._lock:
+            self._waiting += events
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many events wait for a step that no more should be sent."""
+        return len(self._waiting) >= _MOST_WAITING
+
+    def take(self) -> list[KVCacheEvent]:
+        """Return the events that wait for a step."""
+        with self._lock:
+            events, self._waiting = self._waiting, []
+        return events
+
+
+class LivePublisher(ZmqEventPublisher):
+    """vLLM's publisher over ZMQ, for two threads, and for routers that connect late.
+
+    A PUB socket keeps nothing for those that are not connected yet: a router that comes, or comes back after the engine
+    was restarted, is told everything from the beginning. So this remembers what is in the engine's own memory.
+    """
+
+    _ctx: zmq.Context[Any]
+    _event_queue: queue.Queue[Any]
+    _subscribed: bool  # whether anybody has since `newcomers` was asked
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Numbers that rise over restarts: a router leaves out those that it has seen.
+        self._seq_gen = count(int(time.time() * 1000))
+        # Events of one block reach routers in the order in which they happened.
+        self._order = threading.Lock()
+        self._device: dict[
+            Any, tuple[BlockStored, int]
+        ] = {}  # by hash: an event that told it, and its place there
+        self.cleared = 0
+
+    def publish(self, events: EventBatch) -> None:
+        """Publish what a step of the engine tells."""
+        with self._order:
+            for event in events.events:
+                if isinstance(event, AllBlocksCleared):
+                    self._device.clear()
+                elif event.medium == MEDIUM_GPU and isinstance(event, BlockStored):
+                    self._device.update((name, (event, n)) for n, name in enumerate(event.block_hashes))
+                elif event.medium == MEDIUM_GPU:
+                    for name in event.block_hashes:
+                        self._device.pop(name, None)
+            super().publish(events)
+        self.cleared += any(isinstance(event, AllBlocksCleared) for event in events.events)
+
+    def send(self, events: Sequence[KVCacheEvent]) -> None:
+        """Publish events that no step tells; none after `shutdown`, which vLLM calls before the connector's."""
+        if self._running:
+            super().publish(KVEventBatch(ts=time.time(), events=list(events)))
+
+    def newcomers(self) -> bool:
+        """Whether anybody has subscribed since the last call, and so hears what is sent from now on."""
+        if not self._subscribed:  # one who comes just now is not forgotten
+            return False
+        self._subscribed = False
+        return True
+
+    def _socket_setup(self) -> None:
+        """Make the sockets: an XPUB socket is a PUB socket that says who subscribes."""
+        self._subscribed = False
+        context, self._ctx = self._ctx, _Subscribed(shadow=self._ctx)
+        try:
+            super()._socket_setup()
+        finally:
+            self._ctx = context
+        # vLLM's thread, which alone may use the sockets, comes by here before each message, and ten times a second
+        self._event_queue = _Watched(self._event_queue.maxsize, self._note_subscriptions)
+
+    def _note_subscriptions(self) -> None:
+        with suppress(zmq.ZMQError):  # nothing is left, or the socket is closed
+            while self._pub is not None:
+                if self._pub.recv(zmq.NOBLOCK).startswith(_SUBSCRIBES):
+                    self._subscribed = True
+
+    def tell_anew(self) -> None:
+        """Tell that all is cleared, then what the engine's own memory holds."""
+        self.send([AllBlocksCleared()])
+        with self._order:
+            names = list(self._device)
+        for at in range(0, len(names), _PIECE):
+            with self._order:  # of those that are still there
+                known = (self._device.get(name) for name in names[at : at + _PIECE])
+                events = [_block(*one) for one in known if one is not None]
+                if events:
+                    self.send(events)
+
+
+class _Subscribed(zmq.Context[Any]):
+    """Makes XPUB sockets, which tell of each subscription, where PUB sockets are asked for."""
+
+    def socket(self, kind: int, *args: Any, **kwargs: Any) -> Any:
+        made = super().socket(zmq.XPUB if kind == zmq.PUB else kind, *args, **kwargs)
+        if kind == zmq.PUB:
+            made.setsockopt(zmq.XPUB_VERBOSE, 1)
+        return made
+
+
+class _Watched(queue.Queue[Any]):
+    """A queue that calls a function on the thread that takes something out."""
+
+    def __init__(self, most: int, watch: Callable[[], None]) -> None:
+        super().__init__(most)
+        self._watch = watch
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        self._watch()
+        return super().get(block, timeout)
+
+
+def _block(event: BlockStored, number: int) -> BlockStored:
+    """Return the event of one block of those that an event told."""
+    size = event.block_size
+    return msgspec.structs.replace(
+        event,
+        block_hashes=event.block_hashes[number : number + 1],
+        parent_block_hash=event.block_hashes[number - 1] if number else event.parent_block_hash,
+        token_ids=event.token_ids[number * size : (number + 1) * size],
+        extra_keys=event.extra_keys[number : number + 1] if event.extra_keys else None,
+    )

@@ -1,0 +1,91 @@
+"""Notes that an engine keeps with its chunks: what routers of requests are told of a chunk, after a restart too.
+
+A file beside a ledger, one page a slot, written and read like any file: nothing is mapped, so a full file system costs
+notes and nothing else. A note counts only under the key that is published for its slot, and is whole only with its
+checksum. Engines write notes (`connectors/vllm/events.py`); nothing else depends on them: a chunk without a note is
+served as any other. What is cleared or removed leaves no note behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from struct import Struct
+from zlib import crc32
+
+from pagoda.ledger.columns import KEY_BYTES
+from pagoda.ledger.store_state import NOTES
+
+_PAGE_BYTES = 4096
+_HEAD = Struct(f"<{KEY_BYTES}sII")  # key, length and checksum of the note
+MOST_NOTE_BYTES = _PAGE_BYTES - _HEAD.size
+
+
+class ChunkNotes:
+    """The notes of one store. Thread-safe and fork-safe: it keeps no file open."""
+
+    def __init__(self, directory: Path) -> None:
+        """Prepare for the store in `directory`; the first note makes the file."""
+        self._path = directory / NOTES
+
+    def exist(self) -> bool:
+        """Tell whether there may be any notes."""
+        return self._path.exists()
+
+    def write(self, notes: Iterable[tuple[int, bytes, bytes]]) -> None:
+        """Write notes, each as slot, key and note of at most MOST_NOTE_BYTES. OSError if one cannot be written."""
+        with _opened(self._path, os.O_WRONLY | os.O_CREAT) as file:
+            for slot, key, note in notes:
+                page = _HEAD.pack(key, len(note), crc32(note)) + note
+                if os.pwrite(file, page, slot * _PAGE_BYTES) < len(page):
+                    raise OSError(errno.ENOSPC, "no space for a whole note", str(self._path))
+
+    def read(self, places: Sequence[tuple[int, bytes]]) -> list[bytes | None]:
+        """Return the notes of these slots, each None unless it is that key's. OSError."""
+        try:
+            with _opened(self._path, os.O_RDONLY) as file:
+                return [_note(os.pread(file, _PAGE_BYTES, slot * _PAGE_BYTES), key) for slot, key in places]
+        except FileNotFoundError:
+            return [None] * len(places)
+
+    def erase(self, places: Iterable[tuple[int, bytes]]) -> None:
+        """Erase the notes of these keys that are in these slots. OSError."""
+        with suppress(FileNotFoundError), _opened(self._path, os.O_RDWR) as file:
+            for slot, key in places:
+                if os.pread(file, KEY_BYTES, slot * _PAGE_BYTES) == key:
+                    os.pwrite(file, bytes(_PAGE_BYTES), slot * _PAGE_BYTES)
+
+    def places(self) -> Iterator[tuple[int, bytes]]:
+        """Walk the slots that have a note, with the key of each. OSError."""
+        with suppress(FileNotFoundError), _opened(self._path, os.O_RDONLY) as file:
+            at = 0
+            while True:
+                try:
+                    at = os.lseek(file, at, os.SEEK_DATA) // _PAGE_BYTES * _PAGE_BYTES
+                except OSError as error:
+                    if error.errno == errno.ENXIO:  # no data from there on
+                        return
+                    raise
+                if any(key := os.pread(file, KEY_BYTES, at)):
+                    yield at // _PAGE_BYTES, key
+                at += _PAGE_BYTES
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _note(page: bytes, key: bytes) -> bytes | None:
+    if len(page) < _HEAD.size or page[:KEY_BYTES] != key:
+        return None
+    _, length, checksum = _HEAD.unpack_from(page)
+    note = page[_HEAD.size : _HEAD.size + length]
+    return note if len(note) == length and crc32(note) == checksum else None

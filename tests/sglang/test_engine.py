@@ -1,0 +1,186 @@
+"""SGLang's own radix cache and controller over PagodaHiCache: every page that comes back is compared."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sglang.engines import PAGE, Engine, Outcome, Shape, storage_config
+from tests.sglang.prompts import Prompts
+
+LAYOUTS = ("page_first_direct", "layer_first")
+
+
+def _disk(shm_root: Path, tmp_path: Path, **options: Any) -> dict[str, Any]:
+    return storage_config(shm_root, disk_path=str(tmp_path / "disk"), disk_size="64MiB", **options)
+
+
+def _right(*outcomes: Outcome) -> None:
+    wrong = [line for outcome in outcomes for line in outcome.wrong]
+    assert not wrong, wrong[:5]
+
+
+def _tokens(seed: int, count: int = 20 * PAGE) -> list[int]:
+    return [(seed * 7919 + i * i) % 30_000 for i in range(count)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_was_evicted_everywhere_comes_back_identical(shm_root: Path, layout: str) -> None:
+    """Device and host pool are emptied, so each page is from the storage."""
+    with Engine(storage_config(shm_root), Shape(layout=layout)) as engine:
+        assert engine.request(_tokens(1)).computed == 20 * PAGE
+        engine.forget()
+        again = engine.request([*_tokens(1), 7, 8, 9])
+        assert (again.stored, again.computed, again.pages) == (20 * PAGE, 0, 20)
+        _right(again)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_prompts_with_evictions_on_all_levels(shm_root: Path, layout: str) -> None:
+    """The device pool has 32 pages, the host pool 64: both evict all the time."""
+    with Engine(storage_config(shm_root), Shape(layout=layout)) as engine:
+        prompts = Prompts(3)
+        outcomes = [engine.request(next(prompts)) for _ in range(150)]
+        _right(*outcomes)
+        assert sum(outcome.stored for outcome in outcomes) > 100 * PAGE
+        assert sum(outcome.host for outcome in outcomes) > 0 < sum(outcome.device for outcome in outcomes)
+
+
+def test_a_second_engine_and_a_restart_find_what_the_first_stored(shm_root: Path) -> None:
+    """The host tier outlives the engine."""
+    with Engine(storage_config(shm_root)) as engine:
+        engine.request(_tokens(1))
+        engine.settle()
+    with Engine(storage_config(shm_root)) as engine:
+        found = engine.request(_tokens(1))
+        assert (found.stored, found.computed) == (20 * PAGE, 0)
+        _right(found)
+
+
+def test_after_host_memory_is_wiped_the_disk_has_it(shm_root: Path, tmp_path: Path) -> None:
+    """As after a reboot."""
+    with Engine(_disk(shm_root, tmp_path)) as engine:
+        engine.request(_tokens(1))
+        engine.settle()
+    shutil.rmtree(shm_root / "host")
+    with Engine(_disk(shm_root, tmp_path)) as engine:
+        found = engine.request(_tokens(1))
+        assert (found.stored, found.computed) == (20 * PAGE, 0)
+        _right(found)
+
+
+def test_two_engines_at_once_share(shm_root: Path) -> None:
+    """They take turns, and each finds what the other has stored."""
+    with Engine(storage_config(shm_root)) as one, Engine(storage_config(shm_root)) as other:
+        prompts, outcomes = Prompts(5), list[Outcome]()
+        for _ in range(40):
+            prompt = next(prompts)
+            outcomes.append(one.request(prompt))
+            one.settle()
+            outcomes.append(other.request(prompt))
+            other.settle()  # SGLang asks only after a prefix that its own host pool has, too
+            assert not outcomes[-1].computed
+        _right(*outcomes)
+
+
+def test_aborted_requests_leave_nothing_wrong(shm_root: Path) -> None:
+    """An abort may come while pages are on their way into the host pool."""
+    with Engine(storage_config(shm_root)) as engine:
+        prompts, outcomes = Prompts(7), list[Outcome]()
+        for number in range(120):
+            outcomes.append(engine.request(next(prompts), abort=number % 3 == 2))
+            if number % 10 == 9:
+                engine.forget()
+        _right(*outcomes)
+        assert sum(outcome.stored for outcome in outcomes) > 20 * PAGE
+
+
+def test_detach_and_attach(shm_root: Path) -> None:
+    """Detached, the engine continues without us; attached again, it finds what was stored."""
+    extra = storage_config(shm_root)
+    with Engine(extra) as engine:
+        engine.request(_tokens(1))
+        engine.detach()
+        engine.forget()
+        assert engine.request(_tokens(1)).computed == 20 * PAGE
+        engine.forget()
+        engine.attach(extra)
+        found = engine.request(_tokens(1))
+        assert (found.stored, found.computed) == (20 * PAGE, 0)
+        _right(found)
+
+
+def test_tiny_tiers(shm_root: Path, tmp_path: Path) -> None:
+    """Tiers of a few pages evict all the time; what is found is right."""
+    extra = storage_config(shm_root, host_size="256KiB", disk_path=str(tmp_path / "disk"), disk_size="1MiB")
+    with Engine(extra) as engine:
+        prompts, outcomes = Prompts(11), list[Outcome]()
+        for number in range(120):
+            outcomes.append(engine.request(next(prompts)))
+            if number % 7 == 6:
+                engine.forget()
+        _right(*outcomes)
+        assert sum(outcome.stored for outcome in outcomes) > 0
+
+
+def test_after_clear_no_earlier_page_hits_and_new_ones_do(shm_root: Path) -> None:
+    """`POST /hicache/storage-backend/clear`: the weights may have changed."""
+    with Engine(storage_config(shm_root)) as engine:
+        engine.request(_tokens(1))
+        engine.settle()
+        assert engine.cache.clear_storage_backend()
+        engine.forget()
+        assert engine.request(_tokens(1)).computed == 20 * PAGE
+        engine.forget()
+        assert engine.request(_tokens(1)).stored == 20 * PAGE
+    with Engine(storage_config(shm_root)) as engine:
+        assert engine.request(_tokens(1)).stored == 20 * PAGE  # of the first weights
+
+
+# ---- controls: these tests notice what they are to notice
+
+
+def test_a_zeroed_page_is_noticed(shm_root: Path) -> None:
+    """The comparison of this file finds one page of zeros."""
+    with Engine(storage_config(shm_root)) as engine:
+        engine.request(_tokens(1))
+        engine.kv.k_buffer[1][PAGE * 3 : PAGE * 5] = 0
+        assert engine.request(_tokens(1)).wrong
+
+
+@pytest.mark.parametrize("salt", ["another request's", None])
+def test_another_salt_is_never_found(shm_root: Path, salt: str | None) -> None:
+    """Neither the salt of a request nor that of the storage."""
+    with Engine(storage_config(shm_root)) as engine:
+        engine.request(_tokens(1), "one request's")
+        engine.forget()
+        assert engine.request(_tokens(1), salt).stored == 0
+        engine.forget()
+        assert engine.request(_tokens(1), "one request's").stored == 20 * PAGE
+    with Engine(storage_config(shm_root, salt="another")) as engine:
+        assert engine.request(_tokens(1), "one request's").stored == 0
+
+
+def test_another_dtype_layout_page_or_weights_is_never_found(shm_root: Path) -> None:
+    """With the same number of bytes a page, so that nothing but the name differs."""
+    import torch
+
+    with Engine(storage_config(shm_root)) as engine:
+        engine.request(_tokens(1))
+        engine.settle()
+    others = [
+        Shape(dtype=torch.float16),
+        Shape(layout="layer_first"),
+        Shape(page=8, head_dim=64),
+        Shape(heads=4, head_dim=16),
+    ]
+    for shape in others:
+        with Engine(storage_config(shm_root), shape) as engine:
+            assert engine.request(_tokens(1)).stored == 0, shape
+    with Engine(storage_config(shm_root, weights="others")) as engine:
+        assert engine.request(_tokens(1)).stored == 0
+    with Engine(storage_config(shm_root)) as engine:
+        assert engine.request(_tokens(1)).stored == 20 * PAGE

@@ -1,0 +1,376 @@
+"""Real host pools of SGLang, without a radix cache: all formats, hybrids by the v2 calls, ranks, identity, options."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pagoda.config import option_names
+from pagoda.connectors.sglang import engine_facts as facts
+from pagoda.connectors.sglang import storage_options
+from pagoda.errors import ConfigError
+from tests.sglang.engines import Shape, storage_config
+
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo  # isort: skip
+from sglang.srt.mem_cache.hicache_storage import (  # isort: skip
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # isort: skip
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # isort: skip
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # isort: skip
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # isort: skip
+from sglang.srt.runtime_context import get_context  # isort: skip
+
+from pagoda.connectors.sglang import PagodaHiCache  # isort: skip
+
+PAGE, PAGES = 16, 24
+LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+KEYS = [f"{number:064x}" for number in range(PAGES)]
+
+
+@pytest.fixture(autouse=True)
+def _server_args() -> Iterator[None]:
+    with get_context().override_server_args(device="cpu"):
+        yield
+
+
+def mha(layout: str, dtype: torch.dtype = torch.bfloat16, heads: int = 2, page: int = PAGE) -> Any:
+    """A host pool of K and V."""
+    device = MHATokenToKVPool(
+        size=8 * page, page_size=page, dtype=dtype, head_num=heads, head_dim=32, layer_num=3, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    return MHATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info, 0.0, 0, page, layout, pin_memory=False,
+        device_capacity_tokens=8 * page, start_layer=0, end_layer=3, host_token_capacity=PAGES * page,
+    )  # fmt: skip
+
+
+def mla(layout: str) -> Any:
+    """A host pool of latent attention."""
+    device = MLATokenToKVPool(
+        size=8 * PAGE, page_size=PAGE, dtype=torch.bfloat16, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=3,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    return MLATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info, 0.0, 0, PAGE, layout, pin_memory=False,
+        device_capacity_tokens=8 * PAGE, start_layer=0, end_layer=3, target_layer_num=3,
+        host_token_capacity=PAGES * PAGE,
+    )  # fmt: skip
+
+
+def mamba() -> Any:
+    """A host pool of recurrent states: one slot a page."""
+    info = MambaStateBufferInfo(
+        temporal=torch.zeros(2, 12, 4, 8, dtype=torch.float32),
+        conv=(torch.zeros(2, 12, 24, 3, dtype=torch.bfloat16),),
+    )
+    return MambaPoolHost(info, 2.0, 0, device_capacity=12, pin_memory=False, layout="page_first")
+
+
+def config(extra: dict[str, Any], **facts: Any) -> HiCacheStorageConfig:
+    """What SGLang's controller gives a storage."""
+    plain: dict[str, Any] = {
+        "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
+        "is_mla_model": False, "enable_storage_metrics": True, "is_page_first_layout": True, "model_name": "a-model",
+    }  # fmt: skip
+    return HiCacheStorageConfig(**{**plain, **facts}, extra_config=dict(extra))
+
+
+@contextmanager
+def storage(extra: dict[str, Any], pools: dict[str, Any], **facts: Any) -> Iterator[Any]:
+    """A storage over these pools; the first is that of the KV."""
+    made = PagodaHiCache(config(extra, **facts), {})
+    made.register_mem_pool_host(pools["kv"])
+    for name, pool in pools.items():
+        made.register_mem_host_pool_v2(pool, PoolName(name))
+    made.on_host_pools_registered()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def fill(pool: Any, seed: int = 0) -> list[torch.Tensor]:
+    """Write random bytes into all of a pool; return a copy of them."""
+    draw = torch.Generator().manual_seed(seed)
+    for buffer in _buffers(pool):
+        flat = buffer.view(torch.uint8) if buffer.is_contiguous() else buffer
+        flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=draw))
+    return [buffer.clone() for buffer in _buffers(pool)]
+
+
+def same(pool: Any, before: list[torch.Tensor]) -> bool:
+    """Whether a pool has these bytes."""
+    return all(equal(now, then) for now, then in zip(_buffers(pool), before, strict=True))
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bytes, those that are no numbers too."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def _buffers(pool: Any) -> list[torch.Tensor]:
+    return list(pool.kv_buffer) if isinstance(pool.kv_buffer, list) else [pool.kv_buffer]
+
+
+def slots(pool: Any, pages: range | list[int]) -> torch.Tensor:
+    """SGLang's indices of these pages."""
+    size = pool.page_size
+    return torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages])
+
+
+# ---- formats
+
+
+@pytest.mark.parametrize("pool", [
+    *((lambda layout=layout: mha(layout)) for layout in (*LAYOUTS, "page_head")),
+    *((lambda layout=layout: mla(layout)) for layout in LAYOUTS),
+    lambda: mha("page_first", page=1), lambda: mha("layer_first", torch.float32, heads=1),
+])  # fmt: skip
+@pytest.mark.parametrize("disk", [False, True])
+def test_every_byte_of_every_format_comes_back(shm_root: Path, tmp_path: Path, pool: Any, disk: bool) -> None:
+    """Pages go out in one order of slots and come back in another."""
+    extra = (
+        storage_config(shm_root, disk_path=str(tmp_path / "disk"), disk_size="16MiB")
+        if disk
+        else storage_config(shm_root)
+    )
+    kv = pool()
+    before = fill(kv)
+    with storage(extra, {"kv": kv}) as made:
+        assert made.batch_exists(KEYS) == 0
+        assert made.batch_set_v1(KEYS, slots(kv, range(PAGES))) == [True] * PAGES
+        assert made.batch_exists(KEYS) == PAGES
+        assert sum(made.get_stats().backup_pgs) == PAGES
+    if disk:
+        shutil.rmtree(shm_root / "host")
+    with storage(extra, {"kv": kv}) as made:
+        fill(kv, seed=1)
+        back = list(reversed(range(PAGES)))
+        assert made.batch_get_v1(KEYS[::-1], slots(kv, back)) == [True] * PAGES
+        assert same(kv, before)
+        info = HiCacheStorageExtraInfo(prefix_keys=KEYS[:7])
+        assert made.batch_exists(KEYS[7:], info) == PAGES - 7
+        fill(kv, seed=1)
+        made.batch_get_v1(KEYS[:7], slots(kv, range(7)))
+        assert made.batch_get_v1(KEYS[7:], slots(kv, range(7, PAGES)), info) == [True] * (PAGES - 7)
+        assert same(kv, before)
+        assert made.batch_exists([*KEYS[:3], "f" * 64, *KEYS[3:]]) == 3
+        assert made.batch_get_v1([*KEYS[:2], "f" * 64], slots(kv, range(3))) == [True, True, False]
+
+
+# ---- hybrids
+
+
+@pytest.mark.parametrize(("name", "side"), [("swa", lambda: mha("page_first", heads=1)), ("mamba", mamba)])
+def test_a_hybrid_comes_back_with_its_windows(shm_root: Path, name: str, side: Any) -> None:
+    """The side pool has the last two pages of a span, at two ends; a hit ends where it has its window."""
+    kv, pool = mha("page_first"), side()
+    before, beside = fill(kv), fill(pool, seed=2)
+    with storage(storage_config(shm_root), {"kv": kv, name: pool}) as made:
+        assert all(made.batch_set_v1(KEYS[:12], slots(kv, range(12))))
+        for pages in ([4, 5], [8, 9]):
+            transfer = PoolTransfer(PoolName(name), slots(pool, pages), keys=[KEYS[page] for page in pages])
+            info = HiCacheStorageExtraInfo(prefix_keys=KEYS[: pages[0]])
+            assert made.batch_set_v2([transfer], info) == {name: [True, True]}
+        asked = PoolTransfer(PoolName(name), keys=["", ""], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        found = made.batch_exists_v2(KEYS, [asked])
+        assert (found.kv_hit_pages, found.restorable_prefix_pages) == (10, [6, 10])
+        assert found.extra_pool_hit_pages == {"kv": 12, name: 10}
+        assert made.batch_exists_v2(KEYS[:9], [asked]).restorable_prefix_pages == [6]
+        everywhere = PoolTransfer(PoolName(name), hit_policy=PoolHitPolicy.ALL_PAGES)
+        assert made.batch_exists_v2(KEYS, [everywhere]).kv_hit_pages == 0
+        fill(kv, seed=3)
+        fill(pool, seed=4)
+        assert made.batch_get_v1(KEYS[:10], slots(kv, range(10))) == [True] * 10
+        for pages in ([4, 5], [8, 9]):
+            transfer = PoolTransfer(PoolName(name), slots(pool, pages), keys=[KEYS[page] for page in pages])
+            assert made.batch_get_v2([transfer]) == {name: [True, True]}
+        for page in (4, 5, 8, 9):
+            for now, then in zip(_buffers(pool), beside, strict=True):
+                if name == "mamba":
+                    assert equal(now[page], then[page])
+                else:
+                    at = slice(page * PAGE, (page + 1) * PAGE)
+                    assert equal(now[:, at], then[:, at])
+        assert equal(kv.kv_buffer[:, : 10 * PAGE], before[0][:, : 10 * PAGE])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_usable_prefixes_are_those_of_the_definition(shm_root: Path, seed: int) -> None:
+    """Random pages of two side pools, with holes: what is told is what the definition of each policy gives."""
+    draw = random.Random(seed)
+    pools = {"kv": mha("page_first"), "swa": mha("page_first", heads=1), "mamba": mamba()}
+    sparse = {name: {page for page in range(12) if draw.random() < 0.6} for name in ("swa", "mamba")}
+    full = draw.randrange(4, 13)
+    asked = [
+        PoolTransfer(PoolName.SWA, keys=[""] * draw.randrange(1, 4), hit_policy=PoolHitPolicy.TRAILING_PAGES),
+        PoolTransfer(PoolName.MAMBA, keys=[""], hit_policy=draw.choice(list(PoolHitPolicy)[:2])),
+    ]
+    with storage(storage_config(shm_root), pools) as made:
+        made.batch_set_v1(KEYS[:full], slots(pools["kv"], range(full)))
+        for name, pages in sparse.items():
+            for page in pages:
+                made.batch_set_v2(
+                    [PoolTransfer(PoolName(name), slots(pools[name], [page]), keys=[KEYS[page]])]
+                )
+
+        def has(transfer: PoolTransfer, end: int) -> bool:
+            window = len(transfer.keys or ()) if transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES else end
+            return set(range(max(0, end - window), end)) <= sparse[str(transfer.name)]
+
+        usable = [end for end in range(1, full + 1) if all(has(transfer, end) for transfer in asked)]
+        for transfers in (asked, asked[::-1]):
+            found = made.batch_exists_v2(KEYS[:12], transfers)
+            assert (found.restorable_prefix_pages, found.kv_hit_pages) == (usable, max(usable, default=0))
+
+
+def test_a_pool_that_comes_late_is_stored_or_said_not_to_be(shm_root: Path) -> None:
+    """SGLang registers pools of drafts later; one without fixed pages must not end the engine."""
+    kv, draft = mha("page_first"), mha("page_first", heads=1)
+    with storage(storage_config(shm_root), {"kv": kv}) as made:
+        made.register_mem_host_pool_v2(draft, PoolName.DRAFT)
+        made.register_mem_host_pool_v2(
+            SimpleNamespace(page_size=PAGE, page_num=4, layout="odd", dtype="odd"), PoolName.INDEXER
+        )
+        good = PoolTransfer(PoolName.DRAFT, slots(draft, range(2)), keys=KEYS[:2])
+        bad = PoolTransfer(PoolName.INDEXER, slots(draft, range(2)), keys=KEYS[:2])
+        assert made.batch_set_v2([good, bad]) == {"draft": [True, True], "indexer": [False, False]}
+
+
+# ---- ranks and identity
+
+
+def stores_as(shm_root: Path, pool: Any, **facts: Any) -> Any:
+    """Whether a storage with these facts finds what one without them has stored."""
+    extra = storage_config(shm_root, **facts.pop("extra", {}))
+    with storage(extra, {"kv": pool}, **facts) as made:
+        return made.batch_exists(KEYS) == PAGES
+
+
+def test_ranks_never_find_each_others_pages_but_of_latent_attention(shm_root: Path) -> None:
+    """Each rank has its heads; with latent attention all have the same, and only the first writes."""
+    kv, latent = mha("page_first"), mla("page_first")
+    for pool, more in ((kv, {}), (latent, {"is_mla_model": True})):
+        with storage(storage_config(shm_root), {"kv": pool}, tp_size=2, **more) as made:
+            assert all(made.batch_set_v1(KEYS, slots(pool, range(PAGES))))
+    assert stores_as(shm_root, kv, tp_size=2)
+    for others in (
+        {"tp_size": 2, "tp_rank": 1},
+        {},
+        {"tp_size": 2, "pp_size": 2},
+        {"tp_size": 2, "attn_cp_size": 2},
+    ):
+        assert not stores_as(shm_root, kv, **others), others
+    assert stores_as(shm_root, latent, is_mla_model=True, tp_size=2, tp_rank=1)
+
+
+def test_layouts_whose_pieces_have_one_size_never_share(shm_root: Path) -> None:
+    """Their bytes have different orders; so do those of two dtypes of one width, and of other heads."""
+    with storage(storage_config(shm_root), {"kv": mha("page_first")}) as made:
+        assert all(made.batch_set_v1(KEYS, slots(mha("page_first"), range(PAGES))))
+    assert stores_as(shm_root, mha("page_first"))
+    for other in (mha("page_first_direct"), mha("page_head"), mha("page_first", torch.float16)):
+        assert not stores_as(shm_root, other), other.layout
+
+
+def test_the_weights_are_those_of_the_server(shm_root: Path, tmp_path: Path) -> None:
+    """Without a name for them, the digest of the checkpoint's files; settings of the server count too."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"some weights")
+    kv, extra = mha("page_first"), {"extra": {"weights": None}}
+    del extra["extra"]["weights"]
+
+    def found(**args: Any) -> bool:
+        settings = {"model_path": str(tmp_path), "device": "cpu", **args}
+        plain = storage_config(shm_root)
+        del plain["weights"]
+        with get_context().override_server_args(**settings), storage(plain, {"kv": kv}) as made:
+            return bool(
+                made.batch_exists(KEYS) == PAGES or not made.batch_set_v1(KEYS, slots(kv, range(PAGES)))
+            )
+
+    assert not found()
+    assert found()
+    assert not found(kv_cache_dtype="fp8_e5m2")
+    assert not found(json_model_override_args='{"rope_theta": 1}')
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    assert not found() and found()
+    (tmp_path / "config.json").write_text('{"rope_theta": 2}')
+    assert not found() and found()
+
+
+def test_an_adapter_is_named_by_its_content(tmp_path: Path) -> None:
+    """SGLang's keys have the name and the path of an adapter of the command line, whatever is there."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    named = set()
+    for weights in (b"one", b"another"):
+        (adapter / "adapter_model.safetensors").write_bytes(weights)
+        listed = [{"lora_path": str(adapter)}, SimpleNamespace(lora_path=str(adapter))]
+        named |= {facts._adapters(listed[:1]), facts._adapters(listed[1:])}
+    assert len(named) == 2
+    assert facts._adapters([]) == ""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        facts._adapters([str(tmp_path / "nothing")])
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        ({"host_sise": "1GiB"}, "host_size"),
+        ({"chunk_tokens": 256}, "--page-size"),
+        ({"host_size": 0}, "host_size = 0"),
+        ({"host_size": "many"}, "host_size"),
+        ({"salt": 7}, "salt = 7"),
+        ({"allow_untested_sglang": "yes"}, "true or false"),
+    ],
+)
+def test_bad_options_are_refused_in_one_sentence(shm_root: Path, extra: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        PagodaHiCache(config({**storage_config(shm_root), **extra}), {})
+
+
+def test_what_cannot_work_is_refused_at_the_start(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weights to name, no room, a pool without bytes, another SGLang."""
+    kv, extra = mha("page_first"), storage_config(shm_root)
+    unnamed = {name: value for name, value in extra.items() if name != "weights"}
+    with (
+        get_context().override_server_args(model_path=str(shm_root / "nothing")),
+        pytest.raises(ConfigError, match="weights"),
+        storage(unnamed, {"kv": kv}),
+    ):
+        pass
+    with pytest.raises(ValueError, match="no room"), storage({**extra, "host_size": 4096}, {"kv": kv}):
+        pass
+    empty = SimpleNamespace(
+        page_size=PAGE, page_num=4, layout="page_first", dtype="uint8", get_page_buffer_meta=lambda _: None
+    )
+    with pytest.raises(ConfigError, match="no bytes"), storage(extra, {"kv": empty}):
+        pass
+    monkeypatch.setattr(storage_options, "TESTED", ("0.4.0",))
+    with pytest.raises(ConfigError, match="allow_untested_sglang"):
+        PagodaHiCache(config(extra), {})
+    PagodaHiCache(config({**extra, "allow_untested_sglang": True}), {})
+
+
+def test_the_storage_asks_for_the_calls_without_a_detour(shm_root: Path) -> None:
+    given = config(storage_config(shm_root))
+    PagodaHiCache(given, {})
+    assert given.extra_config["interface_v1"] == 1
+    assert not set(option_names()) & set(storage_options.OF_SGLANG)
+    assert Shape().page == PAGE

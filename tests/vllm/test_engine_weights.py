@@ -1,0 +1,158 @@
+"""Which version an engine's weights are, by what its engine core does; no engine is started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.engine.core import EngineCore
+
+from pagoda.connectors.vllm.engine_weights import EngineWeights, sampled_weights, watch_engine_core
+
+
+class Core:
+    """The parts of an engine core that the methods under test use, with one connector below a MultiConnector."""
+
+    def __init__(self, run: str | None = "a-run") -> None:
+        watch_engine_core()
+        self.taken: list[tuple[str, bool]] = []
+        self.weights = EngineWeights(run, lambda version, fresh: self.taken.append((version, fresh)))
+        self.has_blocks = self.refuses = False
+        self.encoded = True  # what an encoder with the weights from before has made of images
+        self.memory = "some weights"
+        ours = SimpleNamespace(engine_weights=self.weights)
+        multi = SimpleNamespace(_connectors=[SimpleNamespace(), ours])
+        self.scheduler = SimpleNamespace(
+            get_kv_connector=lambda: multi,
+            kv_cache_manager=SimpleNamespace(reset_prefix_cache=lambda: not self.has_blocks),
+            reset_prefix_cache=self._reset,
+        )
+        self.model_executor = SimpleNamespace(
+            collective_rpc=lambda *_: [self.memory], sleep=lambda level: None
+        )
+        self._weight_version = "default"
+
+    def _reset(self, running: bool, connector: bool) -> bool:
+        if self.refuses:
+            raise RuntimeError("a request is being loaded")
+        if connector:
+            self.weights.changed()
+        return True
+
+    def pause_scheduler(self, **_: Any) -> None:
+        self._reset(True, True)
+
+    def reset_encoder_cache(self) -> None:
+        self.encoded = False
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call vLLM's own method."""
+        return getattr(EngineCore, name)(self, *args)
+
+
+def test_a_version_is_one_of_its_run() -> None:
+    one, other, none = Core(), Core("another-run"), Core(None)
+    for core in (one, other, none):
+        core.call("set_weight_version", "step-1")
+        assert core._weight_version == "step-1"
+    assert one.taken == [("a-run/step-1", True)]
+    assert other.taken == [("another-run/step-1", True)]
+    assert none.taken == []
+    one.call("set_weight_version", "step-1")  # nothing is new
+    assert len(one.taken) == 1
+
+
+def test_a_version_is_not_taken_while_requests_have_kv() -> None:
+    core = Core()
+    core.has_blocks = True
+    core.call("set_weight_version", "step-1")
+    ((version, fresh),) = core.taken
+    assert "/" not in version and not fresh
+    assert core.encoded
+    core.has_blocks = False
+    core.call("set_weight_version", "step-1")
+    assert core.taken[1:] == [("a-run/step-1", True)] and not core.encoded
+
+
+def test_each_change_without_a_name_is_another_version() -> None:
+    core = Core()
+    for _ in range(2):
+        assert core.call("reset_prefix_cache", False, True)
+    assert core.call("reset_prefix_cache")  # vLLM's own cache alone
+    assert len({version for version, _ in core.taken}) == len(core.taken) == 2
+    assert not any(fresh for _, fresh in core.taken)
+
+
+def test_a_reset_of_the_connector_that_fails_before_it_is_noticed() -> None:
+    core = Core()
+    core.refuses = True
+    for connector, changes in ((False, 0), (True, 1)):
+        with pytest.raises(RuntimeError, match="being loaded"):
+            core.call("reset_prefix_cache", True, connector)
+        assert len(core.taken) == changes
+
+
+def test_an_update_that_begins_is_a_change() -> None:
+    core = Core()
+    for method, changes in (("get_model", 0), ("start_weight_update", 1), (len, 1), ("reload_weights", 2)):
+        core.call("collective_rpc", method)
+        assert len(core.taken) == changes
+
+
+def test_a_sleep_that_keeps_the_weights_keeps_their_name() -> None:
+    core = Core()
+    core.call("set_weight_version", "step-1")
+    core.weights.settle()
+    core.call("sleep", 1)
+    assert "/" not in core.taken[-1][0]  # until it is known
+    core.weights.settle()
+    assert core.taken[-1] == ("a-run/step-1", True)
+    core.weights.settle()
+    assert len(core.taken) == 3
+
+
+@pytest.mark.parametrize("kind", ["level 2", "other weights", "reset while asleep", "a worker that fails"])
+def test_any_other_sleep_does_not(kind: str) -> None:
+    core = Core()
+    core.call("set_weight_version", "step-1")
+    core.call("sleep", 2 if kind == "level 2" else 1)
+    if kind == "other weights":
+        core.memory = "others"
+    if kind == "reset while asleep":
+        core.call("reset_prefix_cache", False, True)
+    if kind == "a worker that fails":
+        del core.memory
+    core.weights.settle()
+    assert "/" not in core.weights.version
+
+
+def test_a_version_that_is_named_during_a_sleep_is_kept() -> None:
+    core = Core()
+    core.call("sleep", 1)
+    core.call("set_weight_version", "step-2")
+    core.weights.settle()
+    assert core.weights.version == "a-run/step-2"
+
+
+def test_weights_in_memory_are_compared_by_their_content() -> None:
+    """A change of a part of any tensor is noticed, however it is laid out; time and addresses do not count."""
+
+    def sampled(change: int | None = None) -> str:
+        torch.manual_seed(0)
+        model, draft = torch.nn.Linear(700, 300), torch.nn.Linear(8, 8)
+        model.weight.data = torch.randn(700, 300, dtype=torch.bfloat16).t()  # as quantised weights often are
+        model.register_buffer("empty", torch.empty(0))
+        model.register_buffer("scale", torch.tensor(1.5))
+        tensors = [model.weight.data, model.bias.data, model.get_buffer("scale"), draft.bias.data]
+        if change is not None:
+            flat = (
+                tensors[change].view(-1) if tensors[change].is_contiguous() else tensors[change].t().view(-1)
+            )
+            flat[::3] += 1
+        runner = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: draft)
+        return sampled_weights(SimpleNamespace(model_runner=runner))
+
+    assert sampled() == sampled()
+    assert len({sampled(), *map(sampled, range(4))}) == 5

@@ -1,0 +1,349 @@
+"""Routers of requests know what an engine hits: Dynamo's indexer listens to real engines through restarts and reboots.
+
+The indexer is the real one (`make setup-vllm` installs it); what it credits an engine with is compared with what that
+engine then loads.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import EventPublisherFactory
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from pagoda.cache.writeback import ChunkRef
+from pagoda.connectors.vllm.event_notes import BlockFacts
+from pagoda.connectors.vllm.event_publisher import EventOutlet
+from pagoda.connectors.vllm.events import StoredEvents
+from pagoda.keys import derive_keys
+from pagoda.ledger import Reserved, admin
+from pagoda.ledger.chunk_notes import ChunkNotes
+from testbed.servers import free_port
+from tests.cache.kit import cache_at
+from tests.vllm import stores
+from tests.vllm.engines import BLOCK, CHUNK, FORKS, Engine, connector, loadable, options
+from tests.vllm.models import prompt
+
+SECONDS = 20.0  # for a credit on a busy machine; an engine at rest needs some 0.2 s
+
+
+class Service:
+    """A service of Dynamo, in a process."""
+
+    def __init__(self, log: Path, module: str, *options: str) -> None:
+        self._port, self._log = free_port(), log
+        command = [sys.executable, "-m", module, "--port", str(self._port), *options]
+        with log.open("w") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out)
+        stores.wait_until(lambda: self.ask("/workers") is not None, module, SECONDS)
+
+    def ask(self, path: str, body: object = None) -> Any:
+        """Return its answer; None if there is none."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}", data, {"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                return json.load(answer)
+        except OSError:
+            return None
+
+
+class Indexer(Service):
+    """Dynamo's indexer, with some engines by their numbers."""
+
+    def __init__(self, log: Path, engines: dict[int, int]) -> None:
+        """`engines`: the port of each one's events."""
+        workers = ",".join(f"{number}=tcp://127.0.0.1:{port}" for number, port in engines.items())
+        options = ("--block-size", str(BLOCK), "--model-name", "model", "--workers", workers)
+        super().__init__(log, "dynamo.indexer", *options)
+
+    def credit(self, engine: int, tokens: Sequence[int]) -> dict[str, int]:
+        """How many of these tokens the indexer believes an engine to have, in host memory and on the disk or above."""
+        found = self.ask("/query", {"token_ids": list(tokens), "model_name": "model"}) or {}
+        of = found.get("instances", {}).get(str(engine), {})
+        return {name: of.get(name, 0) for name in ("cpu", "disk")}
+
+    def wait(self, engine: int, tokens: Sequence[int], **credit: int) -> None:
+        """Wait until the indexer credits an engine with just that."""
+        until = time.monotonic() + SECONDS
+        while {name: self.credit(engine, tokens)[name] for name in credit} != credit:
+            assert time.monotonic() < until, (
+                self.credit(engine, tokens),
+                credit,
+                self._log.read_text()[-2000:],
+            )
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def tiers(session_shm: Path, tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    host, disk = session_shm / "routers", tmp_path / "disk"
+    yield host, disk
+    shutil.rmtree(host, ignore_errors=True)
+
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(llama: Path, logs: Path, tiers: tuple[Path, Path]) -> Iterator[Start]:
+    """Starts engines whose events can be heard on a port; what still lives is ended."""
+    begun: list[Engine] = []
+
+    def begin(name: str, port: int, own: tuple[Path, Path] = tiers) -> Engine:
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
+        engine = Engine(
+            name, logs / f"{name}.log", **options(llama, kv_events_config=events), **connector(*own)
+        )
+        begun.append(engine)
+        return engine
+
+    yield begin
+    for engine in begun:
+        if engine.alive():
+            engine.kill()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Starts services; they are ended."""
+    begun: list[Service] = []
+
+    def begin(kind: Callable[..., Service], *options: Any) -> Service:
+        begun.append(kind(tmp_path / f"service-{len(begun)}.log", *options))
+        return begun[-1]
+
+    yield begin
+    for service in begun:
+        service.process.send_signal(signal.SIGKILL)
+        service.process.wait(SECONDS)
+
+
+def test_a_router_credits_what_an_engine_hits(
+    start: Start, served: Callable[..., Any], tiers: tuple[Path, Path]
+) -> None:
+    ports = {1: free_port(), 2: free_port()}
+    engines = {number: start(f"routed-{number}", port) for number, port in ports.items()}
+    indexer = served(Indexer, ports)
+    ours, theirs = prompt(7000, 1024), prompt(7001, 512 + 5)
+    whole = {id(text): len(text) // CHUNK * CHUNK for text in (ours, theirs)}
+    engines[1].wait_up().say(ours)
+    engines[2].wait_up().say(theirs)
+    stores.wait_ready(tiers[1], sum(whole.values()) // CHUNK)
+    for number in engines:  # each may load what the other has stored
+        for text in (ours, theirs):
+            indexer.wait(number, text, cpu=whole[id(text)], disk=whole[id(text)])
+    (answer,) = engines[2].say(ours)
+    assert answer.external == loadable(len(ours))
+
+    engines[1].kill()  # a restart: host memory is warm
+    engines[1] = start("routed-1-again", ports[1])
+    engines[1].wait_up()
+    indexer.wait(1, ours, cpu=1024, disk=1024)
+    (answer,) = engines[1].say(ours)
+    assert answer.external == loadable(len(ours))
+
+    for (
+        number,
+        engine,
+    ) in engines.items():  # with its next step it says that all is cleared, and means its own memory
+        engine.reset()
+        engine.say(prompt(7002, BLOCK))
+        indexer.wait(number, theirs, cpu=whole[id(theirs)], disk=whole[id(theirs)])
+    stores.clear(tiers[0])  # by another process, while both engines wait for requests
+    for number in engines:
+        indexer.wait(number, theirs, cpu=0, disk=whole[id(theirs)])
+    (answer,) = engines[2].say(ours)  # from the disk: host memory has it again
+    assert answer.external == loadable(len(ours))
+    for number in engines:
+        indexer.wait(number, ours, cpu=1024, disk=1024)
+    late = served(Indexer, ports)  # a router that has heard nothing yet
+    began = time.monotonic()
+    for number in engines:
+        late.wait(number, ours, cpu=1024, disk=1024)
+    print(f"credited {time.monotonic() - began:.2f} s after a router's start")
+
+    for engine in engines.values():  # a reboot
+        engine.kill()
+    shutil.rmtree(tiers[0])
+    engines[1] = start("routed-1-rebooted", ports[1])
+    engines[1].wait_up()
+    began = time.monotonic()
+    indexer.wait(1, ours, cpu=0, disk=1024)
+    print(f"credited {time.monotonic() - began:.2f} s after the restart")
+    (answer,) = engines[1].say(ours)
+    assert answer.external == loadable(len(ours))
+
+    engines[1].call(reset_all)  # other weights
+    engines[1].say(prompt(7003, BLOCK))
+    indexer.wait(1, ours, cpu=0, disk=0)
+
+
+def notes_in(store: Path) -> int:
+    """How many chunks of a store have a note. Notes on a disk are written within a second after the chunks."""
+    return len(list(ChunkNotes(store).places()))
+
+
+def test_a_conversation_that_returns_is_sent_to_the_machine_with_its_disk(
+    start: Start, served: Callable[..., Any], session_shm: Path, tmp_path: Path
+) -> None:
+    ports = {1: free_port(), 2: free_port()}
+    machines = {number: (session_shm / f"machine-{number}", tmp_path / f"disk-{number}") for number in ports}
+    engines = {number: start(f"machine-{number}", ports[number], machines[number]) for number in ports}
+    begun = {number: [prompt(7100 + 10 * number + n, 512) for n in range(5)] for number in ports}
+    for number, engine in engines.items():
+        engine.wait_up().say(*begun[number])
+        stores.wait_ready(machines[number][1], 5 * 512 // CHUNK)
+        (store,) = stores.stores(machines[number][1])
+        noted = partial(notes_in, store)
+        stores.wait_until(lambda noted=noted: noted() == 5 * 512 // CHUNK, "a note beside each chunk")
+        engine.kill()
+        shutil.rmtree(machines[number][0])  # a reboot
+    engines = {number: start(f"machine-{number}", ports[number], machines[number]) for number in ports}
+    router = served(Service, "dynamo.select_service")
+    for number, port in ports.items():
+        engines[number].wait_up()
+        events = f"tcp://127.0.0.1:{port}"
+        worker = {"worker_id": number, "endpoint": f"engine-{number}", "kv_events_endpoint": events,
+                  "block_size": BLOCK, "total_kv_blocks": 1000}  # fmt: skip
+        assert router.ask("/workers", worker)["lifecycle"] == "schedulable"
+
+    def is_right(number: int, tokens: Sequence[int]) -> bool:
+        answer = router.ask("/select", {"token_ids": [*tokens, 1, 2, 3]}) or {"worker_id": 0}
+        return answer["worker_id"] == number and answer["overlap"]["disk"] == 512
+
+    def right() -> int:
+        return sum(is_right(number, one) for number, prompts in begun.items() for one in prompts)
+
+    stores.wait_until(lambda: right() == 10, "the right machine for each", SECONDS)
+    print(f"{right()} of 10 were sent to the machine that has them")
+    for root, _ in machines.values():
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def test_after_random_stores_evictions_and_kills_the_router_has_the_ledgers_view(
+    served: Callable[..., Any], session_shm: Path, tmp_path: Path
+) -> None:
+    host, disk = session_shm / "lives", tmp_path / "disk"
+    ports = {1: free_port(), 2: free_port()}
+    indexer = served(Indexer, ports)
+    random = Random(11)
+
+    FORKS.set_forkserver_preload(["tests.vllm.test_routers"])
+    rest = tmp_path / "rest"
+
+    def life(number: int) -> Any:
+        up = tmp_path / f"up-{random.random()}"
+        process = FORKS.Process(target=live, args=(ports[number], host, disk, up, rest), daemon=True)
+        process.start()
+        stores.wait_until(up.exists, "a life", SECONDS)
+        return process
+
+    lives = {number: life(number) for number in ports}
+    for _ in range(6):
+        time.sleep(random.uniform(0.5, 1.5))
+        number = random.choice([1, 2])
+        lives[number].kill()
+        lives[number].join(SECONDS)
+        lives[number] = life(number)
+    time.sleep(2.0)
+    rest.touch()  # no more stores
+
+    def held() -> list[dict[str, int]]:
+        """How much of each prompt the ledgers hold: in host memory, and anywhere."""
+        with cache_at(host, disk) as cache:
+            assert cache.slots is not None
+            root, found = cache.slots.namespace(), []
+            there = {
+                name: {row.key for row in admin.list_chunks(one)} for name, one in cache.slots.ledgers.items()
+            }
+            for n in range(PROMPTS):
+                keys = derive_keys(request_of(n).block_hashes, root)
+                upper = leading(key in there["host"] for key in keys)
+                # the indexer goes down the tiers, and not up again
+                lower = upper + leading(key in there["disk"] for key in keys[upper:])
+                found.append({"cpu": BLOCK * upper, "disk": BLOCK * lower})
+            return found
+
+    def credited(number: int) -> list[dict[str, int]]:
+        return [indexer.credit(number, list(request_of(n).all_token_ids)) for n in range(PROMPTS)]
+
+    for number in lives:
+        stores.wait_until(lambda number=number: credited(number) == held(), f"the view of {number}", SECONDS)
+    assert sum(one["disk"] for one in held()) > 20 * BLOCK
+    for process in lives.values():
+        process.kill()
+        process.join(SECONDS)
+    shutil.rmtree(host)
+
+
+PROMPTS = 60
+
+
+def leading(have: Iterable[bool]) -> int:
+    return len(list(takewhile(bool, have)))
+
+
+def request_of(number: int) -> Request:
+    init_none_hash(sha256)
+    tokens = [number // 3 * 100_000 + n for n in range(BLOCK * (2 + number % 3))]  # three prompts begin alike
+    tokens[BLOCK:] = [1000 * number + n for n in tokens[BLOCK:]]
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    return Request(f"{number}", tokens, SamplingParams(), None, block_hasher=hasher)
+
+
+def live(port: int, host: Path, disk: Path, up: Path, rest: Path) -> None:
+    """The life of an engine, without a model: stores of random prompts, into tiers that are too small for all."""
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}")
+    outlet = EventOutlet(config)
+    EventPublisherFactory.create(config)
+    random = Random(up.name)
+    with cache_at(host, disk) as cache:
+        slots = cache.slots
+        assert slots is not None
+        events = StoredEvents(slots.ledgers, slots.namespace(), BlockFacts(BLOCK, BLOCK), outlet)
+        events.start()
+        up.touch()
+        while True:
+            time.sleep(random.uniform(0, 0.02))
+            if rest.exists():
+                continue
+            request, root = request_of(random.randrange(PROMPTS)), slots.namespace()
+            keys = derive_keys(request.block_hashes, root)
+            outcomes = slots.reserve(keys, namespace=root, start=0, parent=None)
+            events.note(request, root, 0, outcomes)
+            done = [
+                ChunkRef(item.key, n, keys[n - 1] if n else None, item.slot, item.generation)
+                for n, item in enumerate(outcomes)
+                if isinstance(item, Reserved)
+            ]
+            if random.random() < 0.1:
+                slots.abort([Reserved(one.key, one.slot, one.generation) for one in done])
+            else:
+                slots.commit({root: done})
+            if random.random() < 0.01:
+                cache.clear()
+
+
+def reset_all(room: Any) -> None:
+    """Reset the engine's own cache and the connector's, as after an update of weights."""
+    assert room.llm.reset_prefix_cache(reset_connector=True)

@@ -1,0 +1,175 @@
+"""Weights that change in the memory of an engine, and what happens meanwhile. Inside its process; takes a Room."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.vllm.inside import Room
+
+
+def _load(room: Room, step: int) -> None:
+    """Give the weights the values of that step of a training; 0: of the checkpoint. Tell nothing."""
+
+    def change(model: Any) -> None:
+        for name, weights in model.named_parameters():
+            if "norm" in name:  # those of linear layers are packed when vLLM has loaded them
+                weights.data.copy_(room.kept.setdefault(name, weights.data.clone()))
+                if step:
+                    weights.data[step::7] -= 2.0
+
+    room.llm.apply_model(change)
+
+
+def _name(room: Room, version: str) -> None:
+    room.llm.llm_engine.set_weight_version(version)
+
+
+def become(room: Room, step: int, version: str | None) -> None:
+    """Update the weights as the documentation requires."""
+    assert room.llm.reset_prefix_cache(reset_connector=True)
+    _load(room, step)
+    if version is not None:
+        _name(room, version)
+
+
+def named(room: Room, version: str) -> None:
+    """Name the present weights."""
+    _name(room, version)
+
+
+def queued(room: Room, prompt: list[int], step: int, version: str) -> tuple[tuple[int, ...], int]:
+    """Update the weights while a request waits that was looked up before; return its tokens and its hit."""
+    _ask(room, prompt)
+    connector = room.scheduler.connector
+    for request in room.scheduler.requests.values():  # as a step does, which comes to nothing
+        while connector.get_num_new_matched_tokens(request, 0)[0] is None:
+            connector.build_connector_meta(_nothing())
+    become(room, step, version)
+    (answer,) = _finish(room)
+    return answer
+
+
+def _nothing() -> Any:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    return SchedulerOutput.make_empty()
+
+
+def named_while_one_runs(room: Room, prompt: list[int], step: int, version: str) -> tuple[int, ...]:
+    """Update and name the weights after nine tokens of a request's answer, without a reset; return all of it."""
+    _ask(room, prompt, max_tokens=80)
+    _step_until(room, lambda request: request.num_output_tokens > 8)
+    _load(room, step)
+    _name(room, version)
+    ((answer, _),) = _finish(room)
+    return answer
+
+
+def named_while_one_loads(room: Room, prompt: list[int], step: int, version: str) -> tuple[int, ...]:
+    """Update and name the weights while a request waits for the chunks of others, without a reset; it ends."""
+    with _loading(room, prompt):
+        _load(room, step)
+        _name(room, version)
+    return ()
+
+
+def reset_while_one_loads(room: Room, prompt: list[int]) -> str:
+    """Try to reset everything while a request is being loaded; return vLLM's error."""
+    with _loading(room, prompt):
+        try:
+            room.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        except RuntimeError as refused:
+            return str(refused)
+    return ""
+
+
+def named_while_one_is_stored(room: Room, prompt: list[int], step: int, version: str) -> None:
+    """Update and name the weights while the chunks of a request that has ended are not committed yet."""
+    from pagoda.cache.host_slots import HostSlots
+
+    commit, gate = HostSlots.commit, threading.Event()
+
+    def late(self: HostSlots, *args: Any, **kwargs: Any) -> Any:
+        assert gate.wait(60)
+        return commit(self, *args, **kwargs)
+
+    HostSlots.commit = late  # type: ignore[method-assign]
+    try:
+        _ask(room, prompt, max_tokens=1)
+        _finish(room)
+        become(room, step, version)
+    finally:
+        gate.set()
+        HostSlots.commit = commit  # type: ignore[method-assign]
+
+
+def sleep(room: Room, level: int, step: int | None = None, reset: bool = False) -> None:
+    """Sleep and wake up; between, or afterwards, the weights change or vLLM is told to reset."""
+    room.llm.sleep(level=level)
+    if reset:
+        assert room.llm.reset_prefix_cache(reset_connector=True)
+    room.llm.wake_up()
+    if step is not None:
+        _load(room, step)
+
+
+def begin_update(room: Room) -> None:
+    """Begin an update through vLLM's own calls, which fails: no trainer is there."""
+    try:
+        room.llm.collective_rpc("start_weight_update")
+    except RuntimeError:
+        return
+    raise AssertionError("it began")
+
+
+# ---- parts of it
+
+
+def _ask(room: Room, prompt: list[int], max_tokens: int = 8) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    room.kept["asked"] = room.kept.get("asked", 0) + 1
+    room.llm.llm_engine.add_request(f"asked{room.kept['asked']}", {"prompt_token_ids": prompt}, params)
+
+
+def _step_until(room: Room, reached: Callable[[Any], bool]) -> None:
+    while not any(reached(request) for request in room.scheduler.requests.values()):
+        assert room.llm.llm_engine.has_unfinished_requests()
+        room.llm.llm_engine.step()
+
+
+def _finish(room: Room) -> list[tuple[tuple[int, ...], int]]:
+    ended = []
+    while room.llm.llm_engine.has_unfinished_requests():
+        ended += [output for output in room.llm.llm_engine.step() if output.finished]
+    answers = [room._answer(output) for output in ended]
+    return [(answer.tokens[0], answer.external) for answer in answers]
+
+
+@contextmanager
+def _loading(room: Room, prompt: list[int]) -> Iterator[None]:
+    """While a request loads, which does not end before the context; then finish it."""
+    from vllm.v1.request import RequestStatus
+
+    from pagoda.transfer.pages import PagesKV
+
+    from_slots, gate = PagesKV.from_slots, threading.Event()
+
+    def late(self: PagesKV, *args: Any) -> None:
+        assert gate.wait(60)
+        from_slots(self, *args)
+
+    assert room.llm.reset_prefix_cache()
+    PagesKV.from_slots = late  # type: ignore[method-assign]
+    try:
+        _ask(room, prompt)
+        _step_until(room, lambda request: request.status is RequestStatus.WAITING_FOR_REMOTE_KVS)
+        yield
+    finally:
+        gate.set()
+        PagesKV.from_slots = from_slots  # type: ignore[method-assign]
+    _finish(room)
