@@ -163,8 +163,12 @@ class Server:
             self._process.wait(timeout=10)
 
     def stop(self) -> None:
-        """Send SIGSTOP: connections stay open and the kernel accepts new ones, but there are no answers."""
+        """Send SIGSTOP: connections stay open and the kernel accepts new ones, but there are no answers.
+
+        Returns when all its threads have stopped: one that runs on another processor may answer until then.
+        """
         os.killpg(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def cont(self) -> None:
         """Send SIGCONT."""

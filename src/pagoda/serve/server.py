@@ -244,12 +244,13 @@ async def _accept(
 class _Connection(RequestHandler):
     """A connection that knows since when it waits: for (the rest of) a request's header, or to close. None: not."""
 
-    __slots__ = ("late_since", "used", "wire")
+    __slots__ = ("is_broken", "late_since", "used", "wire")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.late_since: float | None = time.monotonic()
         self.used = time.monotonic()  # when something arrived
+        self.is_broken = False
         self.wire = (
             transport  # the other reference is dropped at a close, which waits for what is not sent yet
         )
@@ -271,9 +272,14 @@ class _Connection(RequestHandler):
         _log.warn(_logger, Reason.IO_ERROR, f"a request could not be handled: {text.strip()}")
 
     @property
-    def is_idle(self) -> bool:
-        """Whether it has no request, and is not about to close."""
-        return self._current_request is None and not self.wire.is_closing()
+    def may_end(self) -> bool:
+        """Whether it has no request, or its client has left, and `end` would make room for another."""
+        return not self.is_broken and (self._current_request is None or self.wire.is_closing())
+
+    def end(self) -> None:
+        """End it at once."""
+        self.is_broken = True
+        break_connection(self.wire)
 
 
 class _Handshake(asyncio.Protocol):
@@ -301,17 +307,18 @@ class Connections:
     def make(self, tls: bool) -> asyncio.Protocol:
         """Return the protocol of a new connection. If there are too many, the one that is idle for longest ends.
 
-        Raises ConnectionRefusedError if none is idle: then asyncio closes the new one.
+        One whose client has left counts until the event loop has closed it: after many have left at once it is such a
+        one that ends. Raises ConnectionRefusedError if none may end: then asyncio closes the new one.
         """
         now = time.monotonic()
         handshakes = sum(one.until > now for one in self._handshakes)
         if len(self._server.connections) + handshakes >= self.limits.connections:
             idle = [
-                each for each in self._server.connections if isinstance(each, _Connection) and each.is_idle
+                each for each in self._server.connections if isinstance(each, _Connection) and each.may_end
             ]
             if not idle:
                 raise ConnectionRefusedError
-            break_connection(min(idle, key=lambda each: each.used).wire)
+            min(idle, key=lambda each: each.used).end()
         if not tls:
             return self._connection()
         self._handshakes.add(handshake := _Handshake(self._connection, self.limits.header_seconds))
@@ -343,7 +350,7 @@ class Connections:
                     connection.late_since is not None
                     and connection.late_since < now - self.limits.header_seconds
                 ):
-                    break_connection(connection.wire)
+                    connection.end()
 
 
 # ---- the application ---------------------------------------------------------------------------------------------
