@@ -44,6 +44,8 @@ def test_what_is_ours_is_taken_out_and_the_rest_is_the_engines() -> None:
         ("REDIS://[::1]:6379/", "redis", "redis", "redis://[::1]:6379/"),
         ("rediss://host/1?ssl_ca_certs=/ca&ttl=1d", "redis", "redis", "rediss://host/1?ssl_ca_certs=/ca"),
         ("redis+pool://a:1,b,[::1]:2/3?ttl=1h", "redis", "redis", "redis+pool://a:1,b,[::1]:2/3"),
+        ("redis+pool://a:1,[::1]:2/3?db=3", "redis", "redis", "redis+pool://a:1,[::1]:2/3?db=3"),
+        ("redis+sentinel://a:1,[::1]:2/kv/2", "redis", "redis", "redis+sentinel://a:1,[::1]:2/kv/2"),
         ("redis+cluster://u:p@a,b:2?ttl=1h", "redis", "redis", "redis+cluster://u:p@a,b:2"),
         ("redis+sentinel://a:1,b/kv/2?name=far", "redis", "far", "redis+sentinel://a:1,b/kv/2"),
         ("unix:///run/redis.sock?db=2&codec=raw", "redis", "redis", "unix:///run/redis.sock?db=2"),
@@ -58,6 +60,15 @@ def test_what_is_ours_is_taken_out_and_the_rest_is_the_engines() -> None:
 def test_each_scheme(url: str, kind: str, name: str, engines: str) -> None:
     spec = parse(url)
     assert (spec.kind, spec.name, spec.url) == (kind, name, engines)
+
+
+def test_an_ipv6_address_may_be_any_of_several_hosts(tmp_path: Path) -> None:
+    """Python's own function refuses it unless it is the first, since the releases of 2025."""
+    (tmp_path / "password").write_text("secret")
+    for scheme, path in (("pool", "/3"), ("sentinel", "/kv/2"), ("cluster", "")):
+        for hosts in ("a:1,[::1]:2", "[::1]:2,[::2]"):
+            client = parse(f"redis+{scheme}://u@{hosts}{path}?password_file={tmp_path}/password").engine()
+            assert "[::1]:2" in client.address or "[::1]" in str(vars(client))
 
 
 def test_another_machines_server_is_named_by_a_parameter(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from pagoda.cli import printing
 from pagoda.cli.stores import configured
+from pagoda.tiers.remote.store_urls import split_url
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
@@ -159,7 +160,7 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
 
 def _masked(spec: RemoteSpec, text: str) -> str:
     """Return `text` without the tier's secrets, should an engine or its library have repeated one."""
-    password = urlsplit(spec.url).password or ""
+    password = split_url(spec.url).password or ""
     for secret in (password, unquote(password), *spec.options.values()):
         if len(secret) > 3 and secret not in spec.redacted:
             text = text.replace(secret, "***")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, unquote
 
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
@@ -306,12 +306,14 @@ def _without_secret(parameter: re.Match[str]) -> str:
 
 
 def _parsed(url: str) -> RemoteSpec:
+    from pagoda.tiers.remote.store_urls import split_url
+
     scheme = _scheme(url)
     if "#" in url:
         raise ValueError("a # has no meaning here; write %23 where it is part of a password")
     if not re.fullmatch(r"[!-~]+", url):
         raise ValueError("a URL has no spaces and no letters beyond ASCII; write %20 and so on")
-    parts = urlsplit(url)
+    parts = split_url(url)
     if "@" in parts.path + parts.query:
         raise ValueError(
             "an @ stands behind the password only; write %40 for others, and %2F %3F for / ? in it"

@@ -132,7 +132,7 @@ class ObjectStoreConnection:
         self._base = base
         self._address = address
         self._url = url
-        self._is_webdav = store_urls.is_webdav(url.scheme)
+        self._is_webdav = store_urls.TIER_NAMES[url.scheme] == "webdav"
         self._is_direct = is_direct
         self._secret = secret  # to sign what obstore does not sign: requests to an S3 bucket as a whole
         self._headers = store_urls.authorization_header(url)

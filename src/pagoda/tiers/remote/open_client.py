@@ -7,11 +7,11 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import TypedDict
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, urlunsplit
 
 from pagoda.errors import ConfigError, StoreError
 from pagoda.tiers.remote.store_client import StoreClient
-from pagoda.tiers.remote.store_urls import password_in
+from pagoda.tiers.remote.store_urls import password_in, split_url
 
 _SETTLE_SECONDS = 0.05
 
@@ -101,7 +101,7 @@ def url_with_password(url: str, password_file: str) -> str:
     """Return `url` with the password in a file (empty: none) after its user name. ConfigError: it cannot be read."""
     if not password_file:
         return url
-    parts, password = urlsplit(url), password_in(password_file)
+    parts, password = split_url(url), password_in(password_file)
     user, _, place = parts.netloc.rpartition("@")
     return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{place}"))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from copy import copy
-from itertools import takewhile
+from itertools import compress, takewhile
 from typing import NamedTuple, Protocol, Self
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -49,6 +49,7 @@ from pagoda.tiers.remote.store_urls import (
     check_redis_url,
     node_urls,
     password_in,
+    split_url,
 )
 
 # of a field of a hash. One value of many MiB would cost Redis twice the time. Fields of 1 MiB would cost a quarter
@@ -198,28 +199,32 @@ class RedisConnection:
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
     ) -> list[bool]:
-        """Update recency and extend lives; return which keys are present. One round trip, two if a life is short.
+        """Update recency and extend lives; return which keys are present. A round trip, and up to two if some are.
 
         HLEN counts as a use and, unlike TOUCH, is among the commands that a writer needs anyway. What is no hash is no
-        chunk.
+        chunk. Writers ask about prompts that are new, so lives are asked for only of what is there.
         """
-        lives, commands = self._lives, list[list[bytes]]()
+        lives = self._lives
         names = [self._names.chunk(namespace, key) for key in keys]
-        for name, rank in zip(names, ranks := ranks or [0] * len(keys), strict=True):
-            commands.append([command(b"HLEN", name), *lives.used(name, rank)])
-        replies = self._replies([each for use in commands for each in use], until, NUMBER)
+        replies = self._replies([command(b"HLEN", name) for name in names], until, NUMBER)
         known = [0 if isinstance(each, ErrorReply) and each.code == "WRONGTYPE" else each for each in replies]
-        left = iter(self._checked(known))
-        answers = [[next(left) for _ in use] for use in commands]
-        asked = zip(names, ranks, answers, strict=True)
-        if short := [lives.extend(name, rank) for name, rank, said in asked if lives.learn(said[1:], rank)]:
+        present = [fields != 0 for fields in self._checked(known)]
+        used = list(compress(zip(names, ranks or [0] * len(keys), strict=True), present))
+        commands = [lives.used(name, rank) for name, rank in used]
+        left = iter(self._execute([each for use in commands for each in use], until))
+        said = [[next(left) for _ in use] for use in commands]
+        asked = zip(used, said, strict=True)
+        if short := [
+            lives.extend(name, rank) for (name, rank), remaining in asked if lives.learn(remaining, rank)
+        ]:
             self._execute(short, until)
-        return [answer[0] != 0 for answer in answers]
+        return present
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
         """Ask for chunks and claim those that are absent. Claims expire: others send what a dead writer does not.
 
-        One round trip; with second sight two, and only what was asked for before is claimed.
+        One round trip if all are present, else up to four. With second sight one more, and only what was asked for
+        before is claimed.
         """
         names = [self._names.chunk(namespace, key) for key in keys]
         seen = self._seen(names, until) if self._second_sight else [True] * len(names)
@@ -238,25 +243,40 @@ class RedisConnection:
         ]
 
     def _claim(self, names: Sequence[bytes], until: float) -> list[PutResult | None]:
-        claims, life = [name + b":w" for name in names], _draft_life(until)
-        commands = [command(b"EXISTS", name) for name in names]
-        commands += [command(b"SET", claim, self._owner, b"NX", b"PX", life) for claim in claims]
-        replies = self._replies(commands, until, _SHORT)
-        settled = list(zip(claims, replies, replies[len(names) :], strict=False))
+        """Claim what is absent, and ask again for what nobody else has claimed: it may have come in between.
+
+        Most chunks that many machines compute are present or claimed by then, which costs a short command or two. What
+        was claimed in vain is given back without asking whose it is: a claim lives for seconds. If this machine slept
+        longer, another's is lost, and a chunk is sent twice.
+        """
+        here = self._replies([command(b"EXISTS", name) for name in names], until, NUMBER)
+        results: list[PutResult | None] = [PutResult.PRESENT if there == 1 else None for there in here]
+        absent, life = [at for at, there in enumerate(here) if there != 1], _draft_life(until)
+        claims = [names[at] + b":w" for at in absent]
+        commands = [command(b"SET", claim, self._owner, b"NX", b"PX", life) for claim in claims]
+        claimed = dict(zip(absent, self._replies(commands, until, _SHORT), strict=True))
+        free = [at for at in absent if claimed[at] is not None]
+        again = dict(
+            zip(
+                free,
+                self._replies([command(b"EXISTS", names[at]) for at in free], until, NUMBER),
+                strict=True,
+            )
+        )
+        for at in absent:
+            results[at] = PutResult.BUSY if at not in again else PutResult.PRESENT if again[at] == 1 else None
         errors = [
-            reply for _, *both in settled if both[0] != 1 for reply in both if isinstance(reply, ErrorReply)
+            reply
+            for at in free
+            if results[at] is None
+            for reply in (again[at], claimed[at])
+            if isinstance(reply, ErrorReply)
         ]
-        unused = [
-            claim for claim, present, claimed in settled if claimed == b"OK" and (present == 1 or errors)
-        ]
-        if unused:
-            self._drop(until, claims=unused)
+        mine = [at for at in free if claimed[at] == b"OK" and (errors or results[at] is not None)]
+        self._replies([command(b"UNLINK", names[at] + b":w") for at in mine], until, NUMBER)
         if errors:
             raise self._refusal(errors[0])
-        return [
-            PutResult.PRESENT if present == 1 else None if claimed == b"OK" else PutResult.BUSY
-            for _, present, claimed in settled
-        ]
+        return results
 
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
         """End the claims of this process that no put has ended. One round trip."""
@@ -818,7 +838,7 @@ class SentinelAddress(RedisAddress):
 
     def __init__(self, url: str, password_file: str = "") -> None:
         """ConfigError: the URL or the password file cannot be used."""
-        parts = urlsplit(url)
+        parts = split_url(url)
         _, self._service, *db = parts.path.split("/")
         options = dict(parse_qsl(parts.query))
         username, file = (options.pop(f"sentinel_{name}", "") for name in ("username", "password_file"))

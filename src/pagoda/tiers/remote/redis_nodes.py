@@ -20,7 +20,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Self, TypeVar
-from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +33,7 @@ from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.redis import ChunkUse, RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_lives import LIFE_SECONDS
 from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
-from pagoda.tiers.remote.store_urls import node_urls
+from pagoda.tiers.remote.store_urls import node_urls, split_url
 
 _FAILURES, _REST_SECONDS = 2, 0.25  # after these a node is left out until it answers a probe
 _REFUSALS, _REFUSED_SECONDS = 4, 5.0  # after these nothing is written to a node for a while
@@ -121,7 +120,7 @@ class RedisNodesClient:
         `look_seconds`: how long a caller waits for a look-up.
         """
         self.name = name
-        self._url = urlsplit(url)
+        self._url = split_url(url)
         self.patience_seconds = look_seconds * _PATIENCE_SHARE
         self._clock = clock or Clock()
         self._client_of = partial(

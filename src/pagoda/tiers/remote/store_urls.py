@@ -42,6 +42,16 @@ REDIS_SHAPE = (
 )
 
 
+def split_url(url: str) -> SplitResult:
+    """Return a URL in parts, also one of several hosts.
+
+    Since its releases of 2025 Python's own function refuses an IPv6 address in brackets that is not the first of them.
+    """
+    scheme, mark, rest = url.partition("://")
+    place = re.split("[/?#]", rest, maxsplit=1)[0] if mark and "," in rest else ""
+    return urlsplit(url) if not place else urlsplit(f"{scheme}://{rest[len(place) :]}")._replace(netloc=place)
+
+
 def check_redis_url(url: str) -> str:
     """Return the scheme; refuse what redis-py would misread: a password that contains a `/`."""
     try:
@@ -63,7 +73,7 @@ def check_redis_url(url: str) -> str:
 
 def node_urls(url: str) -> list[str]:
     """Return the URL of each Redis of `redis+pool://[user:password@]host:port,host:port[/db]`, and the like."""
-    parts = urlsplit(url)
+    parts = split_url(url)
     credentials, at, hosts = parts.netloc.rpartition("@")
     parts = parts._replace(scheme=parts.scheme.partition("+")[0])
     return [urlunsplit(parts._replace(netloc=f"{credentials}{at}{host}")) for host in hosts.split(",")]
@@ -130,7 +140,7 @@ def supports_direct(parts: SplitResult, options: Mapping[str, str]) -> bool:
 
 def endpoint_of(parts: SplitResult, options: Mapping[str, str]) -> SplitResult | None:
     """Return where requests go, if that is given: by the URL itself, an option or an environment variable."""
-    if is_webdav(parts.scheme):
+    if TIER_NAMES[parts.scheme] == "webdav":
         return parts
     given = {without_vendor(name): value for name, value in options.items()}
     names = ("endpoint_url_s3", "endpoint_url", "endpoint", "base_url")
@@ -149,11 +159,6 @@ def without_vendor(option: str) -> str:
 def host_of(parts: SplitResult) -> str:
     """Return host and port, without user and password."""
     return parts.netloc.rpartition("@")[2]
-
-
-def is_webdav(scheme: str) -> bool:
-    """Return whether the scheme is that of a WebDAV server."""
-    return scheme in ("http", "https")
 
 
 def is_loopback(host: str | None) -> bool:
