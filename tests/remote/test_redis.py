@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_lives import LIFE_SECONDS
+from pagoda.tiers.remote.resp import Reply, ReplyShape
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
 from testbed.servers import Server, need, redis_server
 from tests.remote.chunks import walk
@@ -217,7 +218,23 @@ def test_of_two_writers_with_a_claim_that_has_expired_the_first_to_end_wins(
     assert np.array_equal(get(connection, 1, size), content(2, size))
 
 
-def test_a_batch_is_claimed_in_one_round_trip(
+def test_a_chunk_that_comes_between_question_and_claim_is_not_sent(
+    connection: RedisConnection, second: RedisConnection, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = connection._replies
+
+    def then_another_stores(commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
+        replies = asked(commands, until, shape)
+        monkeypatch.undo()
+        put(second, 1, content(1, 500))
+        return replies
+
+    monkeypatch.setattr(connection, "_replies", then_another_stores)
+    assert connection.claim(ROOT, [key(1), key(2)], soon()) == [PutResult.PRESENT, None]
+    assert client.keys("*:w") == [(name_of(2) + ":w").encode()]
+
+
+def test_a_batch_is_claimed_together(
     connection: RedisConnection, second: RedisConnection, client: Client
 ) -> None:
     put(connection, 1, content(1, 500))

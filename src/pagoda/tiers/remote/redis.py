@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -199,7 +199,7 @@ class RedisConnection:
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
     ) -> list[bool]:
-        """Update recency and extend lives; return which keys are present. A round trip, and up to two if some are.
+        """Update recency and extend lives; return which keys are present. One round trip, three if some are.
 
         HLEN counts as a use and, unlike TOUCH, is among the commands that a writer needs anyway. What is no hash is no
         chunk. Writers ask about prompts that are new, so lives are asked for only of what is there.
@@ -249,34 +249,30 @@ class RedisConnection:
         was claimed in vain is given back without asking whose it is: a claim lives for seconds. If this machine slept
         longer, another's is lost, and a chunk is sent twice.
         """
-        here = self._replies([command(b"EXISTS", name) for name in names], until, NUMBER)
-        results: list[PutResult | None] = [PutResult.PRESENT if there == 1 else None for there in here]
-        absent, life = [at for at, there in enumerate(here) if there != 1], _draft_life(until)
-        claims = [names[at] + b":w" for at in absent]
-        commands = [command(b"SET", claim, self._owner, b"NX", b"PX", life) for claim in claims]
-        claimed = dict(zip(absent, self._replies(commands, until, _SHORT), strict=True))
-        free = [at for at in absent if claimed[at] is not None]
-        again = dict(
-            zip(
-                free,
-                self._replies([command(b"EXISTS", names[at]) for at in free], until, NUMBER),
-                strict=True,
+
+        def ask(numbers: Iterable[int]) -> dict[int, Reply]:
+            asked = list(numbers)
+            return dict(
+                zip(
+                    asked,
+                    self._replies([command(b"EXISTS", names[at]) for at in asked], until, NUMBER),
+                    strict=True,
+                )
             )
-        )
-        for at in absent:
-            results[at] = PutResult.BUSY if at not in again else PutResult.PRESENT if again[at] == 1 else None
-        errors = [
-            reply
-            for at in free
-            if results[at] is None
-            for reply in (again[at], claimed[at])
-            if isinstance(reply, ErrorReply)
-        ]
-        mine = [at for at in free if claimed[at] == b"OK" and (errors or results[at] is not None)]
-        self._replies([command(b"UNLINK", names[at] + b":w") for at in mine], until, NUMBER)
+
+        found, life = ask(range(len(names))), _draft_life(until)
+        absent = [at for at, there in found.items() if there != 1]
+        claims = [command(b"SET", names[at] + b":w", self._owner, b"NX", b"PX", life) for at in absent]
+        claimed = dict(zip(absent, self._replies(claims, until, _SHORT), strict=True))
+        again = ask(at for at in absent if claimed[at] is not None)
+        here = {at for at, there in (found | again).items() if there == 1}
+        replies = [reply for at in again.keys() - here for reply in (again[at], claimed[at])]
+        errors = [reply for reply in replies if isinstance(reply, ErrorReply)]
+        unused = [at for at in again if claimed[at] == b"OK" and (errors or at in here)]
+        self._replies([command(b"UNLINK", names[at] + b":w") for at in unused], until, NUMBER)
         if errors:
             raise self._refusal(errors[0])
-        return results
+        return [PutResult.PRESENT if at in here else None if at in again else PutResult.BUSY for at in found]
 
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
         """End the claims of this process that no put has ended. One round trip."""
