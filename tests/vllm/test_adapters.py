@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from pagoda.connectors.identity.lora_adapters import Adapters
+from pagoda.connectors.identity.weight_digests import file_digest
 from pagoda.connectors.vllm.identity.engine_namespace import lora_name
-from pagoda.connectors.vllm.identity.lora_adapters import Adapters
-from pagoda.connectors.vllm.identity.weight_digests import file_digest
 from tests.vllm import models
 from tests.vllm.configs import flip
 
@@ -101,7 +101,7 @@ def test_a_link_that_moves_on_does_not_take_its_number_along(adapter: Path, tmp_
 
 
 def test_files_are_read_once(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagoda.connectors.vllm.identity import lora_adapters
+    from pagoda.connectors.identity import lora_adapters
 
     read: list[Path] = []
     monkeypatch.setattr(lora_adapters, "file_digest", lambda path: read.append(path) or file_digest(path))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.connectors.identity.weight_digests import WHOLE_BYTES, file_digest, files_digest
 from pagoda.connectors.vllm.identity.engine_namespace import weights_digest
-from pagoda.connectors.vllm.identity.weight_digests import WHOLE_BYTES, file_digest, files_digest
 from tests.vllm.configs import engine_config, flip
 
 # ---- large files
@@ -74,7 +74,7 @@ def test_of_a_large_file_no_tensor_changes_unseen(large: tuple[Path, dict[str, t
 
 
 def test_a_large_file_is_not_read_whole(large: tuple[Path, dict[str, tuple[int, int]]]) -> None:
-    from pagoda.connectors.vllm.identity.weight_digests import _ranges
+    from pagoda.connectors.identity.weight_digests import _ranges
 
     path = large[0]
     with open(path, "rb") as file:

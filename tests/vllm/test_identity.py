@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from pagoda.connectors.identity.plain_values import plain
 from pagoda.connectors.vllm.identity.engine_namespace import namespace_of, weights_digest
-from pagoda.connectors.vllm.identity.engine_settings import plain
 from pagoda.connectors.vllm.options import read_options
 from tests.vllm import models
 from tests.vllm.configs import allocate, engine_config, flip, make_layers

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
+from pagoda.connectors.identity.checkpoint_files import checkpoint_files, snapshot
+from pagoda.connectors.identity.lora_adapters import Adapters
+from pagoda.connectors.identity.plain_values import plain
+from pagoda.connectors.identity.weight_digests import files_digest
 from pagoda.connectors.sglang.storage_options import StorageOptions
-from pagoda.connectors.vllm.identity.checkpoint_files import checkpoint_files, snapshot
-from pagoda.connectors.vllm.identity.engine_settings import plain
-from pagoda.connectors.vllm.identity.lora_adapters import Adapters
-from pagoda.connectors.vllm.identity.weight_digests import files_digest
 from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from pagoda.connectors.vllm.identity.checkpoint_files import checkpoint_directory, checkpoint_files
-from pagoda.connectors.vllm.identity.engine_settings import config_facts, draft_config, plain
-from pagoda.connectors.vllm.identity.lora_adapters import lora_name
-from pagoda.connectors.vllm.identity.weight_digests import files_digest
+from pagoda.connectors.identity.checkpoint_files import checkpoint_directory, checkpoint_files
+from pagoda.connectors.identity.lora_adapters import lora_name
+from pagoda.connectors.identity.plain_values import plain
+from pagoda.connectors.identity.weight_digests import files_digest
+from pagoda.connectors.vllm.identity.engine_settings import config_facts, draft_config
 from pagoda.keys import Namespace
 
 if TYPE_CHECKING:

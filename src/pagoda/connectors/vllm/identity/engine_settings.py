@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import math
-import numbers
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from pagoda.connectors.identity.plain_values import plain, stable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["config_facts", "draft_config", "plain"]
+__all__ = ["config_facts", "draft_config"]
 
-# fields of a model's config that do not affect a forward pass; all other fields distinguish models
-_VOLATILE = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_commit_hash",
-        "_name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "transformers_version",
-        "use_cache",
-    }
-)
 # rotary embeddings whose angles for a position do not depend on the engine's longest context
 _LENGTH_BLIND_ROPES = frozenset({None, "default", "linear", "llama3", "yarn", "mrope", "proportional"})
 # fields of the multimodal config for memory, speed or checks; all others may change what is computed
@@ -88,7 +72,7 @@ def config_facts(vllm_config: VllmConfig) -> dict[str, object]:
 def _model_facts(model_config: Any) -> dict[str, object]:
     multimodal = model_config.multimodal_config
     return {
-        "config": _stable(model_config.hf_config.to_dict()),  # includes hf_overrides
+        "config": stable(model_config.hf_config.to_dict()),  # includes hf_overrides
         "architecture": model_config.architecture,
         "class": model_config.model_class_overrides,
         "implementation": model_config.model_impl,
@@ -127,12 +111,6 @@ def _ropes(config: Mapping[str, Any]) -> set[object]:
     return found
 
 
-def _stable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _stable(each) for name, each in value.items() if name not in _VOLATILE}
-    return [_stable(each) for each in value] if isinstance(value, list | tuple) else value
-
-
 def _lora_facts(vllm_config: VllmConfig) -> object:
     """Return the LoRA settings that change how adapters act; None if they act as they were trained."""
     lora = vllm_config.lora_config
@@ -158,42 +136,3 @@ def draft_config(vllm_config: VllmConfig) -> Any:
     if speculative is None or str(speculative.method) in _NO_DRAFT:
         return None
     return speculative.draft_model_config
-
-
-def plain(value: Any, where: str = "a setting") -> Any:
-    """Return `value` as types of JSON, the same in every process; changes nothing.
-
-    Raises ValueError, which names `where`, for an object whose text may have an address or is not known to be stable.
-    """
-    if value is None or type(value) in (bool, int, str):
-        return value
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__qualname__}.{value.name}"
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value) if math.isfinite(value) else repr(float(value))
-    if isinstance(value, str | bytes):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(name): plain(each, f"{where}.{name}") for name, each in value.items()}
-    if isinstance(value, list | tuple | range):
-        return [plain(each, where) for each in value]
-    if isinstance(value, set | frozenset):
-        return sorted((plain(each, where) for each in value), key=repr)
-    return _plain_object(value, where)
-
-
-def _plain_object(value: Any, where: str) -> Any:
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if dataclasses.is_dataclass(value):
-        return plain({each.name: getattr(value, each.name) for each in dataclasses.fields(value)}, where)
-    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
-        return str(value)
-    if callable(getattr(value, "to_dict", None)):  # a config inside a config
-        return plain(_stable(value.to_dict()), where)
-    raise ValueError(
-        f"{where} is a {type(value).__qualname__}, which has no stable text, so KV computed with it cannot be told"
-        " apart: leave that setting out, or run without the connector"
-    )

@@ -9,8 +9,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from pagoda.connectors.vllm.identity.checkpoint_files import snapshot
-from pagoda.connectors.vllm.identity.weight_digests import file_digest
+from pagoda.connectors.identity.checkpoint_files import snapshot
+from pagoda.connectors.identity.weight_digests import file_digest
 
 __all__ = ["Adapters", "lora_name"]
 

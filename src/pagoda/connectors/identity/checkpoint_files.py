@@ -1,4 +1,4 @@
-"""The files of a checkpoint that vLLM loads, and where they are on this machine. Changes and downloads nothing."""
+"""The files of a checkpoint that engines load, and where they are on this machine. Changes and downloads nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORMATS = {*_SAFETENSORS, *_PICKLED}
 _SUFFIXES = (".safetensors", ".bin", ".pt")
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 _INDEX = ".safetensors.index.json"
-_REMEDY = "give the checkpoint's hash as `weights` in kv_connector_extra_config"
+_REMEDY = "give the checkpoint's hash as `weights`, an option of the connector"
 
 
 def checkpoint_directory(model_config: Any, load_config: Any) -> Path:
