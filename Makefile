@@ -31,14 +31,14 @@ GPU_PATH := PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH))
 RECORD ?= docs/design/benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-sglang demo test test-all test-vllm test-sglang test-gpu check docs house bench bench-remote bench-replay bench-peers bench-neighbours bench-full bench-vllm bench-sglang bench-gpu mutants mutants-vllm soak soak-sglang \
+.PHONY: help setup setup-vllm setup-sglang demo test test-all test-vllm test-sglang test-gpu check docs house bench bench-remote bench-replay bench-peers bench-neighbours bench-full bench-vllm bench-sglang bench-gpu mutants mutants-vllm mutants-sglang soak soak-sglang \
 	format wheel clean
 
 help:
 	@echo "make setup | demo | test | test-all | check | docs | house | format | wheel | clean"
 	@echo "make bench | bench-remote | bench-replay | bench-peers | bench-neighbours | bench-full | mutants | soak"
 	@echo "make setup-vllm | test-vllm [VLLM=0.33.0] | bench-vllm | mutants-vllm"
-	@echo "make setup-sglang | test-sglang | soak-sglang | bench-sglang"
+	@echo "make setup-sglang | test-sglang | soak-sglang | bench-sglang | mutants-sglang"
 	@echo "make test-gpu | bench-gpu"
 
 setup: $(READY)
@@ -181,7 +181,10 @@ mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 mutants-vllm: $(VLLM_READY)
-	$(VLLM_BIN)/python tests/mutants/run.py --vllm $(ARGS)
+	$(VLLM_BIN)/python tests/mutants/run.py --engine vllm $(ARGS)
+
+mutants-sglang: $(SGLANG_READY)
+	$(SGLANG_BIN)/python tests/mutants/run.py --engine sglang $(ARGS)
 
 soak: $(READY)
 	$(BIN)/python tests/soak.py $(ARGS)

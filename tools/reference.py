@@ -194,9 +194,9 @@ def mutants_page() -> str:
     parts = [
         f"# Mutants\n\n{GENERATED}\n",
         "Each line breaks the code in one place, in a copy of it; the named test must fail then. `make mutants` runs the first table,\n"
-        "`make mutants-vllm` the second; [testing.md](testing.md) says how.\n",
+        "`make mutants-vllm` and `make mutants-sglang` the others; [testing.md](testing.md) says how.\n",
     ]
-    for title, name in (("Core", "mutants.toml"), ("With vLLM", "vllm.toml")):
+    for title, name in (("Core", "mutants.toml"), ("With vLLM", "vllm.toml"), ("With SGLang", "sglang.toml")):
         with (ROOT / "tests" / "mutants" / name).open("rb") as file:
             listed = tomllib.load(file)["mutant"]
         rows = [(one["name"], one["breaks"], f"`{one['file']}`", f"`{one['test']}`") for one in listed]

@@ -1,9 +1,9 @@
 """Break the code on purpose, one line at a time, and check that the named test fails.
 
-`python tests/mutants/run.py [--vllm] [--quarter N] [NAME ...]`: each mutant of `mutants.toml`, or with `--vllm` (where
-vLLM is installed) of `vllm.toml`, is applied to a copy of `src` in a temporary directory, never to the work tree. First
-all named tests must pass on an unchanged copy. Exit code 1 if a mutant survives, if its line is not found exactly once,
-or if a test cannot be collected.
+`python tests/mutants/run.py [--engine vllm|sglang] [--quarter N] [NAME ...]`: each mutant of `mutants.toml`, or where
+this engine is installed of `vllm.toml` or `sglang.toml`, is applied to a copy of `src` in a temporary directory, never
+to the work tree. First all named tests must pass on an unchanged copy. Exit code 1 if a mutant survives, if its line is
+not found exactly once, or if a test cannot be collected.
 
 The tests run in processes forked from one that has imported the slow dependencies, but nothing of `pagoda`. `pagoda` is
 compiled once: the copies are links to a copy that never changes.
@@ -51,18 +51,24 @@ PRELOAD = [
     "pytest",
     "pytest_timeout",
     "torch",
-    "transformers.models.deepseek_v3.modeling_deepseek_v3",
-    "transformers.models.llama.modeling_llama",
     "xxhash",
     *(f"_pytest.{plugin}" for plugin in _pytest.config.default_plugins),
 ]
-PRELOAD_VLLM = [
-    *PRELOAD,
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.kv_connector_model_runner_mixin",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
-]
+PRELOAD_MODELS = (
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.llama.modeling_llama",
+)
+PRELOAD_ENGINE = {
+    None: PRELOAD_MODELS,
+    "vllm": (
+        *PRELOAD_MODELS,
+        "vllm.entrypoints.llm",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.kv_connector_model_runner_mixin",
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
+    ),
+    "sglang": (),  # its parts must be made to run without a GPU before they are imported
+}
 FORKS = multiprocessing.get_context("forkserver")
 # Held while processes start and end: a start reaps any ended child, also one that another thread waits for.
 _one_at_a_time = threading.Lock()
@@ -204,14 +210,16 @@ def main(arguments: Sequence[str]) -> int:
     """Run the chosen mutants, print a table and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="only these")
-    parser.add_argument("--vllm", action="store_true", help="run the mutants whose tests need vLLM")
+    parser.add_argument(
+        "--engine", choices=("vllm", "sglang"), help="run the mutants whose tests need this engine"
+    )
     parser.add_argument(
         "--quarter", type=int, metavar="N", help="every fourth one; N to N + 3 together are all"
     )
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
-    FORKS.set_forkserver_preload(PRELOAD_VLLM if options.vllm else PRELOAD)
-    table = mutants("vllm.toml" if options.vllm else "mutants.toml")
+    FORKS.set_forkserver_preload([*PRELOAD, *PRELOAD_ENGINE[options.engine]])
+    table = mutants(f"{options.engine or 'mutants'}.toml")
     if options.quarter is not None:
         table = table[options.quarter % 4 :: 4]
     chosen = [one for one in table if not options.names or one.name in options.names]
@@ -220,7 +228,7 @@ def main(arguments: Sequence[str]) -> int:
         tempfile.TemporaryDirectory(prefix="mutants-") as directory,
         ThreadPoolExecutor(options.jobs) as pool,
         ThreadPoolExecutor(
-            options.jobs + (not options.vllm)
+            options.jobs + (options.engine is None)
         ) as judges,  # broken code waits more than it works
     ):
         compiled = compiled_source(Path(directory))

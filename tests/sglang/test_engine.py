@@ -164,7 +164,7 @@ def test_another_salt_is_never_found(shm_root: Path, salt: str | None) -> None:
         assert engine.request(_tokens(1), "one request's").stored == 0
 
 
-def test_another_dtype_layout_page_or_weights_is_never_found(shm_root: Path) -> None:
+def test_another_dtype_layout_page_weights_or_tenant_is_never_found(shm_root: Path) -> None:
     """With the same number of bytes a page, so that nothing but the name differs."""
     import torch
 
@@ -180,7 +180,8 @@ def test_another_dtype_layout_page_or_weights_is_never_found(shm_root: Path) -> 
     for shape in others:
         with Engine(storage_config(shm_root), shape) as engine:
             assert engine.request(_tokens(1)).stored == 0, shape
-    with Engine(storage_config(shm_root, weights="others")) as engine:
-        assert engine.request(_tokens(1)).stored == 0
+    for other in ({"weights": "others"}, {"salt": "of another tenant"}):
+        with Engine(storage_config(shm_root, **other)) as engine:
+            assert engine.request(_tokens(1)).stored == 0, other
     with Engine(storage_config(shm_root)) as engine:
         assert engine.request(_tokens(1)).stored == 20 * PAGE

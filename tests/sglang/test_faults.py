@@ -144,6 +144,7 @@ def test_a_storage_that_is_closed_or_gets_nonsense_says_false(shm_root: Path) ->
             one,
             torch.arange(3, 3 + 2 * PAGE),
             torch.arange(2 * PAGE).flip(0),
+            torch.arange(2 * PAGE).reshape(2, PAGE).flip(1)[:, [PAGE - 1, *range(PAGE - 1)]].flatten(),
             torch.arange(10**6, 10**6 + 2 * PAGE),
         ):
             assert storage.batch_get_v1(keys, indices) == [False, False]
