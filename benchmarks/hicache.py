@@ -1,7 +1,8 @@
-"""SGLang's storages: PagodaHiCache and SGLang's own `file`, called as its controller calls them, beside memcpy.
+"""SGLang's storages: PagodaHiCache, SGLang's `file` and Mooncake, called as its controller calls them, beside memcpy.
 
 `make bench-sglang ARGS='--quick --json'`, in .venv-sglang. A page has 8 MiB (64 tokens of an 8 B model in bf16), a call
-moves 16. "cold": for `file` the page cache is dropped; for PagodaHiCache the host tier is empty, and the disk has all.
+moves 16. Mooncake's pool is memory of the same process, so its pages are copied, not sent. "cold": for `file` the page
+cache is dropped; for PagodaHiCache the host tier is empty, and the disk has all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +71,7 @@ class Storage:
 
     def __init__(self, pool: Any, extra: dict[str, Any]) -> None:
         from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+        from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 
         from pagoda.connectors.sglang import PagodaHiCache
 
@@ -77,7 +80,9 @@ class Storage:
             enable_storage_metrics=False, is_page_first_layout=True, model_name="a-model", extra_config=extra,
         )  # fmt: skip
         self.pool, self.is_file = pool, "file_storage_path" in extra
-        self.made: Any = HiCacheFile(config) if self.is_file else PagodaHiCache(config)
+        is_mooncake = "master_server_address" in extra
+        kind = HiCacheFile if self.is_file else MooncakeStore if is_mooncake else PagodaHiCache
+        self.made: Any = kind(config, pool) if is_mooncake else kind(config)
         self.made.register_mem_pool_host(pool)
         self.made.on_host_pools_registered()
 
@@ -137,15 +142,27 @@ def theirs(root: SimpleNamespace) -> dict[str, Any]:
     return {"file_storage_path": str(root.disk / "file")}
 
 
+def mooncakes(port: int) -> dict[str, Any]:
+    """The options of SGLang's storage for Mooncake, whose master is at this port of the machine."""
+    return {
+        "master_server_address": f"127.0.0.1:{port}", "local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": "4gb", "protocol": "tcp", "device_name": "",
+    }  # fmt: skip
+
+
 def from_host_memory(plan: Plan, layout: str = "page_first") -> list[Figure]:
-    """Set and get against memcpy by all cores, and against `file` from the page cache."""
-    with places(plan) as root:
+    """Set and get against memcpy by all cores, against `file` from the page cache, and against Mooncake."""
+    from testbed.servers import mooncake_master
+
+    with places(plan) as root, mooncake_master() as master:
         pool = host_pool(layout)
-        own, file = Storage(pool, ours(root)), Storage(pool, theirs(root))
+        own, file, pooled = (
+            Storage(pool, extra) for extra in (ours(root), theirs(root), mooncakes(master.port))
+        )
         calls = POOL_PAGES // CALL_PAGES
         for number in range(calls):
-            own.set(number, number)
-            file.set(number, number)
+            for storage in (own, file, pooled):
+                storage.set(number, number)
         copier = Copier(CORES)
         memory = pieces(PAGE_BYTES, POOL_PAGES, 1, root.shm), pieces(PAGE_BYTES, POOL_PAGES, 2)
         memcpy = Memcpy(copier, *memory, batch=CALL_PAGES)
@@ -153,6 +170,7 @@ def from_host_memory(plan: Plan, layout: str = "page_first") -> list[Figure]:
             "limit": memcpy.step,
             "candidate": lambda number: own.get(number % calls, number + 1),
             "file": lambda number: file.get(number % calls, number + 2),
+            "mooncake": lambda number: pooled.get(number % calls, number + 3),
         }
         got = race(entrants, plan.rounds, steps=calls)
         sets = race(
@@ -160,11 +178,13 @@ def from_host_memory(plan: Plan, layout: str = "page_first") -> list[Figure]:
                 "limit": memcpy.step,
                 "candidate": lambda number: own.set(calls + number, number + 1),
                 "file": lambda number: file.set(calls + number, number + 2),
+                "mooncake": lambda number: pooled.set(calls + number, number + 3),
             },
             plan.rounds,
             steps=calls // 2,
         )
         own.close()
+        pooled.close()
         copier.close()
         name = layout
         return [
@@ -174,9 +194,9 @@ def from_host_memory(plan: Plan, layout: str = "page_first") -> list[Figure]:
 
 
 def _beside(key: str, target: float, runs: Runs, size_bytes: int) -> Figure:
-    times = statistics.median(ratios(runs["file"], runs["candidate"]))
-    beside = {"times_file": round(times, 3)}
-    threads = f"{CORES} threads, {times:.1f} x file"
+    times = {name: statistics.median(ratios(runs[name], runs["candidate"])) for name in ("file", "mooncake")}
+    beside = {f"times_{name}": round(each, 3) for name, each in times.items()}
+    threads = ", ".join([f"{CORES} threads", *(f"{each:.1f} x {name}" for name, each in times.items())])
     return ratio_figure(key, target, runs, size_bytes=size_bytes, threads=threads, beside=beside)
 
 
@@ -246,27 +266,34 @@ def _sync(path: Path) -> None:
 
 def exists(plan: Plan) -> list[Figure]:
     """Pages that are looked for in a second, 128 in a call, all stored."""
-    with places(plan) as root:
+    from testbed.servers import mooncake_master
+
+    with places(plan) as root, mooncake_master() as master:
         pool = host_pool("page_first", 16, 2, 32, 3, 24)
         extra = ours(root)
-        own, file = Storage(pool, extra), Storage(pool, theirs(root))
+        own, file, pooled = (Storage(pool, each) for each in (extra, theirs(root), mooncakes(master.port)))
         keys = keys_of(0, LOOK_PAGES)
         import torch
 
         page = torch.arange(16)
         for key in keys:
             own.made.batch_set_v1([key], page)
+            pooled.made.batch_set_v1([key], page)
             file.made.batch_set([key], [pool.get_data_page(0)])
-        looks: list[Callable[[], object]] = [
-            lambda: own.made.batch_exists(keys),
-            lambda: file.made.batch_exists(keys),
-        ]
-        assert [look() for look in looks] == [LOOK_PAGES, LOOK_PAGES]
-        runs = race({"candidate": lambda _: looks[0](), "limit": lambda _: looks[1]()}, plan.rounds, steps=50)
+        looks: dict[str, Callable[[], object]] = {
+            name: partial(storage.made.batch_exists, keys)
+            for name, storage in (("candidate", own), ("limit", file), ("mooncake", pooled))
+        }
+        assert [look() for look in looks.values()] == 3 * [LOOK_PAGES]
+        entrants: dict[str, Step] = {name: lambda _, look=look: look() for name, look in looks.items()}  # type: ignore[misc]
+        runs = race(entrants, plan.rounds, steps=50)
         own.close()
+        pooled.close()
         paired = ratios(runs["limit"], runs["candidate"])
         rate = {name: 50 * LOOK_PAGES / statistics.median(spent) for name, spent in runs.items()}
-        note = f"{rate['candidate']:,.0f} pages/s, file {rate['limit']:,.0f} pages/s"
+        note = (
+            f"{rate['candidate']:,.0f} pages/s, file {rate['limit']:,.0f}, mooncake {rate['mooncake']:,.0f}"
+        )
         quoted = {"pages_per_second": {name: round(each) for name, each in rate.items()}, "ratio": paired}
         return [Figure("exists", statistics.median(paired), 1.0, "ratio", quoted, note)]
 
