@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from pagoda.cli import printing
 from pagoda.cli.stores import configured
-from pagoda.tiers.remote.store_urls import split_url
+from pagoda.url_parts import split_url
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec

@@ -13,6 +13,7 @@ from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
 from pagoda.config.sizes import AUTO, parse_size
 from pagoda.errors import ConfigError
+from pagoda.url_parts import split_url
 
 if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient
@@ -306,8 +307,6 @@ def _without_secret(parameter: re.Match[str]) -> str:
 
 
 def _parsed(url: str) -> RemoteSpec:
-    from pagoda.tiers.remote.store_urls import split_url
-
     scheme = _scheme(url)
     if "#" in url:
         raise ValueError("a # has no meaning here; write %23 where it is part of a password")

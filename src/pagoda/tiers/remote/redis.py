@@ -49,8 +49,8 @@ from pagoda.tiers.remote.store_urls import (
     check_redis_url,
     node_urls,
     password_in,
-    split_url,
 )
+from pagoda.url_parts import split_url
 
 # of a field of a hash. One value of many MiB would cost Redis twice the time. Fields of 1 MiB would cost a quarter
 # more memory: with what Redis adds, its allocator rounds them up to 1.25 MiB

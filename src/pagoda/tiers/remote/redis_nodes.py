@@ -33,7 +33,8 @@ from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.redis import ChunkUse, RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_lives import LIFE_SECONDS
 from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
-from pagoda.tiers.remote.store_urls import node_urls, split_url
+from pagoda.tiers.remote.store_urls import node_urls
+from pagoda.url_parts import split_url
 
 _FAILURES, _REST_SECONDS = 2, 0.25  # after these a node is left out until it answers a probe
 _REFUSALS, _REFUSED_SECONDS = 4, 5.0  # after these nothing is written to a node for a while

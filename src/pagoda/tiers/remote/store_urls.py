@@ -16,6 +16,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 from pagoda.errors import ConfigError
+from pagoda.url_parts import split_url
 
 # with these options obstore's requests contain more than a URL, or take another route
 _REQUEST_OPTIONS = re.compile(
@@ -40,16 +41,6 @@ REDIS_SHAPE = (
     "not the URL of a Redis: write redis://user:password@host:port/db, with special characters of a password"
     " percent-encoded"
 )
-
-
-def split_url(url: str) -> SplitResult:
-    """Return a URL in parts, also one of several hosts.
-
-    Since its releases of 2025 Python's own function refuses an IPv6 address in brackets that is not the first of them.
-    """
-    scheme, mark, rest = url.partition("://")
-    place = re.split("[/?#]", rest, maxsplit=1)[0] if mark and "," in rest else ""
-    return urlsplit(url) if not place else urlsplit(f"{scheme}://{rest[len(place) :]}")._replace(netloc=place)
 
 
 def check_redis_url(url: str) -> str:
