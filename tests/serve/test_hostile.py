@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -215,6 +216,25 @@ def test_idle_connections_without_a_token_keep_nobody_out(served: Server, path: 
         served._connection = None
         assert served.ask("GET", path).status == 200
         assert len(os.listdir(f"/proc/{served.process.pid}/fd")) < 260
+
+
+def test_many_who_leave_at_once_keep_nobody_out(served: Server, path: str) -> None:
+    """The server sees in one turn of its event loop that all have left, and that another has come."""
+    served._connection = None
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(served.socket())
+        kit.wait_until(lambda: len(os.listdir(f"/proc/{served.process.pid}/fd")) > 200, 10.0)
+        served.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, served.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        try:
+            stack.close()
+            with served.socket() as connected:
+                connected.sendall(head("GET", path).encode())
+                served.process.send_signal(signal.SIGCONT)
+                assert connected.recv(4096).startswith(b"HTTP/1.1 200")
+        finally:
+            served.process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.slow
