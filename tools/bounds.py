@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 # due): the lowest of three runs counts, and bounds have a margin. Functions are those of all threads.
 BOUNDS = {
     "lines of code": (36_800, 23_000),
-    "lines of the core": (13_080, 9_200),
+    "lines of the core": (13_090, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
     "modules with two themes": (7, 12),
