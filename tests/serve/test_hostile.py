@@ -224,7 +224,9 @@ def test_many_who_leave_at_once_keep_nobody_out(served: Server, path: str) -> No
     with contextlib.ExitStack() as stack:
         for _ in range(200):
             connected = stack.enter_context(served.socket())
-            connected.sendall(head("GET", "/healthz", "").encode())  # who says nothing is ended after a second
+            connected.sendall(
+                head("GET", "/healthz", "").encode()
+            )  # who says nothing is ended after a second
             assert connected.recv(4096)
         kit.wait_until(lambda: len(os.listdir(f"/proc/{served.process.pid}/fd")) > 200, 10.0)
         served.process.send_signal(signal.SIGSTOP)
