@@ -2,7 +2,7 @@
 
 Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or torch. Packages, as data meets them:
 
-    connectors      Transformers and vLLM
+    connectors      Transformers, vLLM and SGLang
     cache           Cache, which knows all tiers
     transfer        moves KV between an engine's memory and slots
     tiers           host, disk, remote
@@ -11,8 +11,8 @@ Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or 
     blocks, config, replay, migrate, serve, cli, testing    what is around them, and what users and operators call
 
 and the modules that all of them use: `keys` (tokens to keys), `layout` (the bytes of a chunk), `metrics` (reasons,
-counters, loggers), `errors`, `clock`, `threads`, `fork`, `finalizers`, `disk_space`, `cgroup_memory`, `json_log` and
-`serve_token`.
+counters, loggers), `errors`, `clock`, `threads`, `fork`, `finalizers`, `disk_space`, `cgroup_memory`, `json_log`,
+`url_parts` and `serve_token`.
 """
 
 from __future__ import annotations
