@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import zmq
 from vllm.config import KVEventsConfig
@@ -27,8 +28,10 @@ from vllm.distributed.kv_events import EventPublisherFactory
 
 from pagoda import Cache, Config, KVLayout, Namespace
 from pagoda.cache.writeback import ChunkRef
-from pagoda.connectors.vllm import event_notes, events
+from pagoda.connectors.vllm.event_notes import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
+from pagoda.kv_events.notes import BlockFacts, ChunkNote
+from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Reserved
 from pagoda.ledger.chunk_notes import ChunkNotes
 
@@ -50,8 +53,8 @@ def fill(cache: Cache, chunks: int) -> bytes:
         for n, item in enumerate(done):
             parent = hashes[n - 1][-32:] if n else b""
             tokens = random.integers(0, 100_000, TOKENS, np.int32).tobytes()
-            note = event_notes.ChunkNote(root, parent, hashes[n], tokens)
-            written.append((item.slot, item.key, events._encode(note)))
+            note = ChunkNote(root, parent, hashes[n], tokens)
+            written.append((item.slot, item.key, msgspec.msgpack.encode(note)))
         notes.write(written)
         refs = [
             ChunkRef(one.key, n, keys[n - 1] if n else None, one.slot, one.generation)
@@ -99,8 +102,8 @@ def measure(cache: Cache, root: bytes, chunks: int) -> dict[str, float]:
 
     listener = threading.Thread(target=listen)
     listener.start()
-    facts = event_notes.BlockFacts(TOKENS, TOKENS // BLOCKS, "full_attention")
-    stored = events.StoredEvents(cache.slots.ledgers, root, facts, outlet)
+    facts = BlockFacts(TOKENS, TOKENS // BLOCKS, "full_attention")
+    stored = StoredEvents(cache.slots.ledgers, root, facts, VLLMEventForm(facts), outlet)
     tier = stored._tiers[0]
     alone = steps(after_400())
     began = time.perf_counter()

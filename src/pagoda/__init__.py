@@ -6,6 +6,7 @@ Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or 
     cache           Cache, which knows all tiers
     transfer        moves KV between an engine's memory and slots
     tiers           host, disk, remote
+    kv_events       tells routers of requests what the tiers hold
     ledger, slab    which chunk is in which slot of a local tier; the slots
     codec, policy   the header and checksum of a chunk; which chunk is evicted first
     blocks, config, replay, migrate, serve, cli, testing    what is around them, and what users and operators call

@@ -31,10 +31,11 @@ from vllm.v1.request import Request
 from pagoda.cache import Cache
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import ChunkRef
-from pagoda.connectors.vllm.event_notes import BlockFacts, ChunkNote, joined, note_of
+from pagoda.connectors.vllm.event_notes import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet, LivePublisher
-from pagoda.connectors.vllm.events import StoredEvents
 from pagoda.keys import derive_keys
+from pagoda.kv_events.notes import BlockFacts, ChunkNote, runs
+from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Busy, Outcome, Present, Reserved, admin
 from pagoda.ledger.chunk_notes import ChunkNotes
 from testbed.servers import free_port
@@ -65,8 +66,8 @@ class Engine:
         self.slots: HostSlots = cache.slots
         self.outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
         facts = BlockFacts(CHUNK, BLOCK, "full_attention")
-        root = self.slots.namespace()
-        self.events = StoredEvents(self.slots.ledgers, root, facts, self.outlet, keeps_notes)
+        self.form, root = VLLMEventForm(facts), self.slots.namespace()
+        self.events = StoredEvents(self.slots.ledgers, root, facts, self.form, self.outlet, keeps_notes)
 
     def reserved(
         self, request: Request, first: int = 0, parts: int = 1, salt: str | None = None
@@ -75,7 +76,7 @@ class Engine:
         outcomes = self.slots.reserve(
             keys[first:], namespace=root, start=first, parent=keys[first - 1] if first else None, parts=parts
         )
-        self.events.note(request, root, first, outcomes)
+        self.events.note(self.form.notes(request, root), root, first, outcomes)
         return copies(keys, outcomes, first)
 
     def keys(self, request: Request, salt: str | None = None) -> list[bytes]:
@@ -92,7 +93,7 @@ class Engine:
     def take(self) -> list[KVCacheEvent]:
         self.events._rested = time.thread_time()  # of this thread, which is none of an engine
         self.events._round()
-        return self.events.take()
+        return self.outlet.take()
 
 
 def copies(keys: Sequence[bytes], outcomes: Sequence[Outcome], first: int = 0) -> list[ChunkRef]:
@@ -162,7 +163,8 @@ def test_of_a_tenant_neither_the_salt_nor_tokens_are_told_or_kept(cache: Cache) 
     assert np.array(request.all_token_ids[:4], np.int32).tobytes() not in kept
     later = Engine(cache)  # it tells of a tenant when the first request has come
     assert later.take() == []
-    later.events.found(request, later.slots.namespace(salt="secret"), 0, later.keys(request, "secret")[:1])
+    root = later.slots.namespace(salt="secret")
+    later.events.found(later.form.notes(request, root), root, 0, later.keys(request, "secret")[:1])
     assert later.take() == [run(request, token_ids=[])]
 
 
@@ -273,11 +275,11 @@ def test_what_has_no_note_is_told_when_a_request_finds_it(cache: Cache) -> None:
     outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
     engine.commit(copies(keys, outcomes))  # by an engine without events
     assert engine.take() == []
-    engine.events.found(request, root, 0, keys[:2])
+    engine.events.found(engine.form.notes(request, root), root, 0, keys[:2])
     assert engine.take() == [run(request, 0, 2)]
     outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
     assert all(isinstance(outcome, Present) for outcome in outcomes)
-    engine.events.note(request, root, 0, outcomes)
+    engine.events.note(engine.form.notes(request, root), root, 0, outcomes)
     assert engine.take() == [run(request, 2, 3)]
     assert Engine(cache).take() == [run(request)]  # a note was left for the next one
 
@@ -309,7 +311,7 @@ def test_a_request_whose_hashes_are_not_known_yet_is_left_out(cache: Cache) -> N
     engine, request = Engine(cache), request_of(2)
     keys, root = [*engine.keys(request), bytes(32)], engine.slots.namespace()
     outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
-    engine.events.note(request, root, 0, [*outcomes, Busy(bytes(32), 1)])
+    engine.events.note(engine.form.notes(request, root), root, 0, [*outcomes, Busy(bytes(32), 1)])
     engine.commit(copies(keys, outcomes))
     assert engine.take() == [run(request)]
 
@@ -398,7 +400,7 @@ def test_a_chunk_that_is_being_replaced_is_not_taken_for_the_next_one(cache: Cac
 def test_what_is_gone_is_told_before_all_that_is_new_was_told(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.connectors.vllm.events._MOST_TELLING", -1.0)
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
     engine, requests = Engine(cache), [request_of(8, seed) for seed in range(8)]
     for request in requests:
         engine.stored(request)
@@ -413,7 +415,7 @@ def test_what_is_gone_is_told_before_all_that_is_new_was_told(
 def test_of_many_chunks_those_used_last_are_told_first_and_then_the_others(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.connectors.vllm.events._MOST_SORTED", 5)
+    monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_SORTED", 5)
     engine, requests = Engine(cache), [request_of(3, seed) for seed in range(4)]
     for request in requests:
         engine.stored(request)
@@ -448,7 +450,7 @@ def test_a_clear_while_a_note_is_copied_leaves_no_tokens(
     keys, root = engine.keys(request), engine.slots.namespace()
     outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
     engine.commit(copies(keys, outcomes))  # by an engine without events
-    engine.events.found(request, root, 0, keys)
+    engine.events.found(engine.form.notes(request, root), root, 0, keys)
     elsewhere = engine.events._notes_elsewhere
 
     def cleared_meanwhile(*args: object) -> dict[bytes, ChunkNote]:
@@ -472,7 +474,7 @@ def test_slots_of_tenants_that_never_come_are_remembered_once(cache: Cache) -> N
     theirs.stored(last := request_of(2, 9), salt="tenant")
     assert engine.take() == []
     root = engine.slots.namespace(salt="tenant")
-    engine.events.found(last, root, 0, engine.keys(last, "tenant")[:1])
+    engine.events.found(engine.form.notes(last, root), root, 0, engine.keys(last, "tenant")[:1])
     assert engine.take() == [run(last)]
     assert not tier._others
 
@@ -507,8 +509,8 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
 ) -> None:
     """Each that comes makes all routers begin again: the last chunks must be told all the same."""
     for name, value in {"_ROUND": 0.02, "_RETELL": 0.05}.items():
-        monkeypatch.setattr(f"pagoda.connectors.vllm.events.{name}_SECONDS", value)
-    monkeypatch.setattr("pagoda.connectors.vllm.events._MOST_TELLING", -1.0)  # eight chunks a round
+        monkeypatch.setattr(f"pagoda.kv_events.stored_events.{name}_SECONDS", value)
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # eight chunks a round
     engine, requests = Engine(cache), [request_of(8, seed) for seed in range(7)]
     for request in requests:
         engine.stored(request)
@@ -519,7 +521,7 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
     engine.events.start()
     until = time.monotonic() + 20.0
     while time.monotonic() < until and (most < 56 * BLOCKS or times < 3):
-        for event in engine.events.take():
+        for event in engine.outlet.take():
             if isinstance(event, AllBlocksCleared):
                 held, times = set(), times + 1
             elif isinstance(event, BlockStored):
@@ -601,17 +603,19 @@ def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
 def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart() -> None:
     """The first chunk by a request of text alone, or in a session, the others by one with an image behind it."""
     facts, root = BlockFacts(CHUNK, BLOCK, "full_attention"), bytes(32)
+    form = VLLMEventForm(facts)
     place = PlaceholderRange(offset=CHUNK + 2, length=BLOCK)
     image = MultiModalFeatureSpec(data=None, modality="image", identifier="an image", mm_position=place)
     whole = request_of(3, mm_features=[image])
-    first, second = (note_of(request_of(2), chunk, root, facts) for chunk in range(2))
-    of_session = note_of(request_of(1, session_id="a session"), 0, root, facts)
-    first_of_whole, *others = (note_of(whole, chunk, root, facts) for chunk in range(3))
+    first, second = map(form.notes(request_of(2), root), range(2))
+    of_session = form.notes(request_of(1, session_id="a session"), root)(0)
+    first_of_whole, *others = map(form.notes(whole, root), range(3))
     assert first and second and of_session and first_of_whole and all(others)
     for notes in ([first, *others], [of_session, second]):
-        told = [len(each.block_hashes) for each in joined(notes, "CPU", facts)]
+        told = [len(form.stored(run, "CPU").block_hashes) for run in runs(notes, facts)]
         assert told == [BLOCKS, (len(notes) - 1) * BLOCKS]
-    (event,) = joined([first_of_whole, *others], "CPU", facts)
+    (only,) = runs([first_of_whole, *others], facts)
+    event = form.stored(only, "CPU")
     keys = [each and [tuple(key) for key in each] for each in event.extra_keys]
     assert keys == [None] * BLOCKS + [[("an image", 2)], [("an image", -2)]] + [None] * (2 * BLOCKS - 2)
 

@@ -29,10 +29,11 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from pagoda.cache.writeback import ChunkRef
-from pagoda.connectors.vllm.event_notes import BlockFacts
+from pagoda.connectors.vllm.event_notes import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
-from pagoda.connectors.vllm.events import StoredEvents
 from pagoda.keys import derive_keys
+from pagoda.kv_events.notes import BlockFacts
+from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Reserved, admin
 from pagoda.ledger.chunk_notes import ChunkNotes
 from testbed.servers import free_port
@@ -320,7 +321,9 @@ def live(port: int, host: Path, disk: Path, up: Path, rest: Path) -> None:
     with cache_at(host, disk) as cache:
         slots = cache.slots
         assert slots is not None
-        events = StoredEvents(slots.ledgers, slots.namespace(), BlockFacts(BLOCK, BLOCK), outlet)
+        facts = BlockFacts(BLOCK, BLOCK)
+        form = VLLMEventForm(facts)
+        events = StoredEvents(slots.ledgers, slots.namespace(), facts, form, outlet)
         events.start()
         up.touch()
         while True:
@@ -330,7 +333,7 @@ def live(port: int, host: Path, disk: Path, up: Path, rest: Path) -> None:
             request, root = request_of(random.randrange(PROMPTS)), slots.namespace()
             keys = derive_keys(request.block_hashes, root)
             outcomes = slots.reserve(keys, namespace=root, start=0, parent=None)
-            events.note(request, root, 0, outcomes)
+            events.note(form.notes(request, root), root, 0, outcomes)
             done = [
                 ChunkRef(item.key, n, keys[n - 1] if n else None, item.slot, item.generation)
                 for n, item in enumerate(outcomes)

@@ -12,6 +12,7 @@ In the order in which a call meets them:
     staging         staging buffers, for chunks without a host slot
     writeback       the queues and threads that write to the lower tiers
     explain_miss    the reason of a miss
+    request_events  what requests say of their chunks, for routers
     prompt_log      the prompts that were stored lately, with their tokens
     hit             the answers: Hit, Stored, Cleared, CacheStats
     host_slots      the slots of the host tier, for engines that copy themselves

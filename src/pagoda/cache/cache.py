@@ -328,6 +328,8 @@ class Cache:
             keys, first = [*request.head, *request.keys], request.first - len(request.head)
             num_tokens = request.length_tokens - first * request.chunk_tokens
             resources.recorder.note(kind, keys, first, num_tokens, counted=counted)
+        if kind is not None and resources.events is not None:
+            resources.events.heard(request)
         return request
 
     # ---- the calls of people
@@ -395,7 +397,42 @@ class Cache:
         directory cannot record it, not even in its reserved space, loses all its chunks. Raises StoreError if no
         directory can record it and there are remote tiers, because other processes would continue to use them.
         """
-        return self._weights.change(version)
+        epoch = self._weights.change(version)
+        if self._resources.events is not None:
+            self._resources.events.follow_weights()
+        return epoch
+
+    def publish_events(self, endpoint: str, *, topic: str = "", rank: int | None = None) -> str:
+        """Tell routers of requests, over ZMQ, which chunks this machine's host memory and disk hold for this cache.
+
+        The messages are those of vLLM's KV events, so that routers made for vLLM understand them: a block is a chunk,
+        host memory is the medium CPU, the disk STORAGE. Everything is told once a router subscribes, also what other
+        processes stored or evicted, and then each change within a moment. Chunks of a salt are told without tokens,
+        those of multimodal prompts not at all. vLLM publishes its events itself (--kv-events-config).
+
+        Args:
+            endpoint: where to listen, "tcp://*:5557"; with "tcp://127.0.0.1:*" a free port is taken. Whoever reaches
+                it reads the token ids of prompts.
+            topic: the first frame of each message.
+            rank: the data-parallel rank of this engine, for routers.
+
+        Returns the endpoint with its port. It ends with the cache; a forked child does not go on with it. Raises
+        ConfigError if the endpoint is taken, pyzmq is missing, or there is no local tier; ValueError the second time.
+        """
+        from pagoda.cache.request_events import RequestEvents
+        from pagoda.kv_events.publisher import EventPublisher
+        from pagoda.kv_events.stored_events import MEDIA
+
+        resources, ledgers = self._resources, {n: one for n, one in self._tiers.ledgers() if n in MEDIA}
+        if resources.events is not None:
+            raise ValueError(f"this cache tells its events already, at {resources.events.endpoint}")
+        if not ledgers:
+            raise ConfigError("KV events tell of host memory and the disk: set host_size or disk_size")
+        resources.events = RequestEvents(
+            EventPublisher(endpoint, topic, rank), ledgers, lambda: self._weights.scope()[0].root,
+            self.layout.chunk_tokens, self.config.prompt_log,
+        )  # fmt: skip
+        return resources.events.endpoint
 
     def clear(self, *, lora: str | None = None, salt: str | None = None, everything: bool = False) -> Cleared:
         """Remove the chunks of this namespace (of an adapter, of a tenant), or of all, from every tier.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagoda.cache.call import KeyScheme
 from pagoda.cache.counters import CacheCounters
@@ -22,6 +23,9 @@ from pagoda.layout import KVLayout
 from pagoda.ledger.store_state import SPEEDS
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.transfer.cpu_copy import end_helpers
+
+if TYPE_CHECKING:  # it needs pyzmq
+    from pagoda.cache.request_events import RequestEvents
 
 __all__ = ["Resources", "build_resources"]
 
@@ -48,6 +52,7 @@ class Resources:
     store_staging: StagingPool  # apart from the one for loads, so that neither starves the other
     recorder: Recorder | None = None
     prompt_log: PromptLog | None = None
+    events: RequestEvents | None = None
     closed: bool = False
     registered: set[bytes] = field(default_factory=set)  # roots of namespaces
 
@@ -69,6 +74,8 @@ class Resources:
         deadline = Deadline(timeout)
         if self.recorder is not None:
             self.recorder.close(min(1.0, timeout))
+        if self.events is not None:
+            self.events.close()
         self.executor.close()
         end_helpers()
         writing = Deadline(timeout * 0.6)

@@ -2,7 +2,7 @@
 
 A file beside a ledger, one page a slot, written and read like any file: nothing is mapped, so a full file system costs
 notes and nothing else. A note counts only under the key that is published for its slot, and is whole only with its
-checksum. Engines write notes (`connectors/vllm/events.py`); nothing else depends on them: a chunk without a note is
+checksum. Engines write notes (`pagoda.kv_events`); nothing else depends on them: a chunk without a note is
 served as any other. What is cleared or removed leaves no note behind.
 """
 

@@ -14,8 +14,7 @@ worker             a worker's half: loads and saves
 prefill_steps      how fast the engine computes prompts
 shared_caches      one cache for all engines of a process
 vllm_log           lines of PagodaKV in vLLM's log
-events             KV events for routers: what the tiers hold, compared with what was told
-event_notes        what is kept beside a chunk, to tell of it later
+event_notes        what KV events tell of a request's chunks, by vLLM's classes (`pagoda.kv_events` tells them)
 event_publisher    vLLM's publisher, for two threads and for routers that come late
 connector_stats    what is counted
 offloading/        PagodaHybridConnector, which it makes for hybrid models

@@ -1,13 +1,13 @@
-"""The note of a chunk: what routers of requests are told of it, as it is kept beside the tier."""
+"""What vLLM's requests say of a chunk, for its note, and vLLM's classes of events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     generate_block_hash_extra_keys,
@@ -15,40 +15,58 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-__all__ = ["BlockFacts", "ChunkNote", "joined", "note_of", "split_hashes"]
+from pagoda.kv_events.notes import LOCAL, BlockFacts, ChunkNote, NoteMaker
 
-LOCAL = "LOCAL"  # an event's locality: stored on the machine of the engine that tells it
-_LONGEST_RUN = 4096  # tokens of one event
+__all__ = ["VLLMEventForm"]
 
-
-class BlockFacts(msgspec.Struct, frozen=True):
-    """What all blocks of an engine have in common. `kind`, `window`: of the engine's specification of its KV."""
-
-    chunk_tokens: int
-    block_tokens: int
-    kind: str | None = None
-    window: int | None = None
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks a chunk has."""
-        return self.chunk_tokens // self.block_tokens
+_GROUP = 0  # the only group of KV memory that this connector works with
 
 
-class ChunkNote(msgspec.Struct, array_like=True, omit_defaults=True):
-    """One chunk. `hashes`: the engine's hash of each block, concatenated; `parent`: of the block before them."""
+class VLLMEventForm:
+    """An `EventForm` of vLLM's classes. Pure."""
 
-    root: bytes  # of the namespace
-    parent: bytes
-    hashes: bytes
-    tokens: bytes = b""  # int32; none if the chunk has a tenant's salt
-    lora_id: int | None = None
-    lora_name: str | None = None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    session_id: str | None = None
+    def __init__(self, facts: BlockFacts) -> None:
+        self._facts = facts
+
+    def notes(self, request: Any, root: bytes) -> NoteMaker:
+        """Return what makes the notes of a request's chunks; `root`: of its namespace."""
+        return partial(_note_of, request, root, self._facts)
+
+    def stored(self, run: Sequence[ChunkNote], medium: str) -> BlockStored:
+        """Return the event that a medium has the chunks of one run, in order."""
+        first, facts = run[0], self._facts
+        extra = [keys for note in run for keys in note.extra_keys or ()]
+        return BlockStored(
+            block_hashes=self._names([note.hashes for note in run]),
+            parent_block_hash=maybe_convert_block_hash(BlockHash(first.parent)) if first.parent else None,
+            token_ids=np.frombuffer(b"".join(note.tokens for note in run), np.int32).tolist(),
+            block_size=facts.block_tokens,
+            lora_id=first.lora_id,
+            medium=medium,
+            lora_name=first.lora_name,
+            extra_keys=extra or None,
+            group_idx=_GROUP,
+            kv_cache_spec_kind=facts.kind,
+            kv_cache_spec_sliding_window=facts.window,
+            locality=LOCAL,
+            session_id=first.session_id,
+        )
+
+    def removed(self, hashes: Sequence[bytes], medium: str) -> BlockRemoved:
+        """Return the event that a medium no longer has chunks."""
+        return BlockRemoved(block_hashes=self._names(hashes), medium=medium, group_idx=_GROUP, locality=LOCAL)
+
+    def _names(self, chunks: Sequence[bytes]) -> list[Any]:
+        """Return the hashes of the blocks of chunks, as events name them."""
+        return [
+            maybe_convert_block_hash(BlockHash(hashes[at : at + size]))
+            for hashes in chunks
+            for size in (len(hashes) // self._facts.blocks,)
+            for at in range(0, len(hashes), size)
+        ]
 
 
-def note_of(request: Any, chunk: int, root: bytes, facts: BlockFacts) -> ChunkNote | None:
+def _note_of(request: Any, root: bytes, facts: BlockFacts, chunk: int) -> ChunkNote | None:
     """Return the note of one chunk of a request; None if its hashes are not known yet.
 
     A request with a salt leaves no tokens behind, and no salt: only the hashes, which are keyed by it.
@@ -76,51 +94,4 @@ def note_of(request: Any, chunk: int, root: bytes, facts: BlockFacts) -> ChunkNo
         lora.name if lora else None,
         to_event_extra_keys(extra),
         request.session_id,
-    )
-
-
-def joined(notes: Sequence[ChunkNote], medium: str, facts: BlockFacts) -> Iterator[BlockStored]:
-    """Return the events of some chunks in order: one for each run in which each chunk is the next one's parent."""
-    at, most = 0, max(1, _LONGEST_RUN // facts.chunk_tokens)
-    while at < len(notes):
-        end = at + 1
-        while end < min(len(notes), at + most) and _continues(notes[end - 1], notes[end], facts):
-            end += 1
-        yield _event(notes[at:end], medium, facts)
-        at = end
-
-
-def split_hashes(hashes: bytes, facts: BlockFacts) -> list[Any]:
-    """Return the hashes of a chunk's blocks as events name them."""
-    size = len(hashes) // facts.blocks
-    return [maybe_convert_block_hash(BlockHash(hashes[at : at + size])) for at in range(0, len(hashes), size)]
-
-
-def _continues(before: ChunkNote, note: ChunkNote, facts: BlockFacts) -> bool:
-    return (
-        before.hashes[-(len(before.hashes) // facts.blocks) :] == note.parent
-        and bool(before.tokens) == bool(note.tokens)
-        and before.lora_name == note.lora_name
-        and before.session_id == note.session_id
-        and (before.extra_keys is None) == (note.extra_keys is None)
-    )
-
-
-def _event(run: Sequence[ChunkNote], medium: str, facts: BlockFacts) -> BlockStored:
-    first = run[0]
-    extra = [keys for note in run for keys in note.extra_keys or ()]
-    return BlockStored(
-        block_hashes=[name for note in run for name in split_hashes(note.hashes, facts)],
-        parent_block_hash=maybe_convert_block_hash(BlockHash(first.parent)) if first.parent else None,
-        token_ids=np.frombuffer(b"".join(note.tokens for note in run), np.int32).tolist(),
-        block_size=facts.block_tokens,
-        lora_id=first.lora_id,
-        medium=medium,
-        lora_name=first.lora_name,
-        extra_keys=extra or None,
-        group_idx=0,  # the only group of KV memory that this connector works with
-        kv_cache_spec_kind=facts.kind,
-        kv_cache_spec_sliding_window=facts.window,
-        locality=LOCAL,
-        session_id=first.session_id,
     )

@@ -173,9 +173,9 @@ class LivePublisher(ZmqEventPublisher):
 class _Subscribed(zmq.Context[Any]):
     """Makes XPUB sockets, which tell of each subscription, where PUB sockets are asked for."""
 
-    def socket(self, kind: int, *args: Any, **kwargs: Any) -> Any:
-        made = super().socket(zmq.XPUB if kind == zmq.PUB else kind, *args, **kwargs)
-        if kind == zmq.PUB:
+    def socket(self, socket_type: int, *args: Any, **kwargs: Any) -> Any:
+        made = super().socket(zmq.XPUB if socket_type == zmq.PUB else socket_type, *args, **kwargs)
+        if socket_type == zmq.PUB:
             made.setsockopt(zmq.XPUB_VERBOSE, 1)
         return made
 

@@ -16,14 +16,15 @@ from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.connector_stats import TIERS, PagodaStats
 from pagoda.connectors.vllm.engine_weights import EngineWeights
-from pagoda.connectors.vllm.event_notes import BlockFacts
+from pagoda.connectors.vllm.event_notes import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
-from pagoda.connectors.vllm.events import StoredEvents
 from pagoda.connectors.vllm.lookups import LONGEST_SECONDS, LookupThreads, TrackedRequest
 from pagoda.connectors.vllm.metadata import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
 from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.prefill_steps import computes_answers, prompt_tokens_of
 from pagoda.connectors.vllm.shared_caches import agreed, let_go, opened
+from pagoda.kv_events.notes import BlockFacts
+from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Refused, Reserved
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
@@ -105,8 +106,10 @@ class PagodaScheduler:
         self._lookups.version = self.weights.version
         if self._outlet is not None:
             facts = BlockFacts(self._chunk_tokens, self._block_tokens, *self._kv_kind)
-            keeps = self._options.config.prompt_log
-            self._events = StoredEvents(self._slots.ledgers, self._lookups.root(), facts, self._outlet, keeps)
+            self._form = VLLMEventForm(facts)
+            keeps, ledgers = self._options.config.prompt_log, self._slots.ledgers
+            root = self._lookups.root()
+            self._events = StoredEvents(ledgers, root, facts, self._form, self._outlet, keeps)
             self._events.start()
 
     # ---- what is cached
@@ -225,7 +228,7 @@ class PagodaScheduler:
         self._loading[request.request_id] = set(keys[first:])
         found = tracked.found
         if self._events is not None:
-            self._events.found(request, found.root, first, keys[first:])
+            self._events.found(self._form.notes(request, found.root), found.root, first, keys[first:])
         load = Load(request.request_id, keys, first, table, found.lora, found.salt, found.version)
         self._loads.append(load)
 
@@ -356,7 +359,8 @@ class PagodaScheduler:
         )
         self._patience -= time.monotonic() - began
         if self._events is not None:
-            self._events.note(tracked.request, tracked.found.root, first, outcomes)
+            root = tracked.found.root
+            self._events.note(self._form.notes(tracked.request, root), root, first, outcomes)
         refused = {n: one.reason for n, one in enumerate(outcomes, first) if isinstance(one, Refused)}
         tracked.saved = min(refused, default=done)
         if refused.get(tracked.saved) is Reason.LEDGER_BUSY:
@@ -410,7 +414,7 @@ class PagodaScheduler:
 
     def take_events(self) -> Iterable[Any]:
         """Return the KV events that this step is to publish, if the engine wants them."""
-        return self._events.take() if self._events is not None else ()
+        return self._outlet.take() if self._outlet is not None else ()
 
     def shutdown(self) -> None:
         """End the threads and release the cache; ends in bounded time. Idempotent."""

@@ -1,9 +1,9 @@
-"""vLLM's KV events: routers of requests are told which chunks this machine's host memory and disk hold for this engine.
+"""KV events: routers of requests are told which chunks this machine's host memory and disk hold for an engine.
 
 One thread compares what it has told with the published columns of each local tier, several times a second, and sends
 the difference: so it makes no difference which process stored, loaded, evicted or cleared a chunk, or whether this
 engine was running then. A chunk is told once every process can read it. What it takes to tell a chunk, the hashes and
-tokens that the engine knew it by, is its note (`event_notes`), kept beside the tier; of a chunk without a note routers
+tokens that the engine knew it by, is its note (`notes`), kept beside the tier; of a chunk without a note routers
 hear when a request finds it. Chunks of tenants and adapters are told from their first request to this engine on.
 """
 
@@ -12,76 +12,75 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
-from vllm.distributed.kv_events import (
-    MEDIUM_CPU,
-    MEDIUM_STORAGE,
-    BlockRemoved,
-    KVCacheEvent,
-)
 
-from pagoda.connectors.vllm.event_notes import (
-    LOCAL,
-    BlockFacts,
-    ChunkNote,
-    joined,
-    note_of,
-    split_hashes,
-)
-from pagoda.connectors.vllm.event_publisher import EventOutlet
+from pagoda.kv_events.notes import BlockFacts, ChunkNote, EventForm, NoteMaker, runs
+from pagoda.kv_events.tier_difference import Slots, TierDifference
 from pagoda.ledger import Ledger, Outcome, Present, Reserved
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
-from pagoda.ledger.columns import NOT_READY, marks_of
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Event, begin
 
-__all__ = ["StoredEvents"]
+__all__ = ["MEDIA", "Outlet", "StoredEvents"]
 
-log = guarded_logger("pagoda.vllm")
+log = guarded_logger("pagoda.events")
 
-_MEDIA = {"host": MEDIUM_CPU, "disk": MEDIUM_STORAGE}
+MEDIA = {"host": "CPU", "disk": "STORAGE"}  # what events call the tiers
 _ROUND_SECONDS = 0.1
 # between two times that all is told: so long at least, and at most; four times as long as it took, if it was completed,
 # else twice as long as before
 _RETELL_SECONDS, _LONGEST_RETELL_SECONDS, _RETELL_SHARE = 1.0, 600.0, 4.0
 _REST = 6  # times the processor's time of a piece: a seventh of a processor at most, however much there is to tell
 _MOST_TELLING = 0.05  # seconds of the processor for what is new in a tier; then what is gone has its turn
-_PIECE = 8  # chunks told at once: less than a millisecond of the interpreter's lock
 _PAUSE_SECONDS = 0.002  # at least, between two pieces
 _REMEMBERED = 4096  # notes of chunks that are being stored or loaded: some MiB
-_ROWS = 1 << 16  # compared at once
-_MOST_SORTED = 4096
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ChunkNote).decode
 
-Slots = npt.NDArray[np.int64]
-_EMPTY, _WAITS, _TOLD, _OTHERS, _NO_NOTE = range(5)  # what is known of the chunk in a slot
+
+class Outlet(Protocol):
+    """Where an engine's events go. Used by the thread that tells."""
+
+    @property
+    def cleared(self) -> int:
+        """How often the engine said that all its blocks are cleared: for routers also those of its tiers."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many events wait that no more should be sent."""
+
+    def newcomers(self) -> bool:
+        """Whether routers have subscribed since the last call: they have not heard everything. Waits for none."""
+
+    def tell_anew(self) -> None:
+        """Tell that all blocks are cleared, then those in the engine's own memory: what follows is all there is."""
+
+    def send(self, events: Sequence[object]) -> None:
+        """Publish events."""
 
 
 class StoredEvents:
-    """Tells routers of the chunks of one engine. All methods are for the scheduler's thread; only `close` waits."""
+    """Tells routers of the chunks of one engine. Thread-safe; only `close` waits."""
 
     def __init__(
         self,
         ledgers: Mapping[str, Ledger],
         root: bytes,
         facts: BlockFacts,
-        outlet: EventOutlet,
+        form: EventForm,
+        outlet: Outlet,
         keeps_notes: bool = True,
     ) -> None:
         """Prepare; `start` begins. `ledgers`: of the local tiers, by name; `root`: of the engine's namespace.
 
         Without `keeps_notes` no token ids are left beside the tiers: a restarted engine tells of no earlier chunk.
         """
-        self._facts, self._outlet, self._keeps_notes = facts, outlet, keeps_notes
-        self._tiers = [TierDifference(_MEDIA[name], ledger, facts) for name, ledger in ledgers.items()]
-        self._host = ChunkNotes(ledgers["host"].directory)
+        self._facts, self._form, self._outlet, self._keeps_notes = facts, form, outlet, keeps_notes
+        self._tiers = [TierDifference(MEDIA[name], ledger, form) for name, ledger in ledgers.items()]
         self._lock = threading.Lock()
         self._roots = {root}  # of which there was a request; the thread reads it without the lock
         self._met: set[bytes] = set()  # those of them that are new
@@ -99,24 +98,23 @@ class StoredEvents:
         """Begin to tell."""
         begin(self._thread)
 
-    def note(self, request: Any, root: bytes, first: int, outcomes: Sequence[Outcome]) -> None:
-        """Keep the notes of chunks `first`, `first` + 1, ... of a request, for which slots have just been reserved."""
+    def note(self, make: NoteMaker, root: bytes, first: int, outcomes: Sequence[Outcome]) -> None:
+        """Keep the notes of chunks `first`, `first` + 1, ... of a request, for which host slots were just reserved.
+
+        `make` returns the note of a chunk by its number; `root`: of the request's namespace.
+        """
         written = []
         for chunk, outcome in enumerate(outcomes, first):
             if isinstance(outcome, Reserved | Present):
-                note = self._remember(request, root, chunk, outcome.key)
+                note = self._remember(make, root, chunk, outcome.key)
                 if note is not None and isinstance(outcome, Reserved):
                     written.append((outcome.slot, outcome.key, note))
-        self._write(self._host, written)
+        self._write(next(tier.notes for tier in self._tiers if tier.medium == MEDIA["host"]), written)
 
-    def found(self, request: Any, root: bytes, first: int, keys: Sequence[bytes]) -> None:
+    def found(self, make: NoteMaker, root: bytes, first: int, keys: Sequence[bytes]) -> None:
         """Keep the notes of chunks that a request found in the tiers: routers hear of those that had none."""
         for chunk, key in enumerate(keys, first):
-            self._remember(request, root, chunk, key)
-
-    def take(self) -> list[KVCacheEvent]:
-        """Return the events that this engine's step is to publish; none if its publisher needs no step."""
-        return self._outlet.take()
+            self._remember(make, root, chunk, key)
 
     def renew(self, root: bytes) -> None:
         """Tell that no chunk of before is served any more; from now on the engine's namespace is `root`."""
@@ -125,18 +123,19 @@ class StoredEvents:
             self._fresh.clear()
             self._told_of.clear()
 
-    def close(self) -> None:
-        """End the thread, in bounded time. Idempotent."""
+    def close(self) -> bool:
+        """End the thread; return whether it has ended, within about a second. Idempotent."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(1.0)
+        return not self._thread.is_alive()
 
-    def _remember(self, request: Any, root: bytes, chunk: int, key: bytes) -> ChunkNote | None:
+    def _remember(self, make: NoteMaker, root: bytes, chunk: int, key: bytes) -> ChunkNote | None:
         with self._lock:
             if (known := self._fresh.get(key)) is not None:
                 self._fresh.move_to_end(key)
                 return known
-            note = note_of(request, chunk, root, self._facts)
+            note = make(chunk)
             if note is not None:
                 if root not in self._roots:
                     self._roots.add(root)
@@ -222,7 +221,7 @@ class StoredEvents:
         if gone := [(slot, key) for key, slot in lacking.items() if not columns.has(slot, key)]:
             with suppress(OSError):  # it was cleared meanwhile: the note that was just written goes as well
                 tier.notes.erase(gone)
-        self._send(list(joined(mine, tier.medium, self._facts)))
+        self._send([self._form.stored(run, tier.medium) for run in runs(mine, self._facts)])
 
     def _notes_elsewhere(self, tier: TierDifference, keys: Iterable[bytes]) -> dict[bytes, ChunkNote]:
         """Return the notes of those of these keys that this process or another tier has."""
@@ -253,7 +252,7 @@ class StoredEvents:
         why = f"routers hear of chunks only when they are found: {trouble}"
         self._lines.warn(log, Reason.IO_ERROR, why)
 
-    def _send(self, events: Sequence[KVCacheEvent]) -> None:
+    def _send(self, events: Sequence[object]) -> None:
         if events:
             self._outlet.send(events)
         self._rest()
@@ -264,102 +263,3 @@ class StoredEvents:
         """Leave the interpreter to the engine, in proportion to what this thread took of it since the last rest."""
         self._ended.wait(max(_PAUSE_SECONDS, _REST * (time.thread_time() - self._rested)))
         self._rested = time.thread_time()
-
-
-class TierDifference:
-    """What was told of one tier, slot by slot, and how its columns differ from it. For one thread."""
-
-    def __init__(self, medium: str, ledger: Ledger, facts: BlockFacts) -> None:
-        self.medium, self.ledger, self.notes = medium, ledger, ChunkNotes(ledger.directory)
-        self._facts = facts
-        slots = ledger.columns.slots
-        self._generation = np.zeros(slots, np.uint64)  # of the chunk that `_state` is about
-        self._state = np.zeros(slots, np.uint8)
-        self._hashes: dict[int, bytes] = {}  # of the chunks that routers hold to be there, by slot
-        self._others: dict[int, bytes] = {}  # by slot: a namespace of which this engine has seen no request
-        self._before: dict[bytes, int] = {}  # slots told in the last round and in this one, by the hashes
-        self._just: dict[bytes, int] = {}
-
-    def tell_again(self) -> None:
-        """Tell everything once more. It stays told meanwhile: what goes before its turn is told to be gone."""
-        self._state[self._state == _TOLD] = _WAITS
-
-    def drop_told(self) -> None:
-        """Compare everything anew, with other namespaces: what was told is removed unless it is told again."""
-        self._generation[:] = 0
-        self._others.clear()
-
-    def look_again(self, keys: Sequence[bytes] | set[bytes]) -> None:
-        """Look again at slots without a note: there may be one now."""
-        silent = np.flatnonzero(self._state == _NO_NOTE)
-        if len(silent):
-            marks = self.ledger.columns.keys[silent, 0]
-            self._state[silent[np.isin(marks, marks_of(list(keys)))]] = _WAITS
-
-    def removed(self) -> Iterator[list[KVCacheEvent]]:
-        """Find the slots whose chunk is another than the last time; return the events of those that were told."""
-        self._before, self._just = self._just, {}
-        published = self.ledger.columns.generation
-        for row in range(0, len(published), _ROWS):
-            now = published[row : row + _ROWS].copy()
-            changed = np.flatnonzero(now != self._generation[row : row + _ROWS]) + row
-            if not len(changed):
-                continue
-            gone = [slot for slot in changed.tolist() if slot in self._hashes]
-            for at in range(0, len(gone), _PIECE):
-                hashes = [self._hashes.pop(slot) for slot in gone[at : at + _PIECE]]
-                # a chunk that was stored again in another slot before this one was seen to be free
-                names = [
-                    name
-                    for slot, one in zip(gone[at:], hashes, strict=False)
-                    if self._before.get(one, slot) == slot
-                    for name in split_hashes(one, self._facts)
-                ]
-                if names:
-                    yield [BlockRemoved(block_hashes=names, medium=self.medium, group_idx=0, locality=LOCAL)]
-            self._generation[changed] = now[changed - row]
-            self._state[changed] = _WAITS
-
-    def meet(self, roots: set[bytes]) -> None:
-        """Look again at the slots of namespaces of which this engine has seen its first request."""
-        for slot in [slot for slot, root in self._others.items() if root in roots] if roots else ():
-            del self._others[slot]
-            self._state[slot] = _WAITS
-
-    def new(self) -> Iterator[Slots]:
-        """Return slots to be told, in pieces: chunks used last first, and of one prompt from its first chunk on."""
-        last_use = self.ledger.columns.last_use
-        ready = np.flatnonzero((self._state == _WAITS) & (last_use != NOT_READY))
-        if len(ready) > _MOST_SORTED:  # more than a round can tell
-            uses = last_use[ready]
-            ready = ready[uses >= np.partition(uses, -_MOST_SORTED)[-_MOST_SORTED]]
-        ready = ready[np.argsort(-last_use[ready], kind="stable")]
-        for at in range(0, len(ready), _PIECE):
-            yield ready[at : at + _PIECE]
-
-    def places(self, slots: Slots) -> list[tuple[int, bytes]]:
-        """Return these slots with their keys."""
-        return [(slot, self.ledger.columns.key_of(slot)) for slot in slots.tolist()]
-
-    def settle(self, slots: Slots, notes: Sequence[ChunkNote | None], roots: set[bytes]) -> list[ChunkNote]:
-        """Note what becomes of these slots: told, or of another namespace, or without a note. Return what is told.
-
-        A slot that has another chunk by now, or none, waits for the next round.
-        """
-        told = []
-        still = self.ledger.is_ready(slots, self._generation[slots]).tolist()
-        for slot, note, same in zip(slots.tolist(), notes, still, strict=True):
-            if not same:
-                continue
-            self._others.pop(slot, None)
-            if note is None:
-                self._state[slot] = _NO_NOTE
-            elif note.root not in roots:
-                self._state[slot] = _OTHERS
-                self._others[slot] = note.root
-            else:
-                self._state[slot] = _TOLD
-                self._hashes[slot] = note.hashes
-                self._just[note.hashes] = slot
-                told.append(note)
-        return told

@@ -1,0 +1,76 @@
+"""KV events of a cache: what its requests say of their chunks, for the thread that tells routers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from pagoda.cache.call import CacheRequest
+from pagoda.fork import reset_in_child
+from pagoda.kv_events.notes import BlockFacts, ChunkNote
+from pagoda.kv_events.publisher import ChunkEventForm, EventPublisher
+from pagoda.kv_events.stored_events import StoredEvents
+from pagoda.ledger import Ledger
+
+__all__ = ["RequestEvents"]
+
+
+class RequestEvents:
+    """Tells routers of the chunks of one cache. Thread-safe. In a forked child it does nothing: the parent tells."""
+
+    def __init__(
+        self,
+        publisher: EventPublisher,
+        ledgers: Mapping[str, Ledger],
+        present_root: Callable[[], bytes],
+        chunk_tokens: int,
+        keeps_notes: bool,
+    ) -> None:
+        """Begin to tell, by `publisher`, which is closed with this. `present_root`: of the cache's namespace now."""
+        self.endpoint = publisher.endpoint
+        self._publisher, self._present_root, self._root = publisher, present_root, present_root()
+        facts = BlockFacts(chunk_tokens, chunk_tokens)
+        self._stored: StoredEvents | None = StoredEvents(
+            ledgers, self._root, facts, ChunkEventForm(facts), publisher, keeps_notes
+        )
+        self._stored.start()
+        reset_in_child(self)
+
+    def reset(self) -> None:
+        """Tell nothing: the thread and the connections are another process's."""
+        self._stored = None
+
+    def heard(self, request: CacheRequest) -> None:
+        """Keep what routers need to know of a request's chunks; of one with items nothing, for tokens do not say all."""
+        stored, keys = self._stored, [*request.head, *request.keys]
+        if (
+            stored is None
+            or request.tokens is None
+            or request.items
+            or len(keys) != request.first + len(request.keys)
+        ):
+            return
+        self.follow_weights()
+        root = request.namespace.root
+        stored.found(partial(_note_of, request, keys), root, 0, keys)
+
+    def follow_weights(self) -> None:
+        """Take everything back that was told if the weights have changed."""
+        root = self._present_root()
+        if root != self._root and self._stored is not None:
+            self._root = root
+            self._stored.renew(root)
+
+    def close(self) -> None:
+        """End within about a second. Idempotent."""
+        if self._stored is not None and self._stored.close():
+            self._publisher.close()
+
+
+def _note_of(request: CacheRequest, keys: list[bytes], chunk: int) -> ChunkNote:
+    """Return the note of one chunk; of a tenant's neither its tokens nor the salt."""
+    assert request.tokens is not None
+    size, namespace = request.chunk_tokens, request.namespace
+    tokens = b"" if namespace.salt else request.tokens[chunk * size : (chunk + 1) * size].tobytes()
+    parent = keys[chunk - 1] if chunk else b""
+    return ChunkNote(namespace.root, parent, keys[chunk], tokens, lora_name=namespace.lora or None)

@@ -1,0 +1,138 @@
+"""A publisher of KV events over ZMQ, for engines that have none of their own: the messages are those of vLLM.
+
+Each message has three frames: the topic, a number (8 bytes, big endian) and a batch in msgpack, `[time, [event, ...],
+data-parallel rank]`. Whoever routes requests to vLLM by its events understands them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+
+import msgspec
+import numpy as np
+
+from pagoda.errors import ConfigError
+from pagoda.kv_events.notes import LOCAL, BlockFacts, ChunkNote
+
+try:
+    import zmq
+except ImportError as missing:
+    raise ConfigError(f"KV events need pyzmq: pip install 'pagodakv[events]' ({missing})") from None
+
+__all__ = ["BlockRemoved", "BlockStored", "BlocksCleared", "ChunkEventForm", "EventPublisher"]
+
+_MOST_BEHIND = 100_000  # messages that wait for one slow router; it misses what comes then
+_SUBSCRIBES = b"\1"  # begins what an XPUB socket receives of a subscription; the end of one begins with zero
+_HASH_BYTES = 8
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    """A medium has blocks, which follow each other in one prompt."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]  # none for the blocks of a tenant
+    block_size: int  # tokens of a block
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    locality: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+    """A medium no longer has blocks."""
+
+    block_hashes: list[int]
+    medium: str
+    locality: str | None = None
+
+
+class BlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    """What was told before is no longer true."""
+
+
+class ChunkEventForm:
+    """An `EventForm` for caches: a block is a chunk, and its hash the end of the chunk's key. Pure."""
+
+    def __init__(self, facts: BlockFacts) -> None:
+        self._facts = facts
+
+    def stored(self, run: Sequence[ChunkNote], medium: str) -> BlockStored:
+        """Return the event that a medium has the chunks of one run, in order."""
+        first = run[0]
+        return BlockStored(
+            block_hashes=[_name(note.hashes) for note in run],
+            parent_block_hash=_name(first.parent) if first.parent else None,
+            token_ids=np.frombuffer(b"".join(note.tokens for note in run), np.int32).tolist(),
+            block_size=self._facts.block_tokens,
+            lora_id=None,
+            medium=medium,
+            lora_name=first.lora_name,
+            locality=LOCAL,
+        )
+
+    def removed(self, hashes: Sequence[bytes], medium: str) -> BlockRemoved:
+        """Return the event that a medium no longer has chunks."""
+        return BlockRemoved([_name(one) for one in hashes], medium, LOCAL)
+
+
+class EventPublisher:
+    """An `Outlet` that sends at once. After `__init__` only one thread may use it; it waits for nobody."""
+
+    cleared = 0
+    is_full = False
+
+    def __init__(self, endpoint: str, topic: str = "", rank: int | None = None) -> None:
+        """Listen on `endpoint`, such as "tcp://*:5557". `rank`: this engine's data-parallel rank, for the messages.
+
+        Raises ConfigError if it cannot be used.
+        """
+        self._topic, self._rank = topic.encode(), rank
+        # numbers that rise over restarts: a router leaves out those that it has seen
+        self._numbers = count(int(time.time() * 1000))
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(
+            zmq.XPUB
+        )  # a PUB socket that says who subscribes
+        try:
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.SNDHWM, _MOST_BEHIND)
+            self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+            if "[" in endpoint:
+                self._socket.setsockopt(zmq.IPV6, 1)
+            self._socket.bind(endpoint)
+        except (zmq.ZMQError, ValueError, TypeError) as error:
+            self._socket.close()
+            raise ConfigError(
+                f"KV events at {endpoint!r}: {error}; choose an endpoint such as tcp://*:5557"
+            ) from None
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def newcomers(self) -> bool:
+        """Whether anybody has subscribed since the last call, and so hears what is sent from now on."""
+        subscribed = False
+        with suppress(zmq.Again):
+            while True:
+                subscribed |= self._socket.recv(zmq.NOBLOCK).startswith(_SUBSCRIBES)
+        return subscribed
+
+    def tell_anew(self) -> None:
+        """Tell that what was told is no longer true: all that is follows."""
+        self.send([BlocksCleared()])
+
+    def send(self, events: Sequence[object]) -> None:
+        """Send one message to everybody who listens."""
+        batch = self._encode([time.time(), events, self._rank])
+        self._socket.send_multipart((self._topic, next(self._numbers).to_bytes(8, "big"), batch), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """End. Idempotent."""
+        self._socket.close()
+
+
+def _name(key: bytes) -> int:
+    """Return the hash by which events name a chunk."""
+    return int.from_bytes(key[-_HASH_BYTES:], "big")
