@@ -12,7 +12,9 @@ import transformers
 from pagoda import Cache
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
 from pagoda.metrics import Reason
+from tests.cache.kit import wait_until
 from tests.e2e.tiny import deepseek, generated, llama, prompt, qwen
+from tests.kv_events.router import Router
 
 CHUNK = 16
 GREEDY = {"max_new_tokens": 48, "do_sample": False}
@@ -342,6 +344,19 @@ def test_a_cache_of_ones_own(house: House) -> None:
         assert CachedModel(model, cache=cache).prefix(prompt(80)).columns == 64
         with pytest.raises(ValueError, match=r"made for another model .*weights"):
             CachedModel(llama(seed=3), cache=cache)
+
+
+def test_routers_are_told_what_is_stored_also_after_training(house: House) -> None:
+    cached, ids = house.open(llama()), prompt(100)
+    router = Router(cached.publish_events("tcp://127.0.0.1:*"))
+    text(cached, ids)
+    wait_until(lambda: router.believes(ids[0].numpy(), "CPU") == 6)
+    with torch.no_grad():
+        next(cached.model.parameters()).mul_(1.5)
+    text(cached, ids)
+    told = list(router.tokens)
+    wait_until(lambda: router.believes(ids[0].numpy(), "CPU") == 6 and not router.held["CPU"] & {*told[:6]})
+    router.close()
 
 
 def test_prefill_speed_is_observed(house: House) -> None:

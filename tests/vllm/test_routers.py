@@ -20,9 +20,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import EventPublisherFactory
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventPublisherFactory,
+    KVEventBatch,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -37,6 +45,7 @@ from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Reserved, admin
 from pagoda.ledger.chunk_notes import ChunkNotes
 from testbed.servers import free_port
+from tests.cache import kit
 from tests.cache.kit import cache_at
 from tests.vllm import stores
 from tests.vllm.engines import BLOCK, CHUNK, FORKS, Engine, connector, loadable, options
@@ -71,10 +80,10 @@ class Service:
 class Indexer(Service):
     """Dynamo's indexer, with some engines by their numbers."""
 
-    def __init__(self, log: Path, engines: dict[int, int]) -> None:
-        """`engines`: the port of each one's events."""
+    def __init__(self, log: Path, engines: dict[int, int], block: int = BLOCK) -> None:
+        """`engines`: the port of each one's events; `block`: tokens of a block."""
         workers = ",".join(f"{number}=tcp://127.0.0.1:{port}" for number, port in engines.items())
-        options = ("--block-size", str(BLOCK), "--model-name", "model", "--workers", workers)
+        options = ("--block-size", str(block), "--model-name", "model", "--workers", workers)
         super().__init__(log, "dynamo.indexer", *options)
 
     def credit(self, engine: int, tokens: Sequence[int]) -> dict[str, int]:
@@ -197,6 +206,38 @@ def test_a_router_credits_what_an_engine_hits(
     engines[1].call(reset_all)  # other weights
     engines[1].say(prompt(7003, BLOCK))
     indexer.wait(1, ours, cpu=0, disk=0)
+
+
+def test_a_router_credits_a_cache_that_publishes_by_itself(
+    tiers: tuple[Path, Path], served: Callable[..., Any]
+) -> None:
+    """Engines without events of their own: vLLM's decoder reads the messages, and the indexer believes them."""
+    port, first, second = free_port(), kit.prompt(6, 1), kit.prompt(4, 2)
+    indexer = served(Indexer, {1: port}, kit.CHUNK)
+    heard = zmq.Context.instance().socket(zmq.SUB)
+    heard.subscribe(b"")
+    for _ in range(2):  # the second engine finds the tiers of the first
+        with cache_at(*tiers) as cache:
+            heard.connect(cache.publish_events(f"tcp://127.0.0.1:{port}"))
+            if not cache.lookup(first):
+                for tokens in (first, second):
+                    kit.stored(cache, tokens)
+            indexer.wait(1, first.tolist(), cpu=6 * kit.CHUNK, disk=6 * kit.CHUNK)
+            indexer.wait(1, second.tolist(), cpu=4 * kit.CHUNK)
+            cache._tiers.ledgers()[0][1].columns.lease_until[:] = 0
+    with cache_at(*tiers) as cache:
+        cache.publish_events(f"tcp://127.0.0.1:{port}")
+        indexer.wait(1, first.tolist(), cpu=6 * kit.CHUNK)
+        admin.clear(cache._tiers.ledgers()[0][1])
+        indexer.wait(1, first.tolist(), cpu=0, disk=6 * kit.CHUNK)
+        cache.clear()
+        indexer.wait(1, first.tolist(), cpu=0, disk=0)
+    kinds = set()
+    while heard.poll(200):
+        batch = msgspec.msgpack.decode(heard.recv_multipart()[2], type=KVEventBatch)
+        kinds |= {type(event) for event in batch.events}
+    heard.close()
+    assert kinds == {AllBlocksCleared, BlockRemoved, BlockStored}
 
 
 def notes_in(store: Path) -> int:

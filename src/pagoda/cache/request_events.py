@@ -41,7 +41,7 @@ class RequestEvents:
         self._stored = None
 
     def heard(self, request: CacheRequest) -> None:
-        """Keep what routers need to know of a request's chunks; of one with items nothing, for tokens do not say all."""
+        """Keep what routers need to know of a request's chunks; of one with items nothing: tokens do not say all."""
         stored, keys = self._stored, [*request.head, *request.keys]
         if (
             stored is None

@@ -14,6 +14,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
+from pagoda.clock import Deadline
 from pagoda.errors import ConfigError
 from pagoda.kv_events.notes import LOCAL, BlockFacts, ChunkNote
 
@@ -27,6 +28,7 @@ __all__ = ["BlockRemoved", "BlockStored", "BlocksCleared", "ChunkEventForm", "Ev
 _MOST_BEHIND = 100_000  # messages that wait for one slow router; it misses what comes then
 _SUBSCRIBES = b"\1"  # begins what an XPUB socket receives of a subscription; the end of one begins with zero
 _HASH_BYTES = 8
+_GIVEN_UP_SECONDS = 0.5  # for the endpoint of a publisher that was closed
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
@@ -103,13 +105,25 @@ class EventPublisher:
             self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
             if "[" in endpoint:
                 self._socket.setsockopt(zmq.IPV6, 1)
-            self._socket.bind(endpoint)
+            self._bind(endpoint)
         except (zmq.ZMQError, ValueError, TypeError) as error:
             self._socket.close()
             raise ConfigError(
-                f"KV events at {endpoint!r}: {error}; choose an endpoint such as tcp://*:5557"
+                f"KV events at {endpoint!r}: {error}; choose another endpoint, such as tcp://*:5557"
             ) from None
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _bind(self, endpoint: str) -> None:
+        """Take the endpoint. That of a publisher which was closed just now is given up by a thread of ZMQ's."""
+        deadline = Deadline(_GIVEN_UP_SECONDS)
+        while True:
+            try:
+                self._socket.bind(endpoint)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or deadline.passed:
+                    raise
+            time.sleep(0.01)
 
     def newcomers(self) -> bool:
         """Whether anybody has subscribed since the last call, and so hears what is sent from now on."""

@@ -31,15 +31,18 @@ from pagoda.connectors.transformers.supported_models import (
     is_compiled,
     probe_model,
 )
+from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
+from pagoda.metrics import Reason, guarded_logger
 from pagoda.transfer import DenseKV
 
 if TYPE_CHECKING:
     from pagoda.connectors.transformers.layerwise import LayerLoad, LayerLoads
 
 __all__ = ["CachedModel", "Prefix", "layout_of"]
+
+_log = guarded_logger("pagoda.transformers")
 
 _Ready: TypeAlias = tuple[Cache, dict[str, Any]]  # the cache of the present weights; options of its calls
 
@@ -139,6 +142,7 @@ class CachedModel:
         else:
             _check_made_for(cache, namespace)
         self.cache = cache
+        self._events: dict[str, Any] | None = None  # how they are published
 
     def __repr__(self) -> str:
         if not hasattr(self, "cache"):
@@ -227,6 +231,15 @@ class CachedModel:
             kv = kv_of_row(planes, number * every, row.pad, max(columns, row.pad), self._seen)
             answers.append(cache.store(row.tokens[: kv.num_tokens], kv, **space))
         return answers
+
+    def publish_events(self, endpoint: str, *, topic: str = "", rank: int | None = None) -> str:
+        """Tell routers of requests what is stored for this model, also after its weights changed.
+
+        Arguments, answer and errors are those of `Cache.publish_events`.
+        """
+        endpoint = self.cache.publish_events(endpoint, topic=topic, rank=rank)
+        self._events = {"endpoint": endpoint, "topic": topic, "rank": rank}
+        return endpoint
 
     def close(self, timeout: float = 5.0) -> None:
         """Close the cache if it was opened here, and end the threads; idempotent, ends within `timeout` seconds."""
@@ -379,6 +392,11 @@ class CachedModel:
             self._seen, self._forms = _looked_at(self.model, self.layout.chunk_tokens), forms
         self.cache = self._open(namespace_of(self.model, self._seen.layout, **self._named))
         old.close()
+        if self._events is not None:
+            try:
+                self.cache.publish_events(**self._events)
+            except ConfigError as error:  # the model goes on without routers
+                _log.warning("routers are told nothing any more: %s", error)
 
 
 def layout_of(model: Any, chunk_tokens: int = 256) -> KVLayout:

@@ -1,0 +1,253 @@
+"""`Cache.publish_events` over real sockets and tiers: what routers believe is what the ledgers hold."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import zmq
+
+from pagoda.cache import Cache
+from pagoda.errors import ConfigError
+from pagoda.keys import Item, Namespace
+from pagoda.ledger import admin
+from testbed.servers import free_port
+from tests.cache import kit
+from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, SPAWN, cache_at, prompt, stored, wait_until
+from tests.kv_events.router import MEDIA, Router
+
+ANY = "tcp://127.0.0.1:*"
+
+
+@pytest.fixture
+def cache(shm_root: Path) -> Iterator[Cache]:
+    with cache_at(shm_root, None) as cache:
+        yield cache
+
+
+def views(cache: Cache) -> dict[str, set[int]]:
+    """Return what the ledgers hold, as events name it."""
+    return {
+        MEDIA[tier]: {int.from_bytes(row.key[-8:], "big") for row in admin.list_chunks(ledger)}
+        for tier, ledger in cache._tiers.ledgers()
+    }
+
+
+def test_what_is_stored_and_cleared_is_told(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(5.5)
+    with cache_at(shm_root, tmp_path) as cache:
+        router = Router(cache.publish_events(ANY, topic="kv"), "kv")
+        stored(cache, tokens)
+        for medium in MEDIA.values():
+            wait_until(lambda medium=medium: router.believes(tokens, medium) == 5)  # type: ignore[misc]
+        assert views(cache) == router.held
+        cache.clear()
+        wait_until(lambda: router.believes(tokens, "CPU") == router.believes(tokens, "STORAGE") == 0)
+        assert router.numbers == sorted(set(router.numbers))
+        router.close()
+
+
+def test_who_comes_later_and_a_restarted_engine_tell_all_that_is_there(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    first, second = prompt(5, 1), prompt(3, 2)
+    with cache_at(shm_root, tmp_path) as cache:
+        early = Router(cache.publish_events(ANY))
+        stored(cache, first)
+        wait_until(lambda: early.believes(first, "STORAGE") == 5)
+        late = Router(cache._resources.events.endpoint)  # type: ignore[union-attr]
+        wait_until(lambda: late.believes(first, "CPU") == late.believes(first, "STORAGE") == 5)
+        told = max(early.numbers)
+        early.close(), late.close()
+    with cache_at(shm_root, tmp_path) as cache:
+        router = Router(cache.publish_events(ANY))
+        wait_until(lambda: router.believes(first, "CPU") == router.believes(first, "STORAGE") == 5)
+        stored(cache, second)
+        wait_until(lambda: router.believes(second, "CPU") == 3)
+        assert min(router.numbers) > told
+        router.close()
+
+
+def test_chunks_of_other_processes_are_told_once_a_request_has_found_them(shm_root: Path) -> None:
+    tokens = prompt(4)
+    with cache_at(shm_root, None) as cache, cache_at(shm_root, None) as other:
+        router = Router(cache.publish_events(ANY))
+        stored(other, tokens)
+        assert cache.lookup(tokens).num_tokens == 4 * CHUNK
+        wait_until(lambda: router.believes(tokens, "CPU") == 4)
+        other.clear()
+        wait_until(lambda: router.believes(tokens, "CPU") == 0)
+        router.close()
+
+
+def live(host: Path, disk: Path, seed: int) -> None:
+    """Store, look up and clear prompts that share prefixes, more than the tiers hold."""
+    random = Random(seed)
+    with cache_at(host, disk) as cache:
+        for _ in range(60):
+            tokens = prompt(24, random.randrange(12))[: random.randrange(1, 25) * CHUNK]
+            cache.store(tokens, kit.kv_of(tokens).transfer)
+            if random.random() < 0.05:
+                cache.clear()
+        cache.flush(60)
+
+
+@pytest.mark.slow
+def test_after_random_stores_evictions_and_clears_the_router_has_the_ledgers_view(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    random = Random(7)
+    with cache_at(shm_root, tmp_path) as cache:
+        router = Router(cache.publish_events(ANY))
+        others = [SPAWN.Process(target=live, args=(shm_root, tmp_path, seed)) for seed in range(2)]
+        for other in others:
+            other.start()
+        while any(other.is_alive() for other in others):
+            tokens = prompt(24, random.randrange(12))
+            cache.lookup(tokens)
+            if random.random() < 0.3:
+                cache.store(tokens, kit.kv_of(tokens).transfer)
+            router.hear()
+        assert [other.exitcode for other in others] == [0, 0]
+        cache.flush(60)
+        for seed in range(12):  # of what others stored, routers hear when it is found
+            cache.lookup(prompt(24, seed))
+            cache.lookup(prompt(24, seed), tiers=["disk"])
+
+        def same() -> bool:
+            router.hear()
+            return router.held == views(cache)
+
+        wait_until(same)
+        assert sum(map(len, router.held.values())) > 50
+        router.close()
+
+
+def test_of_a_tenant_no_tokens_are_told_and_of_an_adapter_its_name(cache: Cache) -> None:
+    tokens = prompt(3)
+    router = Router(cache.publish_events(ANY))
+    for options in ({"salt": "a tenant"}, {"lora": "an adapter"}):
+        stored(cache, tokens, **options)
+    wait_until(lambda: router.hear() or len(router.held["CPU"]) == 6)  # type: ignore[func-returns-value]
+    told = [event for event in router.events if event["type"] == "BlockStored"]
+    assert {(bool(event["token_ids"]), event["lora_name"]) for event in told} == {
+        (False, None),
+        (True, "an adapter"),
+    }
+    notes = b"".join(path.read_bytes() for path in cache._tiers.ledgers()[0][1].directory.glob("notes*"))
+    assert tokens[:CHUNK].tobytes() in notes and b"a tenant" not in notes
+    router.close()
+
+
+def test_a_prompt_with_an_image_is_not_told(cache: Cache) -> None:
+    tokens = prompt(3)
+    router = Router(cache.publish_events(ANY))
+    stored(cache, tokens, items=[Item(start=CHUNK, stop=CHUNK + 4, digest=b"i" * 32)])
+    other = prompt(2, 5)
+    stored(cache, other)
+    wait_until(lambda: router.believes(other, "CPU") == 2)
+    assert router.believes(tokens, "CPU") == 0 and len(router.held["CPU"]) == 2
+    router.close()
+
+
+def test_other_weights_take_all_back(cache: Cache) -> None:
+    tokens = prompt(3)
+    router = Router(cache.publish_events(ANY))
+    stored(cache, tokens)
+    wait_until(lambda: router.believes(tokens, "CPU") == 3)
+    cache.weights_changed()
+    wait_until(lambda: router.believes(tokens, "CPU") == 0)
+    stored(cache, tokens)
+    wait_until(lambda: router.believes(tokens, "CPU") == 3)
+    router.close()
+
+
+def test_what_cannot_work_is_refused_with_its_remedy(cache: Cache, shm_root: Path) -> None:
+    endpoint = cache.publish_events(f"tcp://127.0.0.1:{free_port()}")
+    with pytest.raises(ValueError, match="already"):
+        cache.publish_events(ANY)
+    with cache_at(shm_root, None) as other:
+        with pytest.raises(ConfigError, match=r"in use.*choose another"):
+            other.publish_events(endpoint)
+        for wrong in ("5557", "tcp://203.0.113.1:5557", "http://*:1", ""):
+            with pytest.raises(ConfigError, match="choose another"):
+                other.publish_events(wrong)
+        assert other.publish_events(ANY) != endpoint
+    without = Cache(kit.config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[])
+    with without, pytest.raises(ConfigError, match="set host_size"):
+        without.publish_events(ANY)
+
+
+def test_the_port_is_free_once_the_cache_is_closed(shm_root: Path) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    for _ in range(3):
+        with cache_at(shm_root, None) as cache:
+            assert cache.publish_events(endpoint) == endpoint
+
+
+def test_without_pyzmq_the_remedy_is_named() -> None:
+    code = "import sys; sys.modules['zmq'] = None\nimport pagoda.kv_events.publisher"
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1 and "pip install 'pagodakv[events]'" in done.stderr
+
+
+def test_a_forked_child_stores_and_leaves_the_telling_to_its_parent(cache: Cache) -> None:
+    first, second = prompt(3, 1), prompt(3, 2)
+    router = Router(cache.publish_events(ANY))
+    stored(cache, first)
+    wait_until(lambda: router.believes(first, "CPU") == 3)
+    if not (child := os.fork()):
+        stored(cache, second)
+        cache.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert cache.lookup(second).num_tokens == 3 * CHUNK
+    wait_until(lambda: router.believes(second, "CPU") == 3)
+    router.close()
+
+
+def test_a_router_that_reads_nothing_keeps_nobody_waiting(cache: Cache) -> None:
+    stuck = zmq.Context.instance().socket(zmq.SUB)
+    stuck.setsockopt(zmq.RCVHWM, 1)
+    stuck.setsockopt(zmq.LINGER, 0)
+    endpoint = cache.publish_events(ANY)
+    stuck.connect(endpoint)
+    stuck.subscribe("")
+    router = Router(endpoint)
+    began = time.monotonic()
+    for seed in range(40):
+        stored(cache, prompt(8, seed))
+    wait_until(lambda: router.believes(prompt(8, 39), "CPU") == 8)
+    assert time.monotonic() - began < 60.0
+    stuck.close(), router.close()
+
+
+def test_given_keys_and_parts_of_prompts_are_told_with_their_tokens_or_not_at_all(cache: Cache) -> None:
+    tokens, other = prompt(4, 1), prompt(4, 2)
+    router = Router(cache.publish_events(ANY))
+    keys = cache.keys(other)
+    cache.store(None, kit.kv_of(other).transfer, keys=keys)  # nobody says their tokens
+    cache.store(tokens, kit.kv_of(tokens).transfer)
+    cache.lookup(tokens, start_tokens=2 * CHUNK)
+    cache.lookup(tokens, keys=cache.keys(tokens, 2 * CHUNK))
+    wait_until(lambda: router.believes(tokens, "CPU") == 4)
+    assert router.believes(other, "CPU") == 0 and len(router.held["CPU"]) == 4
+    cache.lookup(other)
+    wait_until(lambda: router.believes(other, "CPU") == 4)
+    router.close()
+
+
+def test_a_namespace_with_a_salt_of_its_own_tells_no_tokens(shm_root: Path) -> None:
+    with cache_at(shm_root, None, namespace=Namespace("a-model", salt="theirs")) as cache:
+        router = Router(cache.publish_events(ANY))
+        stored(cache, np.asarray(prompt(2)))
+        wait_until(lambda: router.hear() or len(router.held["CPU"]) == 2)  # type: ignore[func-returns-value]
+        assert not any(event.get("token_ids") for event in router.events)
+        router.close()
