@@ -7,8 +7,9 @@ from functools import partial
 
 from pagoda.cache.call import CacheRequest
 from pagoda.fork import reset_in_child
+from pagoda.kv_events.messages import ChunkEventForm
 from pagoda.kv_events.notes import BlockFacts, ChunkNote
-from pagoda.kv_events.publisher import ChunkEventForm, EventPublisher
+from pagoda.kv_events.publisher import EventPublisher
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Ledger
 

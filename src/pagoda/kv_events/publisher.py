@@ -1,7 +1,7 @@
-"""A publisher of KV events over ZMQ, for engines that have none of their own: the messages are those of vLLM.
+"""A publisher of KV events over ZMQ, for engines that have none of their own.
 
-Each message has three frames: the topic, a number (8 bytes, big endian) and a batch in msgpack, `[time, [event, ...],
-data-parallel rank]`. Whoever routes requests to vLLM by its events understands them.
+As from vLLM, each message has three frames: the topic, a number (8 bytes, big endian) and a batch in msgpack, `[time,
+[event, ...], data-parallel rank]`.
 """
 
 from __future__ import annotations
@@ -12,73 +12,21 @@ from contextlib import suppress
 from itertools import count
 
 import msgspec
-import numpy as np
 
 from pagoda.clock import Deadline
 from pagoda.errors import ConfigError
-from pagoda.kv_events.notes import LOCAL, BlockFacts, ChunkNote
+from pagoda.kv_events.messages import BlocksCleared
 
 try:
     import zmq
 except ImportError as missing:
     raise ConfigError(f"KV events need pyzmq: pip install 'pagodakv[events]' ({missing})") from None
 
-__all__ = ["BlockRemoved", "BlockStored", "BlocksCleared", "ChunkEventForm", "EventPublisher"]
+__all__ = ["EventPublisher"]
 
 _MOST_BEHIND = 100_000  # messages that wait for one slow router; it misses what comes then
 _SUBSCRIBES = b"\1"  # begins what an XPUB socket receives of a subscription; the end of one begins with zero
-_HASH_BYTES = 8
 _GIVEN_UP_SECONDS = 0.5  # for the endpoint of a publisher that was closed
-
-
-class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """A medium has blocks, which follow each other in one prompt."""
-
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]  # none for the blocks of a tenant
-    block_size: int  # tokens of a block
-    lora_id: int | None
-    medium: str
-    lora_name: str | None
-    locality: str | None = None
-
-
-class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
-    """A medium no longer has blocks."""
-
-    block_hashes: list[int]
-    medium: str
-    locality: str | None = None
-
-
-class BlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
-    """What was told before is no longer true."""
-
-
-class ChunkEventForm:
-    """An `EventForm` for caches: a block is a chunk, and its hash the end of the chunk's key. Pure."""
-
-    def __init__(self, facts: BlockFacts) -> None:
-        self._facts = facts
-
-    def stored(self, run: Sequence[ChunkNote], medium: str) -> BlockStored:
-        """Return the event that a medium has the chunks of one run, in order."""
-        first = run[0]
-        return BlockStored(
-            block_hashes=[_name(note.hashes) for note in run],
-            parent_block_hash=_name(first.parent) if first.parent else None,
-            token_ids=np.frombuffer(b"".join(note.tokens for note in run), np.int32).tolist(),
-            block_size=self._facts.block_tokens,
-            lora_id=None,
-            medium=medium,
-            lora_name=first.lora_name,
-            locality=LOCAL,
-        )
-
-    def removed(self, hashes: Sequence[bytes], medium: str) -> BlockRemoved:
-        """Return the event that a medium no longer has chunks."""
-        return BlockRemoved([_name(one) for one in hashes], medium, LOCAL)
 
 
 class EventPublisher:
@@ -145,8 +93,3 @@ class EventPublisher:
     def close(self) -> None:
         """End. Idempotent."""
         self._socket.close()
-
-
-def _name(key: bytes) -> int:
-    """Return the hash by which events name a chunk."""
-    return int.from_bytes(key[-_HASH_BYTES:], "big")

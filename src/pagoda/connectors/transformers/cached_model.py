@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CachedModel", "Prefix", "layout_of"]
 
-_log = guarded_logger("pagoda.transformers")
+_log = guarded_logger("pagoda.connectors")
 
 _Ready: TypeAlias = tuple[Cache, dict[str, Any]]  # the cache of the present weights; options of its calls
 

@@ -1,0 +1,69 @@
+"""The events of caches: vLLM's (0.32), so that whoever routes requests to vLLM understands them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from pagoda.kv_events.notes import LOCAL, BlockFacts, ChunkNote
+
+__all__ = ["BlockRemoved", "BlockStored", "BlocksCleared", "ChunkEventForm"]
+
+_HASH_BYTES = 8
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    """A medium has blocks, which follow each other in one prompt."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]  # none for the blocks of a tenant
+    block_size: int  # tokens of a block
+    lora_id: int | None
+    medium: str
+    lora_name: str | None
+    locality: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+    """A medium no longer has blocks."""
+
+    block_hashes: list[int]
+    medium: str
+    locality: str | None = None
+
+
+class BlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    """What was told before is no longer true."""
+
+
+class ChunkEventForm:
+    """An `EventForm` for caches: a block is a chunk, and its hash the end of the chunk's key. Pure."""
+
+    def __init__(self, facts: BlockFacts) -> None:
+        self._facts = facts
+
+    def stored(self, run: Sequence[ChunkNote], medium: str) -> BlockStored:
+        """Return the event that a medium has the chunks of one run, in order."""
+        first = run[0]
+        return BlockStored(
+            block_hashes=[_name(note.hashes) for note in run],
+            parent_block_hash=_name(first.parent) if first.parent else None,
+            token_ids=np.frombuffer(b"".join(note.tokens for note in run), np.int32).tolist(),
+            block_size=self._facts.block_tokens,
+            lora_id=None,
+            medium=medium,
+            lora_name=first.lora_name,
+            locality=LOCAL,
+        )
+
+    def removed(self, hashes: Sequence[bytes], medium: str) -> BlockRemoved:
+        """Return the event that a medium no longer has chunks."""
+        return BlockRemoved([_name(one) for one in hashes], medium, LOCAL)
+
+
+def _name(key: bytes) -> int:
+    """Return the hash by which events name a chunk."""
+    return int.from_bytes(key[-_HASH_BYTES:], "big")
