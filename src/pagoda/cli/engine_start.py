@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, TypeVar, get_type_hints
+from typing import Annotated, NoReturn, TypeVar, get_type_hints
 
+import typer
 from typer import Option
 
-from pagoda.cli import UsageError
+from pagoda.cli import FailedError, UsageError
 from pagoda.config import Config
 
 __all__ = [
+    "become",
     "check_tiers",
-    "flag",
     "given_values",
     "installed_version",
+    "own_flags",
     "refuse_secrets",
+    "serve_command",
     "with_config_options",
 ]
 
@@ -28,7 +33,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 _SIZES = ("host_size", "disk_size")
 
 
-def flag(name: str) -> str:
+def _flag(name: str) -> str:
     """Return the flag of an option."""
     return "--" + name.replace("_", "-")
 
@@ -52,6 +57,35 @@ def with_config_options(function: _Function) -> _Function:
     function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return function
+
+
+def serve_command(app: typer.Typer, engine: str) -> Callable[[_Function], _Function]:
+    """Return the decorator of `serve`, whose arguments are all handed to an engine."""
+    return app.command(
+        "serve",
+        context_settings={
+            "ignore_unknown_options": True,
+            "allow_extra_args": True,
+            "allow_interspersed_args": False,
+            "help_option_names": [],
+        },
+        add_help_option=False,
+        options_metavar=f"MODEL [{engine}'S OWN FLAGS]",
+    )
+
+
+def own_flags() -> set[str]:
+    """Return the flags of ours that an engine's arguments must not have: they stand before serve."""
+    return {_flag(option.name) for option in fields(Config)} | {"--print"}
+
+
+def become(command: Sequence[str]) -> NoReturn:
+    """Become another program: this process, with the same environment. Raises FailedError if it cannot be run."""
+    sys.stdout.flush()
+    try:
+        os.execv(command[0], list(command))
+    except OSError as trouble:
+        raise FailedError(f"{command[0]} cannot be run: {trouble.strerror}") from None
 
 
 def given_values(given: Mapping[str, object], config: Config) -> dict[str, object]:

@@ -6,11 +6,9 @@ Needs no SGLang to be imported: it writes three flags of SGLang's own command li
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -19,11 +17,13 @@ from typer import Option
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.engine_start import (
+    become,
     check_tiers,
-    flag,
     given_values,
     installed_version,
+    own_flags,
     refuse_secrets,
+    serve_command,
     with_config_options,
 )
 from pagoda.config import Config
@@ -64,16 +64,7 @@ def root(
     ctx.obj = extra, config, print_only
 
 
-@app.command(
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_extra_args": True,
-        "allow_interspersed_args": False,
-        "help_option_names": [],
-    },
-    add_help_option=False,
-    options_metavar="MODEL [SGLANG'S OWN FLAGS]",
-)
+@serve_command(app, "SGLANG")
 def serve(ctx: typer.Context) -> None:
     """Become `python -m sglang.launch_server --model-path MODEL ...` with the flags that name PagodaKV."""
     extra, config, print_only = ctx.obj
@@ -87,11 +78,7 @@ def serve(ctx: typer.Context) -> None:
         print(shlex.join(["python", *_SERVER, *arguments]))
         return
     _check_start(config, allow_untested=bool(extra.get("allow_untested_sglang")))
-    sys.stdout.flush()
-    try:
-        os.execv(sys.executable, [sys.executable, *_SERVER, *arguments])
-    except OSError as trouble:
-        raise FailedError(f"{sys.executable} cannot be run: {trouble.strerror}") from None
+    become([sys.executable, *_SERVER, *arguments])
 
 
 def _checked(given: Mapping[str, str | bool]) -> tuple[dict[str, object], Config]:
@@ -125,7 +112,7 @@ def _check_start(config: Config, *, allow_untested: bool) -> None:
 
 def _refuse(arguments: Sequence[str]) -> None:
     """Raise the UsageError of arguments for SGLang that cannot stand beside ours."""
-    ours = {flag(option.name) for option in fields(Config)} | {"--print"}
+    ours = own_flags()
     for argument in arguments:
         name = argument.split("=")[0]
         if name.startswith("--hicache-storage-b") and EXTRA.startswith(

@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import zip_longest
@@ -23,11 +22,13 @@ from typer import Option
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.engine_start import (
+    become,
     check_tiers,
-    flag,
     given_values,
     installed_version,
+    own_flags,
     refuse_secrets,
+    serve_command,
     with_config_options,
 )
 from pagoda.config import Config
@@ -89,16 +90,7 @@ def root(
     ctx.obj = Chosen(extra, config, print_only)
 
 
-@app.command(
-    context_settings={
-        "ignore_unknown_options": True,
-        "allow_extra_args": True,
-        "allow_interspersed_args": False,
-        "help_option_names": [],
-    },
-    add_help_option=False,
-    options_metavar="MODEL [VLLM'S OWN FLAGS]",
-)
+@serve_command(app, "VLLM")
 def serve(ctx: typer.Context) -> None:
     """Become `vllm serve MODEL ...` with the one flag that names PagodaKV."""
     chosen: Chosen = ctx.obj
@@ -111,7 +103,7 @@ def serve(ctx: typer.Context) -> None:
         print(shlex.join([*(["python", *_MODULE, _SERVER] if server else ["vllm"]), *arguments]))
         return
     _check_start(chosen)
-    _become(arguments, server=server)
+    become([*_command(server=server), *arguments])
 
 
 def transfer_config(extra: Mapping[str, object]) -> str:
@@ -175,7 +167,7 @@ def _check_start(chosen: Chosen) -> None:
 
 def _refuse(arguments: Sequence[str]) -> None:
     """Raise the UsageError of arguments for vLLM that cannot stand beside our flag."""
-    ours = {flag(option.name) for option in fields(Config)} | {"--print"}
+    ours = own_flags()
     for argument, following in zip_longest(arguments, arguments[1:]):
         # vLLM takes --kv_transfer_config, --kv-transfer-config.key value and any beginning that is unique
         name = argument.split("=")[0].split(".")[0].replace("_", "-")
@@ -201,13 +193,9 @@ def _server_of_its_own() -> bool:
     return find_spec("vllm") is not None and installed_version("vllm") is None
 
 
-def _become(arguments: Sequence[str], *, server: bool) -> None:
-    """Become vLLM: this process, with the same environment. Returns never, or raises FailedError."""
+def _command(*, server: bool) -> list[str]:
+    """Return how vLLM is started here."""
     command = [str(Path(sys.executable).with_name("vllm"))]
     if server or not os.access(command[0], os.X_OK):
         command = [sys.executable, *_MODULE, _SERVER if server else _COMMAND]
-    sys.stdout.flush()
-    try:
-        os.execv(command[0], [*command, *arguments])
-    except OSError as trouble:
-        raise FailedError(f"{command[0]} cannot be run: {trouble.strerror}") from None
+    return command
