@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import zmq
 
 from pagoda.cache import Cache
-from pagoda.errors import ConfigError
+from pagoda.errors import ClosedError, ConfigError
 from pagoda.keys import Item, Namespace
 from pagoda.ledger import admin
 from testbed.servers import free_port
@@ -190,6 +191,17 @@ def test_the_port_is_free_once_the_cache_is_closed(shm_root: Path) -> None:
     for _ in range(3):
         with cache_at(shm_root, None) as cache:
             assert cache.publish_events(endpoint) == endpoint
+
+
+def test_a_cache_that_is_dropped_or_closed_tells_nothing_more(shm_root: Path) -> None:
+    cache = Cache(kit.config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT)
+    endpoint = cache.publish_events(ANY)
+    del cache
+    gc.collect()
+    with cache_at(shm_root, None) as other:
+        assert other.publish_events(endpoint) == endpoint
+    with pytest.raises(ClosedError):
+        other.publish_events(ANY)
 
 
 def test_without_pyzmq_the_remedy_is_named() -> None:

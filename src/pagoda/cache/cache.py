@@ -417,19 +417,23 @@ class Cache:
             rank: the data-parallel rank of this engine, for routers.
 
         Returns the endpoint with its port. It ends with the cache; a forked child does not go on with it. Raises
-        ConfigError if the endpoint is taken, pyzmq is missing, or there is no local tier; ValueError the second time.
+        ConfigError if the endpoint is taken, pyzmq is missing, or there is no local tier; ValueError the second time,
+        ClosedError after `close`.
         """
         from pagoda.cache.request_events import RequestEvents
         from pagoda.kv_events.publisher import EventPublisher
         from pagoda.kv_events.stored_events import MEDIA
 
-        resources, ledgers = self._resources, {n: one for n, one in self._tiers.ledgers() if n in MEDIA}
+        resources, weights = self._resources, self._weights  # nothing here keeps a cache that was dropped
+        ledgers = {name: ledger for name, ledger in self._tiers.ledgers() if name in MEDIA}
+        if resources.closed:
+            raise ClosedError("the cache is closed")
         if resources.events is not None:
             raise ValueError(f"this cache tells its events already, at {resources.events.endpoint}")
         if not ledgers:
             raise ConfigError("KV events tell of host memory and the disk: set host_size or disk_size")
         resources.events = RequestEvents(
-            EventPublisher(endpoint, topic, rank), ledgers, lambda: self._weights.scope()[0].root,
+            EventPublisher(endpoint, topic, rank), ledgers, lambda: weights.scope()[0].root,
             self.layout.chunk_tokens, self.config.prompt_log,
         )  # fmt: skip
         return resources.events.endpoint
