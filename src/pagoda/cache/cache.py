@@ -329,7 +329,7 @@ class Cache:
             num_tokens = request.length_tokens - first * request.chunk_tokens
             resources.recorder.note(kind, keys, first, num_tokens, counted=counted)
         if kind is not None and resources.events is not None:
-            resources.events.heard(request)
+            resources.events.heard(request, options.get("weights_version"))
         return request
 
     # ---- the calls of people
@@ -433,8 +433,8 @@ class Cache:
         if not ledgers:
             raise ConfigError("KV events tell of host memory and the disk: set host_size or disk_size")
         resources.events = RequestEvents(
-            EventPublisher(endpoint, topic, rank), ledgers, lambda: weights.scope()[0].root,
-            self.layout.chunk_tokens, self.config.prompt_log,
+            EventPublisher(endpoint, topic, rank), ledgers, weights.scope, self.layout.chunk_tokens,
+            self.config.prompt_log,
         )  # fmt: skip
         return resources.events.endpoint
 

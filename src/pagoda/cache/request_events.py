@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from pagoda.cache.call import CacheRequest
+from pagoda.cache.tier_stack import TierStack
 from pagoda.fork import reset_in_child
+from pagoda.keys import Namespace
 from pagoda.kv_events.messages import ChunkEventForm
 from pagoda.kv_events.notes import BlockFacts, ChunkNote
 from pagoda.kv_events.publisher import EventPublisher
@@ -23,26 +26,30 @@ class RequestEvents:
         self,
         publisher: EventPublisher,
         ledgers: Mapping[str, Ledger],
-        present_root: Callable[[], bytes],
+        scope: Callable[..., tuple[Namespace, TierStack]],
         chunk_tokens: int,
         keeps_notes: bool,
     ) -> None:
-        """Begin to tell, by `publisher`, which is closed with this. `present_root`: of the cache's namespace now."""
+        """Begin to tell, by `publisher`, which is closed with this. `scope`: of the cache's `PresentWeights`."""
         self.endpoint = publisher.endpoint
-        self._publisher, self._present_root, self._root = publisher, present_root, present_root()
+        self._publisher, self._scope, self._root = publisher, scope, scope()[0].root
         facts = BlockFacts(chunk_tokens, chunk_tokens)
         self._stored: StoredEvents | None = StoredEvents(
             ledgers, self._root, facts, ChunkEventForm(facts), publisher, keeps_notes
         )
         self._stored.start()
+        self._lock = threading.Lock()  # what was asked under other weights is not heard after their change
         reset_in_child(self)
 
     def reset(self) -> None:
         """Tell nothing: the thread and the connections are another process's."""
         self._stored = None
 
-    def heard(self, request: CacheRequest) -> None:
-        """Keep what routers need to know of a request's chunks; of one with items nothing: tokens do not say all."""
+    def heard(self, request: CacheRequest, version: str | None) -> None:
+        """Keep what routers need to know of a request's chunks; of one with items nothing: tokens do not say all.
+
+        `version`: of the weights, if the request named one.
+        """
         stored, keys = self._stored, [*request.head, *request.keys]
         if (
             stored is None
@@ -51,16 +58,23 @@ class RequestEvents:
             or len(keys) != request.first + len(request.keys)
         ):
             return
-        self.follow_weights()
-        root = request.namespace.root
-        stored.found(partial(_note_of, request, keys), root, 0, keys)
+        space = request.namespace
+        with self._lock:
+            self._follow(stored)
+            if self._scope(space.lora, space.salt, version)[0].root == space.root:
+                stored.found(partial(_note_of, request, keys), space.root, 0, keys)
 
     def follow_weights(self) -> None:
         """Take everything back that was told if the weights have changed."""
-        root = self._present_root()
-        if root != self._root and self._stored is not None:
+        if self._stored is not None:
+            with self._lock:
+                self._follow(self._stored)
+
+    def _follow(self, stored: StoredEvents) -> None:
+        root = self._scope()[0].root
+        if root != self._root:
             self._root = root
-            self._stored.renew(root)
+            stored.renew(root)
 
     def close(self) -> None:
         """End within about a second. Idempotent."""

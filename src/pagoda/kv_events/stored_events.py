@@ -103,18 +103,20 @@ class StoredEvents:
 
         `make` returns the note of a chunk by its number; `root`: of the request's namespace.
         """
-        written = []
-        for chunk, outcome in enumerate(outcomes, first):
-            if isinstance(outcome, Reserved | Present):
-                note = self._remember(make, root, chunk, outcome.key)
-                if note is not None and isinstance(outcome, Reserved):
-                    written.append((outcome.slot, outcome.key, note))
+        there = [
+            (chunk, one) for chunk, one in enumerate(outcomes, first) if isinstance(one, Reserved | Present)
+        ]
+        notes = self._remember(make, root, [(chunk, one.key) for chunk, one in there])
+        written = [
+            (one.slot, one.key, notes[one.key])
+            for _, one in there
+            if isinstance(one, Reserved) and one.key in notes
+        ]
         self._write(next(tier.notes for tier in self._tiers if tier.medium == MEDIA["host"]), written)
 
     def found(self, make: NoteMaker, root: bytes, first: int, keys: Sequence[bytes]) -> None:
         """Keep the notes of chunks that a request found in the tiers: routers hear of those that had none."""
-        for chunk, key in enumerate(keys, first):
-            self._remember(make, root, chunk, key)
+        self._remember(make, root, list(enumerate(keys, first)))
 
     def renew(self, root: bytes) -> None:
         """Tell that no chunk of before is served any more; from now on the engine's namespace is `root`."""
@@ -130,21 +132,27 @@ class StoredEvents:
             self._thread.join(1.0)
         return not self._thread.is_alive()
 
-    def _remember(self, make: NoteMaker, root: bytes, chunk: int, key: bytes) -> ChunkNote | None:
+    def _remember(
+        self, make: NoteMaker, root: bytes, chunks: Sequence[tuple[int, bytes]]
+    ) -> dict[bytes, ChunkNote]:
+        """Return the notes of chunks, by key, as far as they can be made. Notes are made once."""
+        fresh = self._fresh
         with self._lock:
-            if (known := self._fresh.get(key)) is not None:
-                self._fresh.move_to_end(key)
-                return known
-            note = make(chunk)
-            if note is not None:
-                if root not in self._roots:
-                    self._roots.add(root)
-                    self._met.add(root)
-                self._fresh[key] = note
-                self._told_of.add(key)
-                if len(self._fresh) > _REMEMBERED:
-                    self._told_of.discard(self._fresh.popitem(last=False)[0])
-            return note
+            notes = {key: note for _, key in chunks if (note := fresh.get(key)) is not None}
+            for key in notes:
+                fresh.move_to_end(key)
+        if len(notes) == len(chunks):
+            return notes
+        made = {key: note for chunk, key in chunks if key not in notes and (note := make(chunk)) is not None}
+        with self._lock:
+            if made and root not in self._roots:
+                self._roots.add(root)
+                self._met.add(root)
+            fresh.update(made)
+            self._told_of |= made.keys()
+            while len(fresh) > _REMEMBERED:
+                self._told_of.discard(fresh.popitem(last=False)[0])
+        return notes | made
 
     def _write(self, notes: ChunkNotes, written: Sequence[tuple[int, bytes, ChunkNote]]) -> None:
         if not self._keeps_notes:
