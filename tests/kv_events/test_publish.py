@@ -170,6 +170,21 @@ def test_other_weights_take_all_back(cache: Cache) -> None:
     router.close()
 
 
+def test_what_was_asked_before_the_weights_changed_is_not_told_afterwards(cache: Cache) -> None:
+    tokens, later = prompt(3, 1), prompt(2, 2)
+    router = Router(cache.publish_events(ANY))
+    stored(cache, tokens)
+    wait_until(lambda: router.believes(tokens, "CPU") == 3)
+    asked = cache._checked(tokens, {})  # by another thread, which goes on after the change
+    cache.weights_changed()
+    assert cache._resources.events is not None
+    cache._resources.events.heard(asked, None)
+    stored(cache, later)
+    wait_until(lambda: router.believes(later, "CPU") == 2)
+    assert router.believes(tokens, "CPU") == 0
+    router.close()
+
+
 def test_what_cannot_work_is_refused_with_its_remedy(cache: Cache, shm_root: Path) -> None:
     endpoint = cache.publish_events(f"tcp://127.0.0.1:{free_port()}")
     with pytest.raises(ValueError, match="already"):
