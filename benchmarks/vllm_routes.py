@@ -1,6 +1,6 @@
 """The two ways of the vLLM connector, on one plain model.
 
-    .venv-vllm/bin/python -P benchmarks/vllm_routes.py [--json] [--quick]
+    .venv-vllm/bin/python benchmarks/vllm_routes.py [--json] [--quick]
 
 `PagodaConnector` serves plain models by itself, and hybrid ones through vLLM's offloading. Could the second serve all
 models? Engines take turns: without a connector, with the first way, and with the second, which is named directly.
@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.append(sys.path.pop(0))  # search this folder last: it has a vllm.py
 
 import vllm_engine as inside
 from ground import Plan, main

@@ -311,6 +311,19 @@ def test_the_weights_are_those_of_the_server(shm_root: Path, tmp_path: Path) -> 
     assert not found() and found()
     (tmp_path / "config.json").write_text('{"rope_theta": 2}')
     assert not found() and found()
+    (tmp_path / "scales.json").write_text("{}")
+    scaled = {"quantization_param_path": str(tmp_path / "scales.json")}
+    assert not found(**scaled) and found(**scaled)
+    (tmp_path / "scales.json").write_text('{"kv_cache": 2}')
+    assert not found(**scaled) and found(**scaled)
+    experts = tmp_path / "experts"
+    experts.mkdir()
+    (experts / "0.gguf").write_bytes(b"one")
+    assert not found(kt_weight_path=str(experts)) and found(kt_weight_path=str(experts))
+    (experts / "1.gguf").write_bytes(b"two")
+    assert not found(kt_weight_path=str(experts))
+    with pytest.raises(ConfigError, match=r"--kt-weight-path .* local file"):
+        found(kt_weight_path=str(tmp_path / "nowhere"))
 
 
 def test_an_adapter_is_named_by_its_content(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from blake3 import blake3
 from pagoda.connectors.identity.checkpoint_files import checkpoint_files, snapshot
 from pagoda.connectors.identity.lora_adapters import Adapters
 from pagoda.connectors.identity.plain_values import plain
-from pagoda.connectors.identity.weight_digests import files_digest
+from pagoda.connectors.identity.weight_digests import file_digest, files_digest
 from pagoda.connectors.sglang.storage_options import StorageOptions
 from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
@@ -25,12 +25,23 @@ _CONFIGS = ("config.json", "hf_quant_config.json")
 # settings of SGLang's ServerArgs that change what KV is computed for the same tokens, or may
 _SETTINGS = (
     "attention_backend", "context_length", "custom_weight_loader", "decode_attention_backend", "device",
-    "dllm_algorithm", "dtype", "enable_deterministic_inference", "enable_int8_mamba_checkpoint", "enable_multimodal",
-    "forward_hooks", "image_processor_backend", "json_model_override_args", "kv_cache_dtype", "language_only",
-    "linear_attn_backend", "load_format", "mamba_backend", "mamba_ssm_dtype", "mm_process_config", "model_impl",
-    "model_loader_extra_config", "modelopt_quant", "prefill_attention_backend", "quantization",
-    "quantization_param_path", "quantize_and_serve", "rl_quant_profile", "speculative_algorithm",
-    "speculative_draft_kv_cache_dtype", "speculative_draft_model_quantization", "trust_remote_code", "weight_version",
+    "dllm_algorithm", "dtype", "enable_deterministic_inference", "enable_hisparse", "enable_int8_mamba_checkpoint",
+    "enable_linear_replayssm", "enable_mamba_cache_stochastic_rounding", "enable_multi_layer_eagle",
+    "enable_multimodal", "enable_precise_embedding_interpolation", "enable_quant_communications", "enable_tf32_matmul",
+    "experts_shared_outer_loras", "flashinfer_mxfp4_moe_precision", "forward_hooks", "image_processor_backend",
+    "is_embedding", "json_model_override_args", "kt_method", "kt_num_gpu_experts", "kv_cache_dtype",
+    "language_model_only", "language_only", "linear_attn_backend", "linear_attn_decode_backend",
+    "linear_attn_prefill_backend", "load_format", "mamba_backend", "mamba_cache_philox_rounds", "mamba_ssm_dtype",
+    "mm_attention_backend", "mm_process_config", "model_config_parser", "model_impl", "model_loader_extra_config",
+    "modelopt_quant", "prefill_attention_backend", "prefill_kv_cache_dequant_dtype", "quantization",
+    "quantize_and_serve", "rl_on_policy_target", "rl_quant_profile", "speculative_algorithm",
+    "speculative_draft_kv_cache_dtype", "speculative_draft_model_quantization", "speculative_draft_sink_size",
+    "speculative_draft_window_size", "trust_remote_code", "weight_version",
+)  # fmt: skip
+# those that are the path of a file or a directory, which is named by its content
+_FILES = (
+    "decrypted_config_file", "decrypted_draft_config_file", "dllm_algorithm_config", "kt_weight_path",
+    "modelopt_checkpoint_restore_path", "quantization_param_path", "uno_lora_path",
 )  # fmt: skip
 
 
@@ -49,6 +60,7 @@ def engine_facts(options: StorageOptions) -> EngineFacts:
     """
     args = _server_args()
     settings = {name: getattr(args, name, None) for name in _SETTINGS}
+    settings |= {name: _content(name, value) for name in _FILES if (value := getattr(args, name, None))}
     settings["hnd"] = os.environ.get("SGLANG_USE_HND_KVCACHE")  # another order of heads and tokens
     try:
         values = json.dumps(plain([_release(), _weights(args, options), settings]), sort_keys=True)
@@ -127,6 +139,22 @@ def _digest(args: Any, model: str, revision: str | None, load_format: str) -> st
         )
     except (OSError, ValueError) as trouble:
         raise ConfigError(f"{model}: its weights cannot be named ({trouble}); {_REMEDY}") from None
+
+
+def _content(setting: str, path: str) -> str:
+    """Return the digest of a file, or of all files of a directory, that a setting names."""
+    place = Path(path).expanduser()
+    try:
+        if place.is_dir():
+            names = sorted(str(each.relative_to(place)) for each in place.rglob("*") if each.is_file())
+            return files_digest(place, names)
+        return file_digest(place)
+    except OSError as trouble:
+        option = setting.replace("_", "-")
+        raise ConfigError(
+            f"--{option} {path}: cannot be read here, so the KV cannot be named ({trouble.strerror}); "
+            "give the path of a local file or directory"
+        ) from None
 
 
 def _adapters(listed: Any) -> str:
