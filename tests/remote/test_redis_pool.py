@@ -32,6 +32,7 @@ from tests.remote.chunks import (
     ROOT,
     SMALL,
     TROUBLE,
+    begun_since,
     chunks_of,
     ends,
     fresh_prefix,
@@ -505,6 +506,7 @@ def test_two_machines_can_compare_the_nodes_they_name(shared: list[Server]) -> N
 
 
 def test_a_call_that_waits_ends_when_the_tier_is_closed(servers: list[Server]) -> None:
+    before = threading.enumerate()
     pool, keys = on(servers, look_seconds=60.0), keys_of(12)
     saved(pool, keys)
     for server in servers:
@@ -519,8 +521,7 @@ def test_a_call_that_waits_ends_when_the_tier_is_closed(servers: list[Server]) -
     finally:
         for server in servers:
             server.cont()
-    names = ("pagoda-redis-nodes", "pagoda-redis-connect")
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith(names)])
+    wait_until(lambda: not begun_since(before, "pagoda-redis-nodes", "pagoda-redis-connect"))
 
 
 def test_a_forked_child_uses_the_pool(shared: list[Server]) -> None:
