@@ -69,6 +69,9 @@ _AGE = ReplyShape(b":$")  # of OBJECT; nil of what is gone
 _PAGE = ReplyShape(b"$", HEADER_BYTES)
 _KEEPALIVE_SECONDS = 20.0
 _BELIEVED_SECONDS = 2.0
+_RULES_SECONDS = (
+    60.0  # how long it is believed what a server says of itself: people change that, and failovers do
+)
 GHOST_SECONDS = 3600.0  # how long it is known that a chunk was asked for once
 _DRAFT_SECONDS = 2.0  # how long a draft or a claim outlives the deadline of its writer
 _RELEASE = b"return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('UNLINK', KEYS[1]) or 0"
@@ -163,21 +166,34 @@ class RedisConnection:
     def open(self, until: float) -> Self:
         """Connect, authenticate, select the database, check that it answers, and ask how it evicts: one round trip.
 
-        OSError; RefusedError: the user may not read.
+        How it evicts is asked again once a minute. OSError; RefusedError: the user may not read.
         """
         self._resp = RespConnection(self._address.connect(self._connected, until))
         commands = self._address.login()
         if self._address.db:
             commands.append(command(b"SELECT", b"%d" % self._address.db))
+        replies = self._ask_for_rules([*commands, self._probe()], until)
+        self._checked(replies)
+        return self
+
+    def _ask_for_rules(self, commands: Sequence[bytes], until: float) -> list[Reply]:
+        """Ask how the server evicts, and what of lives the user may do; return the replies to `commands` before."""
         probe = self._names.probe
-        commands += [self._probe(), command(b"INFO", b"memory"), command(b"PTTL", probe)]
-        commands.append(command(b"PEXPIRE", probe, b"1", b"GT"))
-        *replies, info, remaining, extended = self._replies_here(commands, until, _OPENED)
+        rules = [
+            command(b"INFO", b"memory"),
+            command(b"PTTL", probe),
+            command(b"PEXPIRE", probe, b"1", b"GT"),
+        ]
+        *replies, info, remaining, extended = self._replies_here([*commands, *rules], until, _OPENED)
         self._lives = ChunkLives.of_server(
             self._ttl_seconds, self._ages, info, remaining, extended, self._ranks
         )
-        self._checked(replies)
-        return self
+        self._rules_end = time.monotonic() + _RULES_SECONDS
+        return replies
+
+    def _renew_rules(self, until: float) -> None:
+        if time.monotonic() >= self._rules_end:
+            self._ask_for_rules([], until)
 
     def ping(self, until: float) -> None:
         """Return if our names can be read."""
@@ -204,6 +220,7 @@ class RedisConnection:
         HLEN counts as a use and, unlike TOUCH, is among the commands that a writer needs anyway. What is no hash is no
         chunk. Writers ask about prompts that are new, so lives are asked for only of what is there.
         """
+        self._renew_rules(until)
         lives = self._lives
         names = [self._names.chunk(namespace, key) for key in keys]
         replies = self._replies([command(b"HLEN", name) for name in names], until, NUMBER)
@@ -292,6 +309,7 @@ class RedisConnection:
 
         A draft has an expiry time from its first byte on, so what a dead writer leaves disappears.
         """
+        self._renew_rules(until)
         result = self._put(namespace, key, page, stored, is_valid, until, rank)
         if result is PutResult.PRESENT:
             with suppress(RefusedError):
@@ -386,6 +404,7 @@ class RedisConnection:
 
         So is a longer life for the chunk.
         """
+        self._renew_rules(until)
         self._resp.check_usable()
         name = self._names.chunk(namespace, key)
         use = self._lives.used(name, rank)
