@@ -13,7 +13,8 @@ from urllib.parse import urlunsplit
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.remote.redis import HOST, RedirectError, RedisClient, RedisConnection
+from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
+from pagoda.tiers.remote.redis_address import HOST
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient
 from pagoda.tiers.remote.resp import NUMBER, ErrorReply, Reply, ReplyShape, RespConnection, command
 from pagoda.tiers.remote.store_client import RefusedError
