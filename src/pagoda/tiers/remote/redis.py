@@ -574,9 +574,7 @@ class RedisConnection:
 
     def _refusal(self, error: ErrorReply) -> RefusedError | OSError:
         """Return the exception of an error; an OSError, which closes the connection, if the server cannot serve now."""
-        text = error.text
-        if self._address.password:
-            text = text.replace(self._address.password, "***")  # a server may send anything
+        text = self._address.masked(error.text)
         because = re.match(r"EXECABORT .*because of: -?(\w+)", error.text)
         code = because[1] if because else error.code
         if code in _ELSEWHERE_IN_CLUSTER:

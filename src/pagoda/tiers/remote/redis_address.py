@@ -89,10 +89,9 @@ class RedisAddress:
         other.text = f"{self.text.partition('://')[0]}://{_text(other._options | {'db': self.db})}"
         return other
 
-    @property
-    def password(self) -> str | None:
-        """The password of the latest connection."""
-        return self._user[1]
+    def masked(self, text: str) -> str:
+        """Return what a server said without the password of the latest connection: it may send anything."""
+        return text.replace(self._user[1], "***") if self._user[1] else text
 
     def login(self) -> list[bytes]:
         """Return the command that authenticates the latest connection; no command if it needs none."""
@@ -226,7 +225,7 @@ class SentinelAddress(RedisAddress):
             match reply:
                 case [bytes(host), bytes(port)] if HOST.fullmatch(host) and re.fullmatch(rb"\d{1,5}", port):
                     return {"host": host.decode(), "port": int(port)}
-            said = reply.text if isinstance(reply, ErrorReply) else "knows no such service"
+            said = sentinel.masked(reply.text) if isinstance(reply, ErrorReply) else "knows no such service"
             trouble = f"{sentinel.text}: {said}"
         raise ConnectionError(f"{self.text}: no Sentinel names a master: {trouble}")
 

@@ -92,7 +92,8 @@ class RedisNode:
         """Log what the node did wrong; return the refusal that says nothing about the other nodes."""
         reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
         reason = error.reason if isinstance(error, RefusedError) else reason
-        text = f"{self.client.address}: {type(error).__name__}: {error}"
+        place = f"{self.client.address}: "
+        text = f"{place}{type(error).__name__}: {str(error).removeprefix(place)}"
         self._log.warn(_logger, reason, f"{text}: the other nodes are used as before")
         return RefusedError(reason, text, contained=True)
 
