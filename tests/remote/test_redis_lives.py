@@ -173,29 +173,31 @@ def test_where_lives_rank_nothing_uses_write_nothing(by_use: Server) -> None:
 def test_what_changes_while_connected_is_noticed(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """Connections in use live for days. As when somebody runs the command of our warning, or a replica takes over."""
     monkeypatch.setattr(redis_module, "_RULES_SECONDS", 0.0)
+    uses: Sequence[Callable[[RedisConnection], object]] = (
+        lambda connection: get(connection, 1),
+        lambda connection: connection.touch(ROOT, [key(1)], soon()),
+        lambda connection: put(connection, 1),
+    )
     with redis_server("--maxmemory", "1gb") as server, redis.Redis(port=server.port) as client:
-        client.execute_command("ACL SETUSER less on >x ~* +@all")
-        client.config_set("maxmemory-policy", "allkeys-lru" if change == "policy" else "volatile-ttl")
-        with opened(server.url) as writer:
-            put(writer, 1)
-        if change == "failover":
-            client.replicaof("127.0.0.1", "1")
-        if change == "rights":
-            client.execute_command("ACL SETUSER less -pexpire")
-        with opened(f"redis://less:x@127.0.0.1:{server.port}") as connection:
-            assert get(connection, 1)
-            client.replicaof("NO", "ONE")
-            client.execute_command("ACL SETUSER less +pexpire")
-            client.config_set("maxmemory-policy", "volatile-ttl")
-            uses: Sequence[Callable[[], object]] = (
-                lambda: get(connection, 1),
-                lambda: connection.touch(ROOT, [key(1)], soon()),
-                lambda: put(connection, 1),
+        for use in uses:
+            client.config_set("maxmemory-policy", "allkeys-lru" if change == "policy" else "volatile-ttl")
+            client.execute_command(
+                f"ACL SETUSER less on >x ~* +@all {'-pexpire' if change == 'rights' else ''}"
             )
-            for use in uses:
+            with opened(server.url) as writer:
+                put(writer, 1)
+            if change == "failover":
+                client.replicaof("127.0.0.1", "1")
+            with opened(f"redis://less:x@127.0.0.1:{server.port}") as connection:
+                client.replicaof("NO", "ONE")
+                client.execute_command("ACL SETUSER less +pexpire")
+                client.config_set("maxmemory-policy", "volatile-ttl")
                 client.pexpire(name(1), LIFE_MS - MINUTE_MS)
-                use()
+                use(connection)
                 assert lives(client, 1)[0] < 30_000
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        with opened(server.url) as connection:
+            client.config_set("maxmemory-policy", "volatile-ttl")
             put(connection, 2, rank=9_000_000)
             assert lives(client, 2)[0] >= 9_000_000
 
