@@ -13,7 +13,7 @@ from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
 from pagoda.config.sizes import AUTO, parse_size
 from pagoda.errors import ConfigError
-from pagoda.url_parts import split_url
+from pagoda.url_parts import place_of, split_url
 
 if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient
@@ -397,7 +397,8 @@ def _check_place(scheme: str, parts: SplitResult, shape: str) -> None:
             raise ValueError(f"a cluster has no numbers of databases; {shape}")
         for host in (names := hosts.split(",")):
             _check_place(one, parts._replace(netloc=f"{credentials}{at}{host}"), shape)
-        if len({name.lower() for name in names}) < len(names):
+        default_port = 26379 if kind == "sentinel" else 6379
+        if len({place_of(name, default_port) for name in names}) < len(names):
             raise ValueError(f"a host is given twice; {shape}")
         return
     try:

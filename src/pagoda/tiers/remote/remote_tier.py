@@ -397,7 +397,8 @@ class RemoteStore(WorkerBackend):
             self.breaker.record_failure(rests=rests)
             self.queries.wake()
         reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
-        self.log_reason(reason, f"{what} failed: {type(error).__name__}: {error}")
+        said = str(error).removeprefix(f"{self.client.address}: ")
+        self.log_reason(reason, f"{what} failed: {type(error).__name__}: {said}")
         return reason
 
     def close(self) -> None:
