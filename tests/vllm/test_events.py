@@ -256,6 +256,7 @@ def test_a_chunk_stored_anew_elsewhere_does_not_end_with_its_old_slot(cache: Cac
     assert engine.take() == [run(request)]
     tier.ledger.columns.generation[old.slot] = hidden
     assert engine.take() == []  # stored the whole time, according to the events
+    assert engine.take() == [] and not tier._before  # no more is remembered of it
     cache.clear()
     assert engine.take() == [gone(*request.block_hashes)]
 
@@ -446,6 +447,18 @@ def test_a_note_of_odd_sizes_silences_no_other_chunk(cache: Cache, field: str) -
         [(done[1].slot, done[1].key, msgspec.msgpack.encode(odd))]
     )
     assert Engine(cache).take() == [run(request, 0, 1), run(request, 2, 3)]
+
+
+def test_so_many_notes_are_remembered_and_no_more(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of chunks that wait for their turn are beside the tier by then."""
+    monkeypatch.setattr("pagoda.kv_events.stored_events._REMEMBERED", 5)
+    engine, requests = Engine(cache), [request_of(3, seed) for seed in range(4)]
+    for request in requests:
+        engine.stored(request)
+    events = engine.events
+    assert len(events._fresh) == 5 and events._told_of == events._fresh.keys()
+    told = [name for event in engine.take() for name in event.block_hashes]
+    assert sorted(told) == sorted(name for request in requests for name in request.block_hashes)
 
 
 def test_only_the_note_of_the_same_chunk_is_erased(tmp_path: Path) -> None:
