@@ -422,7 +422,7 @@ class Cache:
         """
         from pagoda.cache.request_events import RequestEvents
         from pagoda.kv_events.publisher import EventPublisher
-        from pagoda.kv_events.stored_events import MEDIA
+        from pagoda.kv_events.stored_events import MEDIA, largest_message
 
         resources, weights = self._resources, self._weights  # nothing here keeps a cache that was dropped
         ledgers = {name: ledger for name, ledger in self._tiers.ledgers() if name in MEDIA}
@@ -432,10 +432,11 @@ class Cache:
             raise ValueError(f"this cache tells its events already, at {resources.events.endpoint}")
         if not ledgers:
             raise ConfigError("KV events tell of host memory and the disk: set host_size or disk_size")
+        chunk_tokens = self.layout.chunk_tokens
+        publisher = EventPublisher(endpoint, topic, rank, message_bytes=largest_message(chunk_tokens))
         resources.events = RequestEvents(
-            EventPublisher(endpoint, topic, rank), ledgers, weights.scope, self.layout.chunk_tokens,
-            self.config.prompt_log,
-        )  # fmt: skip
+            publisher, ledgers, weights.scope, chunk_tokens, self.config.prompt_log
+        )
         return resources.events.endpoint
 
     def clear(self, *, lora: str | None = None, salt: str | None = None, everything: bool = False) -> Cleared:
