@@ -19,8 +19,10 @@ from pagoda.connectors.sglang import storage_options
 from pagoda.errors import ConfigError
 from tests.sglang.engines import Shape, storage_config
 
+from sglang.srt.arg_groups.arg_utils import record_fields  # isort: skip
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo  # isort: skip
 from sglang.srt.mem_cache.hicache_storage import (  # isort: skip
+    HiCacheFile,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
@@ -32,6 +34,7 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # isort: skip
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # isort: skip
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # isort: skip
 from sglang.srt.runtime_context import get_context  # isort: skip
+from sglang.srt.server_args import ServerArgs  # isort: skip
 
 from pagoda.connectors.sglang import PagodaHiCache  # isort: skip
 
@@ -210,8 +213,8 @@ def test_a_hybrid_comes_back_with_its_windows(shm_root: Path, name: str, side: A
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_usable_prefixes_are_those_of_the_definition(shm_root: Path, seed: int) -> None:
-    """Random pages of two side pools, with holes: what is told is what the definition of each policy gives."""
+def test_usable_prefixes_are_those_of_the_definition(shm_root: Path, tmp_path: Path, seed: int) -> None:
+    """Random pages of two side pools, with holes: what is told is what the definition and SGLang's own storage tell."""
     draw = random.Random(seed)
     pools = {"kv": mha("page_first"), "swa": mha("page_first", heads=1), "mamba": mamba()}
     sparse = {name: {page for page in range(12) if draw.random() < 0.6} for name in ("swa", "mamba")}
@@ -220,10 +223,14 @@ def test_usable_prefixes_are_those_of_the_definition(shm_root: Path, seed: int) 
         PoolTransfer(PoolName.SWA, keys=[""] * draw.randrange(1, 4), hit_policy=PoolHitPolicy.TRAILING_PAGES),
         PoolTransfer(PoolName.MAMBA, keys=[""], hit_policy=draw.choice(list(PoolHitPolicy)[:2])),
     ]
+    theirs = HiCacheFile(config({}), file_path=str(tmp_path))
     with storage(storage_config(shm_root), pools) as made:
         made.batch_set_v1(KEYS[:full], slots(pools["kv"], range(full)))
+        for page in range(full):
+            theirs.set(KEYS[page], torch.zeros(1))
         for name, pages in sparse.items():
             for page in pages:
+                theirs.set(f"{KEYS[page]}.{name}", torch.zeros(1))
                 made.batch_set_v2(
                     [PoolTransfer(PoolName(name), slots(pools[name], [page]), keys=[KEYS[page]])]
                 )
@@ -236,6 +243,23 @@ def test_usable_prefixes_are_those_of_the_definition(shm_root: Path, seed: int) 
         for transfers in (asked, asked[::-1]):
             found = made.batch_exists_v2(KEYS[:12], transfers)
             assert (found.restorable_prefix_pages, found.kv_hit_pages) == (usable, max(usable, default=0))
+            assert found == theirs.batch_exists_v2(KEYS[:12], transfers)
+
+
+def test_a_window_of_many_pages_is_found(shm_root: Path) -> None:
+    """A window of 4,096 tokens has 256 pages of 16 tokens, and 4,096 of one: too many for a look at each."""
+    pools = {"kv": mha("page_first", page=1), "swa": mha("page_first", heads=1, page=1)}
+    keys, hole = [f"{number:064x}" for number in range(700)], 300
+    with storage(storage_config(shm_root), pools) as made:
+        for at in range(0, len(keys), PAGES):
+            few = keys[at : at + PAGES]
+            assert all(made.batch_set_v1(few, slots(pools["kv"], range(len(few)))))
+            some = [key for key in few if key != keys[hole]]
+            one = PoolTransfer(PoolName.SWA, slots(pools["swa"], range(len(some))), keys=some)
+            assert all(made.batch_set_v2([one])["swa"])
+        asked = PoolTransfer(PoolName.SWA, keys=[""] * 350, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        ends = made.batch_exists_v2(keys, [asked]).restorable_prefix_pages
+        assert ends == [*range(1, hole + 1), *range(hole + 351, 701)]
 
 
 def test_a_pool_that_comes_late_is_stored_or_said_not_to_be(shm_root: Path) -> None:
@@ -287,7 +311,9 @@ def test_layouts_whose_pieces_have_one_size_never_share(shm_root: Path) -> None:
         assert not stores_as(shm_root, other), other.layout
 
 
-def test_the_weights_are_those_of_the_server(shm_root: Path, tmp_path: Path) -> None:
+def test_the_weights_are_those_of_the_server(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a name for them, the digest of the checkpoint's files; settings of the server count too."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"some weights")
@@ -296,9 +322,12 @@ def test_the_weights_are_those_of_the_server(shm_root: Path, tmp_path: Path) -> 
 
     def found(**args: Any) -> bool:
         settings = {"model_path": str(tmp_path), "device": "cpu", **args}
-        plain = storage_config(shm_root)
+        plain, name = storage_config(shm_root), str(args.get("served_model_name"))
         del plain["weights"]
-        with get_context().override_server_args(**settings), storage(plain, {"kv": kv}) as made:
+        with (
+            get_context().override_server_args(**settings),
+            storage(plain, {"kv": kv}, model_name=name) as made,
+        ):
             return bool(
                 made.batch_exists(KEYS) == PAGES or not made.batch_set_v1(KEYS, slots(kv, range(PAGES)))
             )
@@ -307,6 +336,15 @@ def test_the_weights_are_those_of_the_server(shm_root: Path, tmp_path: Path) -> 
     assert found()
     assert not found(kv_cache_dtype="fp8_e5m2")
     assert not found(json_model_override_args='{"rope_theta": 1}')
+    assert not found(kt_max_deferred_experts_per_token=2)  # their output is added a layer later
+    assert not found(cp_strategy="zigzag")
+    with monkeypatch.context() as changed:
+        changed.setenv("SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR", "500")
+        assert not found() and found()
+        changed.setenv("SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR", "900")
+        assert not found()
+    monkeypatch.setenv("SGLANG_RUN_ID", "of each start another")
+    assert found(served_model_name="another name", port=31000)
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     assert not found() and found()
     (tmp_path / "config.json").write_text('{"rope_theta": 2}')
@@ -324,6 +362,12 @@ def test_the_weights_are_those_of_the_server(shm_root: Path, tmp_path: Path) -> 
     assert not found(kt_weight_path=str(experts))
     with pytest.raises(ConfigError, match=r"--kt-weight-path .* local file"):
         found(kt_weight_path=str(tmp_path / "nowhere"))
+
+
+def test_sglang_has_all_settings_that_are_named() -> None:
+    """One that it renames would no longer count."""
+    known = {field.name for field in record_fields(ServerArgs)}
+    assert {*facts._SETTINGS, *facts._FILES} <= known
 
 
 def test_an_adapter_is_named_by_its_content(tmp_path: Path) -> None:
@@ -349,6 +393,7 @@ def test_an_adapter_is_named_by_its_content(tmp_path: Path) -> None:
         ({"chunk_tokens": 256}, "--page-size"),
         ({"host_size": 0}, "host_size = 0"),
         ({"host_size": "many"}, "host_size"),
+        ({"min_hit_tokens": 512}, "prefetch_threshold"),
         ({"salt": 7}, "salt = 7"),
         ({"allow_untested_sglang": "yes"}, "true or false"),
     ],
