@@ -302,6 +302,21 @@ def test_ranks_never_find_each_others_pages_but_of_latent_attention(shm_root: Pa
     assert stores_as(shm_root, latent, is_mla_model=True, tp_size=2, tp_rank=1)
 
 
+@pytest.mark.parametrize(("name", "side"), [("mamba", mamba), ("draft", lambda: mha("page_first"))])
+def test_beside_latent_attention_ranks_have_states_and_drafts_of_their_own(
+    shm_root: Path, name: str, side: Any
+) -> None:
+    """Only the latent KV is the same in all ranks: states and the heads of a draft are not."""
+    pools, ranks = {"kv": mla("page_first"), name: side()}, {"is_mla_model": True, "tp_size": 2}
+    few = PoolTransfer(PoolName(name), slots(pools[name], range(2)), keys=KEYS[:2])
+    with storage(storage_config(shm_root), pools, **ranks) as made:
+        assert all(made.batch_set_v1(KEYS[:2], slots(pools["kv"], range(2))))
+        assert made.batch_set_v2([few]) == {name: [True, True]}
+    with storage(storage_config(shm_root), pools, **ranks, tp_rank=1) as made:
+        assert made.batch_exists(KEYS[:2]) == 2
+        assert made.batch_get_v2([few]) == {name: [False, False]}
+
+
 def test_layouts_whose_pieces_have_one_size_never_share(shm_root: Path) -> None:
     """Their bytes have different orders; so do those of two dtypes of one width, and of other heads."""
     with storage(storage_config(shm_root), {"kv": mha("page_first")}) as made:
@@ -345,6 +360,19 @@ def test_the_weights_are_those_of_the_server(
         assert not found()
     monkeypatch.setenv("SGLANG_RUN_ID", "of each start another")
     assert found(served_model_name="another name", port=31000)
+    for setting in ("speculative_draft_model_path", "lora_paths"):
+        beside = tmp_path / setting
+        beside.mkdir()
+        (beside / "adapter_config.json").write_text("{}")
+        (beside / "adapter_model.safetensors").write_bytes(b"one")
+        named = {setting: [{"lora_path": str(beside)}] if setting == "lora_paths" else str(beside)}
+        assert not found(**named) and found(**named)
+        (beside / "adapter_model.safetensors").write_bytes(b"other")
+        assert not found(**named)
+    with monkeypatch.context() as changed:
+        changed.setattr(storage_options, "TESTED", ("0.5.24",))
+        changed.setattr("sglang.__version__", "0.5.24")
+        assert not found()
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     assert not found() and found()
     (tmp_path / "config.json").write_text('{"rope_theta": 2}')
@@ -424,6 +452,23 @@ def test_what_cannot_work_is_refused_at_the_start(shm_root: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="allow_untested_sglang"):
         PagodaHiCache(config(extra), {})
     PagodaHiCache(config({**extra, "allow_untested_sglang": True}), {})
+
+
+def test_a_pool_whose_pages_are_not_side_by_side_is_refused(shm_root: Path) -> None:
+    """Its pages would be looked for where others are."""
+    kv = mha("page_first")
+    for shift in (lambda page: 64 * (page == PAGES - 1), lambda page: -64 * page):
+
+        def moved(indices: torch.Tensor, shift: Any = shift) -> tuple[list[int], list[int]]:
+            addresses, sizes = type(kv).get_page_buffer_meta(kv, indices)
+            return [at + shift(int(indices[0]) // PAGE) for at in addresses], sizes
+
+        kv.get_page_buffer_meta = moved
+        with (
+            pytest.raises(ConfigError, match="no regular pages"),
+            storage(storage_config(shm_root), {"kv": kv}),
+        ):
+            pass
 
 
 def test_the_storage_asks_for_the_calls_without_a_detour(shm_root: Path) -> None:
