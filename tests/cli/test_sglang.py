@@ -68,6 +68,7 @@ def test_every_option_is_there_but_the_size_of_a_chunk() -> None:
         (["serve", "m", "--host-size", "1GiB"], "before serve"),
         (["serve", "m", "--disable-radix-cache"], "leave it out"),
         (["--host-size", "0", "serve", "m"], "host_size = 0"),
+        (["--min-hit-tokens", "512", "serve", "m"], "prefetch_threshold"),
         (["--remote", "redis://u:secret@h", "serve", "m"], "password_file"),
     ],
 )

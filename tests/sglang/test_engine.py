@@ -113,6 +113,19 @@ def test_detach_and_attach(shm_root: Path) -> None:
         _right(found)
 
 
+def test_after_an_attachment_that_was_refused_another_one_succeeds(shm_root: Path) -> None:
+    """SGLang takes a storage that fails too late for attached, and wants it detached first."""
+    with Engine(storage_config(shm_root)) as engine:
+        engine.request(_tokens(1))
+        engine.detach()
+        for bad in ({"host_size": 4096}, {"host_path": "/proc/pagoda"}, {"host_sise": "1GiB"}):
+            with pytest.raises(AssertionError, match=r"no room|/proc|host_size"):
+                engine.attach(storage_config(shm_root, **bad))
+        engine.attach(storage_config(shm_root))
+        engine.forget()
+        assert engine.request(_tokens(1)).stored == 20 * PAGE
+
+
 def test_tiny_tiers(shm_root: Path, tmp_path: Path) -> None:
     """Tiers of a few pages evict all the time; what is found is right."""
     extra = storage_config(shm_root, host_size="256KiB", disk_path=str(tmp_path / "disk"), disk_size="1MiB")
