@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
@@ -40,8 +39,6 @@ __all__ = [
     "build_request",
     "enable_profiler_ranges",
     "enable_spans",
-    "hit_call",
-    "profiler_range",
 ]
 
 log = guarded_logger("pagoda.cache")
@@ -94,11 +91,6 @@ class CacheRequest(NamedTuple):
     head: Sequence[bytes] = ()  # the keys before keys[0], as far as the caller gave them
     any_position: bool = False  # whether `first` is not known for certain
 
-    @property
-    def start_tokens(self) -> int:
-        """The first token that is requested."""
-        return self.first * self.chunk_tokens
-
     def starts(self, begin: int, end: int) -> list[int]:
         """Return the first token of each of the chunks keys[begin:end]."""
         return [(self.first + i) * self.chunk_tokens for i in range(begin, end)]
@@ -114,17 +106,21 @@ class CacheRequest(NamedTuple):
     def hit(self, by_tier: Mapping[str, int], reason: Reason | None = None, detail: str = "") -> Hit:
         """Return the answer: leading chunks by tier, and why not more."""
         tokens = {tier: chunks * self.chunk_tokens for tier, chunks in by_tier.items() if chunks}
-        start, served = self.start_tokens, sum(tokens.values())
+        start, served = self.first * self.chunk_tokens, sum(tokens.values())
         mask = np.zeros(self.length_tokens, np.bool_)
         mask[start : start + served] = True
         return Hit(served, tokens, mask, reason, detail, start)
+
+    def miss(self, reason: Reason, detail: str = "") -> Hit:
+        """Return the answer of a call that serves nothing."""
+        return self.hit({}, reason, detail)
 
     def hit_without_chunks(self) -> Hit:
         """Return the answer if there is no whole chunk in the request."""
         if self.length_tokens >= self.chunk_tokens:
             return self.hit({})
         detail = f"{self.length_tokens} tokens, a chunk has {self.chunk_tokens}"
-        return self.hit({}, Reason.SHORT_PROMPT, detail)
+        return self.miss(Reason.SHORT_PROMPT, detail)
 
 
 def build_request(
@@ -229,8 +225,8 @@ def _mask_start(mask: Mask, length_tokens: int) -> int:
 
 # -- the boundary ----------------------------------------------------------------------------------------------------
 
-_NO_RANGE: AbstractContextManager[object] = nullcontext()
-_ranges_on = False
+# the context of a call or a copy, by its name: of torch.profiler if ranges are on
+_profiler_range: Callable[[str], AbstractContextManager[object]] = nullcontext
 
 
 def enable_profiler_ranges(on: bool = True) -> None:
@@ -238,23 +234,14 @@ def enable_profiler_ranges(on: bool = True) -> None:
 
     Raises ConfigError where torch is not installed.
     """
-    global _ranges_on
+    global _profiler_range
+    _profiler_range = nullcontext
     if on:
         try:
-            import torch.profiler  # noqa: F401
+            from torch.profiler import record_function
         except ImportError as missing:
             raise ConfigError(f"profile = True: {missing}; install torch, or leave it out") from None
-    _ranges_on = on
-
-
-def profiler_range(name: str) -> AbstractContextManager[object]:
-    """Return a context that a profiler shows under this name; it has no other effect."""
-    if not _ranges_on:
-        return _NO_RANGE
-    from torch.profiler import record_function
-
-    found: AbstractContextManager[object] = record_function(f"pagoda.{name}")
-    return found
+        _profiler_range = record_function
 
 
 _spans: SpanRecorder | None = None
@@ -295,7 +282,7 @@ class CheckedTransfer:
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Do as the transfer does; raise TransferMisuse for its ValueError."""
         try:
-            with profiler_range("copy_down"):
+            with _profiler_range("pagoda.copy_down"):
                 self._kv.to_slots(starts, slots)
         except ValueError as error:
             raise TransferMisuse(error) from error
@@ -303,7 +290,7 @@ class CheckedTransfer:
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Do as the transfer does; raise TransferMisuse for its ValueError."""
         try:
-            with profiler_range("copy_up"):
+            with _profiler_range("pagoda.copy_up"):
                 self._kv.from_slots(starts, slots)
         except ValueError as error:
             raise TransferMisuse(error) from error
@@ -323,7 +310,7 @@ class Call(Generic[T]):
         """Do the work. Raises ValueError for wrong use only; every other error is a miss, counted and logged."""
         began = time.perf_counter() if _spans is not None or log.isEnabledFor(logging.DEBUG) else None
         try:
-            with profiler_range(self.name):
+            with _profiler_range(f"pagoda.{self.name}"):
                 answer = self.work()
         except TransferMisuse as misuse:
             raise misuse.error from None
@@ -347,8 +334,3 @@ class Call(Generic[T]):
     def cancel(self) -> None:
         """Let the work end as soon as it can."""
         self.deadline.cancel()
-
-
-def hit_call(name: str, work: Callable[[], Hit], request: CacheRequest, counters: CacheCounters) -> Call[Hit]:
-    """Return a call whose answer is a hit of `request`."""
-    return Call(name, work, partial(request.hit, {}), request.deadline, counters)

@@ -43,7 +43,7 @@ def run_lookup(resources: Resources, request: CacheRequest, counted: bool) -> Hi
     """Return what a retrieve is expected to serve; lease the part of it that the host tier has."""
     hit = expected_hit(resources, request)
     if counted:
-        tokens, root = request.length_tokens - request.start_tokens, request.namespace.root
+        tokens, root = len(hit.mask) - hit.start_tokens, request.namespace.root
         resources.counters.count_request(tokens, hit.by_tier, hit.reason, root)
     return hit
 
@@ -62,7 +62,7 @@ def run_explain(resources: Resources, request: CacheRequest) -> Hit:
 def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
     """Return what a retrieve is expected to serve, without counting it."""
     if resources.closed:
-        return request.hit({}, Reason.CLOSED, "the cache is closed")
+        return request.miss(Reason.CLOSED, "the cache is closed")
     if not request.keys:
         return request.hit_without_chunks()
     tiers = request.tiers
@@ -74,7 +74,7 @@ def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
         by_tier = {tier: by_tier[tier] for tier in above}
     total, minimum = sum(by_tier.values()) * request.chunk_tokens, resources.config.min_hit_tokens
     if total and total < minimum:
-        return request.hit({}, Reason.BELOW_MINIMUM, f"{total} of {minimum} tokens")
+        return request.miss(Reason.BELOW_MINIMUM, f"{total} of {minimum} tokens")
     if slow:
         return request.hit(by_tier, Reason.NOT_WORTH_IT, load_cost.refusal(slow[0]))
     if match.chunks == len(request.keys):

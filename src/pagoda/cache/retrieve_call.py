@@ -95,17 +95,29 @@ class RetrieveCall:
 
     def run(self) -> Hit:
         """Serve as many leading chunks as the deadline allows."""
-        hit = self._refusal()
+        request, resources, host, kv = self._request, self._resources, self._tiers.host, self._kv
+        hit, loads = self._refusal(), dict[str, int]()
         if hit is None:
-            hit = self._serve_all()
+            if host is not None and kv is not None and kv.device_index is not None:
+                host.use_device(kv.device_index)  # before the first copy
+            with nullcontext() if host is None else host.copying():
+                if host is not None:
+                    self._stamp, self._prefetch_slots = host.ledger.stamp(), host.ledger.slots // 2
+                self._serve()
+            chunks = self._by_tier[host.name] if host is not None and kv is not None else 0
+            nbytes = chunks * resources.layout.chunk_bytes
+            loads = resources.counters.load_counts(chunks, nbytes, self._load_seconds)
+            why = self._reason, self._detail
+            if self._reason is Reason.ABSENT:
+                why = resources.explainer.explain(request, self._done, self._hint)
+            hit = request.hit(self._by_tier, *why)
         if self._counted:
-            tokens, root = (
-                self._request.length_tokens - self._request.start_tokens,
-                self._request.namespace.root,
-            )
-            self._resources.counters.count_request(
-                tokens, hit.by_tier, hit.reason, root, miss_counted=self._miss_counted
-            )
+            resources.counters.count_request(
+                len(hit.mask) - hit.start_tokens, hit.by_tier, hit.reason, request.namespace.root,
+                miss_counted=self._miss_counted, more=loads,
+            )  # fmt: skip
+        else:
+            resources.counters.add(loads)
         return hit
 
     def _refusal(self) -> Hit | None:
@@ -114,34 +126,20 @@ class RetrieveCall:
         if not request.keys:
             return request.hit_without_chunks()
         if resources.closed:
-            return request.hit({}, Reason.CLOSED, "the cache is closed")
+            return request.miss(Reason.CLOSED, "the cache is closed")
         if self._kv is None and host is None:
-            return request.hit({}, Reason.TIER_SKIPPED, "there is no host tier to prefetch into")
+            return request.miss(Reason.TIER_SKIPPED, "there is no host tier to prefetch into")
         load_cost = resources.load_cost
         if host is not None and self._chooses and not load_cost.is_worth_loading(host.name):
-            return request.hit({}, Reason.NOT_WORTH_IT, load_cost.refusal(host.name))
+            return request.miss(Reason.NOT_WORTH_IT, load_cost.refusal(host.name))
         minimum = resources.config.min_hit_tokens
         if minimum > len(request.keys) * request.chunk_tokens:
-            return request.hit({}, Reason.BELOW_MINIMUM, f"at least {minimum} tokens")
+            return request.miss(Reason.BELOW_MINIMUM, f"at least {minimum} tokens")
         if minimum:
             expected = expected_hit(resources, request)
             if expected.reason is Reason.BELOW_MINIMUM:
                 return expected
         return None
-
-    def _serve_all(self) -> Hit:
-        request, resources, host = self._request, self._resources, self._tiers.host
-        if host is not None and self._kv is not None and self._kv.device_index is not None:
-            host.use_device(self._kv.device_index)  # before the first copy
-        with nullcontext() if host is None else host.copying():
-            if host is not None:
-                self._stamp, self._prefetch_slots = host.ledger.stamp(), host.ledger.slots // 2
-            self._serve()
-        chunks = self._by_tier[host.name] if host is not None and self._kv is not None else 0
-        resources.counters.count_loads(chunks, chunks * resources.layout.chunk_bytes, self._load_seconds)
-        if self._reason is not Reason.ABSENT:
-            return request.hit(self._by_tier, self._reason, self._detail)
-        return request.hit(self._by_tier, *resources.explainer.explain(request, self._done, self._hint))
 
     def _serve(self) -> None:
         while self._done < self._end and self._reason is None:
@@ -212,8 +210,7 @@ class RetrieveCall:
         began = time.perf_counter()
         views = host.slab.views(slots.tolist())
         self._kv.from_slots(self._request.starts(self._done, self._done + count), views)
-        valid = host.ledger.still_valid(slots, generations)
-        good = count if valid.all() else int(valid.argmin())
+        good = [*host.ledger.still_valid(slots, generations).tolist(), False].index(False)
         self._served(good, host.name)
         seconds = time.perf_counter() - began
         self._load_seconds[host.name] = self._load_seconds.get(host.name, 0.0) + seconds
@@ -579,15 +576,15 @@ class HostDestination(LoadDestination):
         reserved = _reserved(buffers)
         committed = self._host.ledger.commit(reserved, deadline_seconds=self._deadline.last())
         self._host.ledger.count({"stored_bytes": sum(map(bool, committed)) * self._host.chunk_bytes})
-        good = _count_leading(committed)
+        good = [*map(bool, committed), False].index(False)
         if self._lease_seconds and good:
             self._host.ledger.lease(*columns_of(reserved[:good]), self._lease_seconds)
         return good
 
     def count_valid(self, buffers: Sequence[LoadBuffer]) -> int:
         """Compare generations, after the copy."""
-        reserved = _reserved(buffers)
-        return _count_leading(self._host.ledger.still_valid(*columns_of(reserved)).tolist())
+        valid = self._host.ledger.still_valid(*columns_of(_reserved(buffers)))
+        return [*valid.tolist(), False].index(False)
 
     def settle(self, buffer: LoadBuffer, ok: bool) -> None:
         """Commit a chunk that arrived late but whole; free the slot of one that did not."""
@@ -638,8 +635,3 @@ class StagingDestination(LoadDestination):
 
 def _reserved(buffers: Sequence[LoadBuffer]) -> list[Reserved]:
     return [buffer.reserved for buffer in buffers if buffer.reserved is not None]
-
-
-def _count_leading(flags: Sequence[int]) -> int:
-    """Return how many leading flags are true."""
-    return next((i for i, flag in enumerate(flags) if not flag), len(flags))

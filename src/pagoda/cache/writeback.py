@@ -239,11 +239,11 @@ class WriteBackQueue:
 
     def note_access(self, access: Access) -> None:
         """Note that chunks were served; the thread soon tells the tier."""
-        stamp = recency_stamp(self.tier)
         if access.source is self.tier and isinstance(self.tier, DiskTier):
             return  # it keeps recency itself, and noted this access when it was asked
         if access.where is not None and self._is_known(*access.where).all():
             return
+        stamp = recency_stamp(self.tier)
         with self._changed:
             if self._closed:
                 return

@@ -185,6 +185,13 @@ def check_sizes(name: str, arrays: Iterable[Bytes], chunk_bytes: int) -> None:
             )
 
 
+def check_buffers(keys: Sequence[bytes], buffers: Sequence[Bytes], chunk_bytes: int) -> None:
+    """Raise ValueError unless there is a buffer for each key, and each can hold a chunk."""
+    if len(keys) != len(buffers):
+        raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: need one buffer a key")
+    check_sizes("buffer", buffers, chunk_bytes)
+
+
 def runs(items: Iterable[_T], most: int, follows: Callable[[_T, _T], bool]) -> Iterator[list[_T]]:
     """Split items into runs of at most `most`, in which each item follows the one before it."""
     run: list[_T] = []

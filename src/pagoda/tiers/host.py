@@ -25,7 +25,17 @@ from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from pagoda.threads import Condition
 from pagoda.tiers import opened_tiers
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future, follows, runs
+from pagoda.tiers.base import (
+    Bytes,
+    Chunk,
+    Done,
+    check_buffers,
+    check_sizes,
+    clamp_deadline,
+    completed_future,
+    follows,
+    runs,
+)
 from pagoda.tiers.blocking import BlockingCalls
 
 
@@ -298,11 +308,12 @@ class HostTier(BlockingCalls):
             self.ledger.abort(outcomes, self.deadline_seconds)
             raise
 
-    def _load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], start: int | None, namespace: bytes | None,
-        deadline_seconds: float | None,
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes | None,
+        deadline_seconds: float | None = None,
     ) -> list[Future[Done]]:  # fmt: skip
-        """Copy chunks out of slots, then validate them. The futures are done when it returns."""
+        """Copy chunks out of slots, then validate them. The futures are done when it returns. See Tier.load."""
+        check_buffers(keys, buffers, self.chunk_bytes)
         if self._closed:
             return [completed_future(False, Reason.CLOSED) for _ in keys]
         stamp = self.ledger.stamp()

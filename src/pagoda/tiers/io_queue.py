@@ -24,7 +24,7 @@ from pagoda.finalizers import close_when_dropped
 from pagoda.fork import reset_in_child
 from pagoda.metrics import Reason
 from pagoda.threads import Condition, Event, begin, complete
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, completed_future, running_future
+from pagoda.tiers.base import Bytes, Chunk, Done, check_buffers, check_sizes, completed_future, running_future
 from pagoda.tiers.blocking import BlockingCalls
 
 _FEWEST = 2  # the background thread and one that reads and writes: they are started first
@@ -545,10 +545,12 @@ class QueuedTier(BlockingCalls):
     def _stored(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int) -> Iterator[bool]:
         """Say of each chunk whether it is known to be stored: it takes no place in the queue from others."""
 
-    def _load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], start: int | None, namespace: bytes | None,
-        deadline_seconds: float | None,
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes | None,
+        deadline_seconds: float | None = None,
     ) -> list[Future[Done]]:  # fmt: skip
+        """Queue reads of chunks directly into `buffers`. See Tier.load."""
+        check_buffers(keys, buffers, self.chunk_bytes)
         refusal = self._refusal()
         if refusal is not None:
             return [self._missed(refusal) for _ in keys]
