@@ -47,7 +47,13 @@ def test_work_that_was_refused_never_runs() -> None:
 
 
 def test_a_deferred_call_is_done_once_for_all_requests_and_when_it_is_closed() -> None:
-    done = threading.Event()
+    class Counter:
+        number = 0
+
+        def add(self) -> None:
+            self.number += 1
+
+    done, counter = threading.Event(), Counter()
     call = DeferredCall(done.set, "deferred", 0.0)
     with no_threads():
         call.request()
@@ -55,16 +61,15 @@ def test_a_deferred_call_is_done_once_for_all_requests_and_when_it_is_closed() -
     call.request()
     assert done.wait(SECONDS)
     call.close(SECONDS)
-    calls: list[float] = []
-    call = DeferredCall(lambda: calls.append(1), "deferred", SECONDS)
+    call = DeferredCall(counter.add, "deferred", SECONDS)
     for _ in range(5):
         call.request()
-    assert not calls
+    assert not counter.number
     call.close(SECONDS)
-    assert calls == [1] and call._thread is not None and not call._thread.is_alive()
+    assert counter.number == 1 and call._thread is not None and not call._thread.is_alive()
     call.request()  # too late
     call.close(SECONDS)
-    assert calls == [1]
+    assert counter.number == 1
 
 
 def test_a_pool_goes_on_with_the_threads_that_it_has() -> None:

@@ -230,8 +230,9 @@ class DeferredCall:
     """
 
     def __init__(self, call: Callable[[], object], name: str, pause_seconds: float) -> None:
-        """`call` never raises; it begins `pause_seconds` after the first request that it is to serve."""
-        self._call, self._name, self._pause_seconds = call, name, pause_seconds
+        """`call`, a method that never raises, begins `pause_seconds` after the first request that it is to serve."""
+        self._call = weakref.WeakMethod(call)  # its object may hold this one
+        self._name, self._pause_seconds = name, pause_seconds
         self.reset()
 
     def reset(self) -> None:
@@ -259,7 +260,9 @@ class DeferredCall:
             self._requested.wait()
             self._ending.wait(self._pause_seconds)
             self._requested.clear()
-            self._call()
+            if (call := self._call()) is not None:
+                call()
+            del call
 
 
 class _Work(Generic[T]):

@@ -32,7 +32,7 @@ from pagoda.cache.log_lines import log_opened
 from pagoda.cache.lookup_call import run_explain, run_lookup
 from pagoda.cache.recording import CallKind
 from pagoda.cache.resources import build_resources
-from pagoda.cache.retrieve_call import RetrieveCall, probed
+from pagoda.cache.retrieve_call import RetrieveCall, measure_again
 from pagoda.cache.store_call import StoreCall
 from pagoda.cache.tier_stack import TierStack, build_tiers, open_tiers
 from pagoda.cache.weights_epoch import PresentWeights
@@ -287,9 +287,7 @@ class Cache:
 
     def _lookup_call(self, tokens: TokenIds | None, counted: bool, options: CallOptions) -> Call[Hit]:
         request = self._checked(tokens, options, CallKind.LOOKUP, counted)
-        work = partial(
-            probed, self._resources, request, partial(run_lookup, self._resources, request, counted)
-        )
+        work = partial(run_lookup, self._resources, request, counted, measure_again)
         return Call("lookup", work, request.miss, request.deadline, self._resources.counters)
 
     def _retrieve_call(
@@ -297,8 +295,7 @@ class Cache:
     ) -> Call[Hit]:
         transfer = CheckedTransfer(kv, self.layout)
         request = self._checked(tokens, options, CallKind.RETRIEVE, counted)
-        run = RetrieveCall(self._resources, request, transfer, counted).run
-        work = partial(probed, self._resources, request, run)
+        work = RetrieveCall(self._resources, request, transfer, counted).run
         return Call("retrieve", work, request.miss, request.deadline, self._resources.counters)
 
     def _prefetch_call(self, tokens: TokenIds | None, options: CallOptions) -> Call[Hit]:

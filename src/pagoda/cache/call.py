@@ -147,8 +147,15 @@ def build_request(
     ids = None if tokens is None else as_token_ids(tokens)
     origin, given = (0, None) if keys is None else _given_keys(keys, chunk_tokens)
     length = len(ids) if ids is not None else (origin + len(given or ())) * chunk_tokens
-    start_tokens = options.get("start_tokens", 0)
-    first = _first_chunk(start_tokens, options.get("mask"), length, chunk_tokens) or origin
+    start_tokens, mask = options.get("start_tokens", 0), options.get("mask")
+    begin = start_tokens if mask is None else _mask_start(mask, length, start_tokens)
+    if begin < 0 or begin % chunk_tokens:
+        raise ValueError(
+            f"the request begins at token {begin}: it must be a multiple of the chunk, {chunk_tokens} tokens"
+        )
+    if begin > length:
+        raise ValueError(f"start_tokens = {begin} is past the {length} tokens of the prompt")
+    first = begin // chunk_tokens or origin
     if given is None:
         assert ids is not None
         given = scheme(ids, namespace.root, chunk_tokens, items)
@@ -192,26 +199,8 @@ def _given_keys(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:
     return origin, flat
 
 
-def _first_chunk(start_tokens: int, mask: Mask | None, length_tokens: int, chunk_tokens: int) -> int:
-    """Return the first chunk that is requested. Raises ValueError for a start inside a chunk or a bad mask."""
-    if mask is not None:
-        masked = _mask_start(mask, length_tokens)
-        if start_tokens not in (0, masked):
-            raise ValueError(
-                f"start_tokens = {start_tokens}, but the mask begins at {masked}: pass one of them"
-            )
-        start_tokens = masked
-    if start_tokens < 0 or start_tokens % chunk_tokens:
-        raise ValueError(
-            f"the request begins at token {start_tokens}: it must be a multiple of the chunk, {chunk_tokens} tokens"
-        )
-    if start_tokens > length_tokens:
-        raise ValueError(f"start_tokens = {start_tokens} is past the {length_tokens} tokens of the prompt")
-    return start_tokens // chunk_tokens
-
-
-def _mask_start(mask: Mask, length_tokens: int) -> int:
-    """Return the number of leading Falses; the rest must be all True."""
+def _mask_start(mask: Mask, length_tokens: int, start_tokens: int) -> int:
+    """Return the number of leading Falses, which is `start_tokens` if that is not 0; the rest must be all True."""
     wanted = np.asarray(mask)
     if wanted.ndim != 1 or wanted.dtype != np.bool_ or len(wanted) != length_tokens:
         raise ValueError(
@@ -220,6 +209,8 @@ def _mask_start(mask: Mask, length_tokens: int) -> int:
     start = int(wanted.argmax()) if wanted.any() else len(wanted)
     if not wanted[start:].all():
         raise ValueError("a mask is False...False True...True: this one has a False after a True")
+    if start_tokens not in (0, start):
+        raise ValueError(f"start_tokens = {start_tokens}, but the mask begins at {start}: pass one of them")
     return start
 
 

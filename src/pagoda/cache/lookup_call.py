@@ -39,12 +39,20 @@ class TiersMatch(NamedTuple):
     reason: Reason | None
 
 
-def run_lookup(resources: Resources, request: CacheRequest, counted: bool) -> Hit:
-    """Return what a retrieve is expected to serve; lease the part of it that the host tier has."""
+def run_lookup(
+    resources: Resources, request: CacheRequest, counted: bool,
+    measure_again: Callable[[Resources, CacheRequest, Hit], None],
+) -> Hit:  # fmt: skip
+    """Return what a retrieve is expected to serve; lease the part of it that the host tier has.
+
+    `measure_again` is called if a tier is too slow: by a retrieve, which looks up itself.
+    """
     hit = expected_hit(resources, request)
     if counted:
         tokens, root = len(hit.mask) - hit.start_tokens, request.namespace.root
         resources.counters.count_request(tokens, hit.by_tier, hit.reason, root)
+    if hit.reason is Reason.NOT_WORTH_IT:
+        measure_again(resources, request, hit)
     return hit
 
 

@@ -35,7 +35,7 @@ from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, Done, Tier
 
-__all__ = ["RetrieveCall", "probed"]
+__all__ = ["RetrieveCall", "measure_again"]
 
 _COPY_BYTES = 256 << 20  # copied between two looks at the deadline
 _PAUSE_SECONDS = (0.0002, 0.005)  # between two looks at a chunk that another call is storing
@@ -44,13 +44,13 @@ _MOST_ROUNDS = 3  # times in a row that a chunk may disappear between two steps
 _ARRIVED_BYTES = 64 << 20  # copied out at once while reads are in flight
 
 
-def probed(resources: Resources, request: CacheRequest, run: Callable[[], Hit]) -> Hit:
-    """Return the answer of a look-up or retrieve. If it refused a slow tier, have it measured again in the background.
+def measure_again(resources: Resources, request: CacheRequest, hit: Hit) -> None:
+    """Have a tier measured again in the background that was too slow for a look-up or retrieve, whose answer is `hit`.
 
     So no request waits for the measurement: some of the chunks that it does not get are brought up to the host tier.
     """
-    hit, lower, host = run(), request.tiers.lower, resources.tiers.host
-    if hit.reason is Reason.NOT_WORTH_IT and host is not None:
+    lower, host = request.tiers.lower, resources.tiers.host
+    if host is not None:
         at, cost = hit.num_tokens // request.chunk_tokens, resources.load_cost
         if chunks := next(filter(None, (cost.take_probe(tier.name) for tier in lower)), 0):
             few = request._replace(
@@ -58,7 +58,6 @@ def probed(resources: Resources, request: CacheRequest, run: Callable[[], Hit]) 
                 keys=request.keys[at : at + chunks], first=request.first + at, parent=request.parent_of(at),
             )  # fmt: skip
             resources.executor.run_in_background(RetrieveCall(resources, few, None, False).run)
-    return hit
 
 
 class RetrieveCall:
@@ -118,6 +117,8 @@ class RetrieveCall:
             )  # fmt: skip
         else:
             resources.counters.add(loads)
+        if hit.reason is Reason.NOT_WORTH_IT:
+            measure_again(resources, request, hit)
         return hit
 
     def _refusal(self) -> Hit | None:
@@ -222,9 +223,25 @@ class RetrieveCall:
     # -- from lower tiers -----------------------------------------------------------------------------------------
 
     def _choose_lower_tier(self) -> tuple[Tier | None, int]:
-        """Return the first lower tier that has the next chunk and is worth loading, and how many it has in a row."""
+        """Return the first lower tier that has the next chunk and is worth loading, and how many it has in a row.
+
+        The run has one stamp in each tier, so that its tail stays older.
+        """
         for tier in self._tiers.lower:
-            found = self._match_lower(tier)
+            if self._done >= self._matched.get(tier.name, 0):
+                if tier.name not in self._stamps:
+                    self._stamps[tier.name] = recency_stamp(tier)
+                found = tier.find(
+                    self._request.keys[self._done : self._end],
+                    start=self._request.position_of(self._done),
+                    stamp=self._stamps[tier.name],
+                    namespace=self._request.namespace.root,
+                    deadline_seconds=self._deadline.remaining(),
+                )
+                self._matched[tier.name] = self._done + found
+                if not found and self._deadline.passed:
+                    self._silent = tier.name
+            found = self._matched[tier.name] - self._done
             if found and self._kv is None:
                 return self._limit_prefetch(tier, found)
             if found and (not self._chooses or self._resources.load_cost.is_worth_loading(tier.name)):
@@ -233,23 +250,6 @@ class RetrieveCall:
                 self._stop(Reason.NOT_WORTH_IT, self._resources.load_cost.refusal(tier.name))
                 return None, 0
         return None, 0
-
-    def _match_lower(self, tier: Tier) -> int:
-        """Return how many chunks `tier` has in a row from here; one stamp for the run, so that its tail stays older."""
-        if self._done >= self._matched.get(tier.name, 0):
-            if tier.name not in self._stamps:
-                self._stamps[tier.name] = recency_stamp(tier)
-            found = tier.find(
-                self._request.keys[self._done : self._end],
-                start=self._request.position_of(self._done),
-                stamp=self._stamps[tier.name],
-                namespace=self._request.namespace.root,
-                deadline_seconds=self._deadline.remaining(),
-            )
-            self._matched[tier.name] = self._done + found
-            if not found and self._deadline.passed:
-                self._silent = tier.name
-        return self._matched[tier.name] - self._done
 
     def _limit_prefetch(self, tier: Tier, found: int) -> tuple[Tier | None, int]:
         """Bring up no more than leases can keep: a longer prefetch would evict its own first chunks."""
@@ -262,8 +262,14 @@ class RetrieveCall:
 
     def _load(self, tier: Tier, stop: int) -> bool:
         """Load chunks [done, stop) from `tier`; return whether another call is storing the next one."""
-        destination, before, began = self._destination(), self._done, time.perf_counter()
-        pipeline = LoadPipeline(tier, destination, self._request, self._kv, self._served)
+        host, request, before, began = self._tiers.host, self._request, self._done, time.perf_counter()
+        destination: LoadDestination
+        if host is None or self._full or self._bypasses_writer():
+            destination = StagingDestination(self._resources.load_staging, self._deadline)
+        else:
+            lease = LEASE_SECONDS if self._kv is None else 0.0
+            destination = HostDestination(host, request, self._stamp, lease)
+        pipeline = LoadPipeline(tier, destination, request, self._kv, self._served)
         with self._resources.load_cost.measured(tier.name) as load:
             end = pipeline.run(self._done, stop)
             load.nbytes = (self._done - before) * tier.chunk_bytes
@@ -295,13 +301,6 @@ class RetrieveCall:
         access = Access(request.namespace.root, refs, end - begin, source=tier)
         for queue in self._resources.writeback:
             queue.note_access(access)
-
-    def _destination(self) -> LoadDestination:
-        host = self._tiers.host
-        if host is None or self._full or self._bypasses_writer():
-            return StagingDestination(self._resources.load_staging, self._deadline)
-        lease = LEASE_SECONDS if self._kv is None else 0.0
-        return HostDestination(host, self._request, self._stamp, lease)
 
     # -- ends and waits -------------------------------------------------------------------------------------------
 
@@ -463,7 +462,7 @@ class LoadPipeline:
     def _deliver(self, arrived: Sequence[LoadBuffer]) -> bool:
         """Commit, copy out, validate. After an exception `run` settles them: it may have come before the commit."""
         good = self._destination.commit(arrived)
-        self.committed += [buffer.reserved for buffer in arrived if buffer.reserved is not None]
+        self.committed += _reserved(arrived)
         if self._kv is not None and good:
             starts = self._request.starts(self._done, self._done + good)
             self._kv.from_slots(starts, [buffer.payload for buffer in arrived[:good]])

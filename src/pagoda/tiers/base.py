@@ -176,20 +176,15 @@ def flat_bytes(array: npt.NDArray[np.generic]) -> Bytes:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def check_sizes(name: str, arrays: Iterable[Bytes], chunk_bytes: int) -> None:
-    """Raise ValueError if one of `arrays` cannot hold a chunk."""
+def check_sizes(name: str, arrays: Sequence[Bytes], chunk_bytes: int, keys: int | None = None) -> None:
+    """Raise ValueError if one of `arrays` cannot hold a chunk, or if there are not as many as `keys`."""
+    if keys not in (None, len(arrays)):
+        raise ValueError(f"{keys} keys and {len(arrays)} {name}s: need one {name} a key")
     for array in arrays:
         if array.dtype != np.uint8 or array.ndim != 1 or array.nbytes < chunk_bytes:
             raise ValueError(
                 f"{name}: need a flat uint8 array of at least {chunk_bytes} bytes, got {array.dtype} {array.shape}"
             )
-
-
-def check_buffers(keys: Sequence[bytes], buffers: Sequence[Bytes], chunk_bytes: int) -> None:
-    """Raise ValueError unless there is a buffer for each key, and each can hold a chunk."""
-    if len(keys) != len(buffers):
-        raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: need one buffer a key")
-    check_sizes("buffer", buffers, chunk_bytes)
 
 
 def runs(items: Iterable[_T], most: int, follows: Callable[[_T, _T], bool]) -> Iterator[list[_T]]:

@@ -25,17 +25,7 @@ from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from pagoda.threads import Condition
 from pagoda.tiers import opened_tiers
-from pagoda.tiers.base import (
-    Bytes,
-    Chunk,
-    Done,
-    check_buffers,
-    check_sizes,
-    clamp_deadline,
-    completed_future,
-    follows,
-    runs,
-)
+from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future, follows, runs
 from pagoda.tiers.blocking import BlockingCalls
 
 
@@ -247,7 +237,7 @@ class HostTier(BlockingCalls):
         self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
     ) -> list[Future[Done]]:
         """Copy chunks into slots, run by run. The futures are done when it returns. See Tier.save."""
-        check_sizes("payload", (chunk.payload for chunk in chunks), self.chunk_bytes)
+        check_sizes("payload", [chunk.payload for chunk in chunks], self.chunk_bytes)
         try:
             with self.copying():
                 return self._save_all(chunks, namespace, stamp)
@@ -313,7 +303,7 @@ class HostTier(BlockingCalls):
         deadline_seconds: float | None = None,
     ) -> list[Future[Done]]:  # fmt: skip
         """Copy chunks out of slots, then validate them. The futures are done when it returns. See Tier.load."""
-        check_buffers(keys, buffers, self.chunk_bytes)
+        check_sizes("buffer", buffers, self.chunk_bytes, len(keys))
         if self._closed:
             return [completed_future(False, Reason.CLOSED) for _ in keys]
         stamp = self.ledger.stamp()
