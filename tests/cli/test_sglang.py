@@ -11,7 +11,10 @@ import pytest
 from pagoda.config import option_names
 from tests.cli.shelf import pagoda, refused
 
-STORAGE = {"backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache"}
+STORAGE = {
+    "backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache",
+    "hicache_storage_pass_prefix_keys": True,
+}  # fmt: skip
 
 
 def printed(*arguments: object, **variables: str) -> tuple[list[str], dict[str, object]]:

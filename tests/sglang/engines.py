@@ -65,6 +65,7 @@ def storage_config(root: Path, **options: Any) -> dict[str, Any]:
         "module_path": "pagoda.connectors.sglang",
         "class_name": "PagodaHiCache",
         "prefetch_threshold": 1,
+        "hicache_storage_pass_prefix_keys": True,
         "weights": "a test's",
         "host_path": str(root / "host"),
         "host_size": "32MiB",

@@ -77,6 +77,7 @@ class PagodaHiCache(HiCacheStorage):
         self._engine: EngineFacts | None = None  # read once, for all pools
         self._version: str | None = None  # of the weights; None: those of the files
         self._lines = RateLimitedLog()
+        self._said_no_prefix = False
         self._metrics = StorageMetrics()
 
     # ---- the pools
@@ -143,7 +144,17 @@ class PagodaHiCache(HiCacheStorage):
         return self._get(str(PoolName.KV), keys, host_indices, extra_info)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Store pages: in the host tier when this returns, in the lower tiers some time later."""
+        """Store pages: in the host tier when this returns, in the lower tiers some time later.
+
+        If SGLang does not say what they follow, what many prompts begin with seems unused, because it is in SGLang's
+        own pools, and is evicted first. Then no prompt hits after a restart.
+        """
+        if not self._said_no_prefix and getattr(extra_info, "prefix_keys", None) is None:
+            self._said_no_prefix = True
+            log.warning(
+                "SGLang does not say which pages follow which: what many prompts begin with is evicted first. Set "
+                "hicache_storage_pass_prefix_keys to true in --hicache-storage-backend-extra-config"
+            )
         return self._set(str(PoolName.KV), keys, host_indices, extra_info)
 
     # ---- pages of several pools
