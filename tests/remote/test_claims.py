@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import re
 import threading
 import time
@@ -186,6 +187,26 @@ def test_the_claim_of_another_machine_and_what_it_stores_stay(server: Server) ->
         assert [end.ok for end in ends(tier.save(chain(keys, still_valid), ROOT))] == [True, False, False]
         wait_until(lambda: not truth.exists(names[2] + ":w"))
     assert truth.get(names[1] + ":w") == b"another" and truth.hget(names[2], "h") == b"another"
+
+
+def test_only_the_process_that_claimed_releases(server: Server) -> None:
+    prefix, keys, truth = fresh_prefix(), keys_of(2), redis.Redis(port=server.port)
+    until = time.monotonic() + PATIENT_SECONDS
+    mine, others = (RedisClient(server.url, prefix=prefix) for _ in range(2))
+
+    def release(client: RedisClient) -> None:
+        with contextlib.closing(client.connection().open(until)) as connection:
+            connection.release(ROOT, keys, until)
+
+    with contextlib.closing(mine.connection().open(until)) as connection:
+        assert connection.claim(ROOT, keys, until) == [None, None]
+    release(others)
+    child = multiprocessing.get_context("fork").Process(target=release, args=(mine,))
+    child.start()
+    child.join(PATIENT_SECONDS)
+    assert child.exitcode == 0 and len(truth.keys(f"{prefix}*")) == 2
+    release(mine)
+    assert not truth.keys(f"{prefix}*")
 
 
 @pytest.mark.slow
