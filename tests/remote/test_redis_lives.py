@@ -265,6 +265,15 @@ def test_the_lives_of_machines_with_another_ttl_teach_nothing(by_life: Server) -
     assert mixed.ages.rank_of_new() < MINUTE_MS
 
 
+def test_what_slow_traffic_taught_is_forgotten() -> None:
+    """Else new chunks would be the first to be evicted once the traffic is faster."""
+    ages = ReuseAges()
+    for longest_ms, least, most in ((60 * MINUTE_MS, 10, 60), (MINUTE_MS, 0, 1)):
+        for number in range(60_000):
+            ages.record(longest_ms * (number % 10) / 10)
+        assert least * MINUTE_MS <= ages.rank_of_new() < most * MINUTE_MS
+
+
 @pytest.mark.parametrize("forbidden", ["info", "pttl", "pexpire"])
 def test_a_user_without_a_right_reads_and_writes(by_life: Server, forbidden: str) -> None:
     with redis.Redis(port=by_life.port) as client:

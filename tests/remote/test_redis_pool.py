@@ -270,6 +270,33 @@ def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
         assert not tier.resting and tier.stats()["failed_checks"] == 0
 
 
+def test_a_node_that_refuses_to_be_read_is_left_out(servers: list[Server]) -> None:
+    """As after a mistake in the rights of a user, while all are connected."""
+    keys, pool = keys_of(60), on(servers, look_seconds=PATIENT_SECONDS)
+    saved(pool, keys)
+    here, odd = of(servers, keys), servers[0]
+    others = [key for key in keys if key not in here[odd]]
+    with tier_on(pool, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS) as tier:
+        healthy(tier, keys)
+        odd.call("ACL", "SETUSER", "default", "-exists", "-hget")
+        for key in here[odd][:4]:
+            tier._store.presence.clear()
+            tier.find([key], namespace=ROOT)
+            assert not tier.resting
+        wait_until(lambda: len(shares(pool, keys)) == 2)
+        tier._store.presence.clear()
+        healthy(tier, keys, others)
+        wait_until(lambda: all(end.ok for end in save(tier, keys)) and set(load(tier, keys)) == {None})
+        for server in servers:
+            server.call("ACL", "SETUSER", "default", "-exists", "-hget")
+        connection = pool.connection()
+        with pytest.raises((RefusedError, OSError)):
+            connection.find(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
+        connection.close()
+        odd.call("ACL", "SETUSER", "default", "+exists", "+hget")
+        wait_until(lambda: f"127.0.0.1:{odd.port}" in {node.place for node in shares(pool, keys)})
+
+
 def test_a_node_that_refuses_touches_keeps_none_from_the_others(
     servers: list[Server], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -384,7 +411,7 @@ def test_a_refusal_leaves_no_call_under_way_at_a_slow_node(servers: list[Server]
     servers[0].call("ACL", "SETUSER", "default", "-exists")
     servers[1].stop()
     try:
-        with pytest.raises(RefusedError, match="NOPERM"):
+        with contextlib.suppress(RefusedError):  # the first chunk may be on either
             connection.find(ROOT, keys, time.monotonic() + LATE_SECONDS)
         assert pool.nodes[1] not in connection._lines, "the next call would share it with a thread"
     finally:

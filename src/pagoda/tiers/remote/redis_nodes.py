@@ -477,6 +477,8 @@ class RedisNodesConnection:
     ) -> dict[RedisNode, _T]:
         """Call nodes at the same time; return the results of those that answer. The others count as failed.
 
+        A refusal by all nodes there are is raised as it is. If none answers, one by some of them is contained.
+
         `patience_seconds`: how long all of them are waited for; None: as long as a look-up may take. Where none answers
         in the time that is usual in one network, the first answer shows how far away they are.
         """
@@ -491,6 +493,7 @@ class RedisNodesConnection:
         now = time.monotonic()
         wait(futures.values(), min(until - now, now - begun))
         answers, ended = {}, {node: future for node, future in futures.items() if future.done()}
+        refusals: list[RefusedError] = []
         for node in futures.keys() - ended.keys():
             futures[node].cancel()  # if no thread has begun with it
             if (line := self._lines.pop(node, None)) is not None:
@@ -499,8 +502,13 @@ class RedisNodesConnection:
         for node, future in ended.items():
             if (error := future.exception()) is None:
                 answers[node] = future.result()
-            elif not isinstance(error, RefusedError) or not (error.contained or error.reconnect):
+            elif not isinstance(error, RefusedError):
                 raise error
+            elif not (error.contained or error.reconnect):
+                refusals.append(error)
+                contained = node.failed(error)
+        if refusals and not answers:
+            raise refusals[0] if len(refusals) == len(self._client.nodes) else contained
         return answers
 
     def _submit(self, node: RedisNode, call: Callable[[RedisConnection], _T], until: float) -> Future[_T]:
