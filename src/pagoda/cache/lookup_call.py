@@ -45,7 +45,7 @@ def run_lookup(
 ) -> Hit:  # fmt: skip
     """Return what a retrieve is expected to serve; lease the part of it that the host tier has.
 
-    `measure_again` is called if a tier is too slow: by a retrieve, which looks up itself.
+    `measure_again` is called if a tier was too slow. It is that of `retrieve_call`, which imports this module.
     """
     hit = expected_hit(resources, request)
     if counted:

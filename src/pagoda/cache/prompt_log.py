@@ -135,7 +135,7 @@ class PromptLog:
                 gone = self._ledger.explain_miss(keys[-1]).reason
                 if gone is not Reason.CLEARED and not self._is_written(keys[4 * len(keys) // 5 :]):
                     head = _BODY.pack(size, len(keys), len(tokens), stored_at, namespace)
-                    body = b"".join((head, *keys, tokens.tobytes()))
+                    body = b"".join((head, *keys, tokens.data))
                     record = _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body)) + body
                     if file.write(record) < len(record):
                         raise OSError(errno.ENOSPC, "no space for a whole prompt", str(self._path))
