@@ -114,6 +114,13 @@ class Config:
         False,
         "Make an OpenTelemetry span of each store, lookup and retrieve of this process; needs pagodakv[otel].",
     )
+    quality_verdicts: str = _option(
+        "",
+        "Where the verdicts of pagoda quality are: a directory or a file. Empty: ~/.config/pagoda/quality.",
+    )
+    unchecked: bool = _option(
+        False, "Let blending and lossy codecs start without a passing verdict of pagoda quality."
+    )
     log_format: LogFormat = _option(  # noqa: RUF009  # a field, as all of them
         "plain", "'json': what this process logs of PagodaKV goes to stderr as JSON, one object a line."
     )
@@ -196,6 +203,8 @@ class ConfigOptions(TypedDict, total=False):
     prompt_log: bool
     profile: bool
     otel: bool
+    quality_verdicts: str | os.PathLike[str]
+    unchecked: bool
     log_format: LogFormat
 
 

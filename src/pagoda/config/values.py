@@ -75,7 +75,7 @@ def _size(name: str, value: object) -> object:
     return size
 
 
-def _place(what: Literal["directory", "file"], needed: bool) -> Check:
+def _place(what: Literal["directory", "file", "path"], needed: bool) -> Check:
     def check(name: str, value: object) -> object:
         if not isinstance(value, str | os.PathLike):
             raise ValueError(f"a {what}, as text")
@@ -165,6 +165,8 @@ _CHECKS: dict[str, Check] = {
     "prompt_log": _flag,
     "profile": _flag,
     "otel": _flag,
+    "quality_verdicts": _place("path", needed=False),
+    "unchecked": _flag,
     "log_format": _one_of(get_args(LogFormat)),
     "remote": _remote,
     "peers": _peers,
