@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections.abc import Iterator
@@ -333,6 +334,9 @@ def test_any_bytes(data: bytes, name: str) -> None:
         (1, 1, 1, 1024, 1024, 1, 1, 1),
         (1, 1, 1, 1024, 1, 1, 1024, 1),
         (1, 2048, 1, 1, 0, 0, 0, 0),
+        (1, 1, 64, 64, 0, 0, 0, 0),
+        (1, 1, 4, 4, 0, 0, 0, 0),
+        (1, 1, 32, 32, 1, 1, 32, 33),
     ],
 )  # fmt: skip
 def test_hostile_heads(numbers: tuple[int, ...]) -> None:
@@ -341,7 +345,9 @@ def test_hostile_heads(numbers: tuple[int, ...]) -> None:
     for planes_ in (1, 2, 255):
         head = struct.pack("<BBBB8I", 1, 2, 0, planes_, *numbers)
         stored = np.frombuffer(head + bytes([15]) * 10_000, np.uint8)
-        codec.decode("q4", stored, 2, np.empty(4096, np.uint8))
+        ok = codec.decode("q4", stored, 2, np.empty(4096, np.uint8))
+        layers, *k = numbers[:4]
+        assert not ok or layers * (math.prod(k) + math.prod(numbers[4:])) == 2048
     assert time.process_time() - began < 20
 
 

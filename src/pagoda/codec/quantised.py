@@ -1,8 +1,8 @@
 """Lossy compression of KV: few levels for each group of numbers, then perhaps zstd. Called by `pagoda.codec`.
 
 K is quantised by channel: one group is a channel of one head over all tokens of the chunk, because channels of K
-differ in size and offset. V is quantised by token: one group is a token of one head, of
-several if heads are small. (Liu and others, "KIVI", 2024.)
+differ in size and offset. V is quantised by token: one group is a token of one head, or of several small ones.
+(Liu and others, "KIVI", 2024.)
 A group has its smallest number `low` and a `step`; each number becomes a code from 0 to `levels`: low + code * step.
 How many levels a layer has is the codec's choice: early layers more than late ones in "qzstd", as in CacheGen (Liu and
 others, SIGCOMM 2024). Up to 15 levels, two codes share a byte. With "qzstd" zstd compresses the bytes of the codes,
