@@ -56,6 +56,8 @@ def test_frozen() -> None:
         ("host_shared", "yes", "true or false"),
         ("disk_size", "auto", "100GiB"),
         ("disk_direct", 1, "true or false"),
+        ("quality_verdicts", "a\0b", "not a path"),
+        ("unchecked", "yes", "true or false"),
         ("write_policy", "write_true", "did you mean write_through?"),
         ("selective_hits", 0, "from 1"),
         ("min_hit_tokens", -1, "from 0"),

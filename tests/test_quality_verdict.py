@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pagoda.errors import ConfigError
+from pagoda.quality_verdict import (
+    VERSION,
+    Bounds,
+    Figures,
+    Interval,
+    Result,
+    Setting,
+    objections,
+    read_verdict,
+    require_quality,
+    weights_name,
+    write_verdict,
+)
+
+Edit = Callable[[dict], None]  # of the file's JSON
+
+BLEND = Setting("blend", {"version": 1, "policy": "deviation", "recompute": 0.15})
+CODEC = Setting("codec", {"version": 1, "codec": "q8"})
+BOUNDS = Bounds(kl=0.1, top1=0.93, answers=0.93, prompts=50)
+CAUGHT = {"zeroed KV": True}
+
+
+def figures(**changes: Interval | None) -> Figures:
+    good = Figures(
+        kl=Interval(0.01, 0.008, 0.02),
+        top1=Interval(0.99, 0.98, 1.0),
+        same_text=Interval(0.9, 0.8, 1.0),
+        answers=Interval(1.0, 0.97, 1.02),
+        ttft=Interval(0.4, 0.3, 0.5),
+        bytes=1.0,
+    )
+    return msgspec.structs.replace(good, **changes)
+
+
+def result(setting: Setting = BLEND, found: Figures | None = None) -> Result:
+    found = found or figures()
+    reasons = objections(found, BOUNDS, CAUGHT, 60, 0.95)
+    return Result(
+        setting,
+        BOUNDS,
+        found,
+        CAUGHT,
+        60,
+        "ab" * 16,
+        16,
+        0.95,
+        0,
+        "2026-01-02T03:04:05Z",
+        not reasons,
+        reasons,
+    )
+
+
+def written(place: Path, *results: Result, weights: tuple[str, ...] = ("w1",)) -> Path:
+    return write_verdict(place, model="a model", weights=weights, pagoda="0.1.0", results=results)
+
+
+def refusal(setting: Setting, place: Path, weights: str = "w1", weights_epoch: int = 0) -> str:
+    with pytest.raises(ConfigError) as raised:
+        require_quality(setting, weights=weights, weights_epoch=weights_epoch, verdicts=place)
+    state = require_quality(
+        setting, weights=weights, weights_epoch=weights_epoch, verdicts=place, unchecked=True
+    )
+    assert state.checked == "unchecked"
+    assert state.as_stats()["detail"] in {state.detail} and "without a passing verdict" in state.detail
+    return str(raised.value)
+
+
+def edited(path: Path, change: Edit) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_passing_verdict_lets_the_feature_start(tmp_path: Path) -> None:
+    path = written(tmp_path, result())
+    assert path == tmp_path / "w1.json"
+    for place in (tmp_path, path):
+        for unchecked in (False, True):
+            state = require_quality(BLEND, weights="w1", verdicts=place, unchecked=unchecked)
+            assert state.checked == "passed"
+            assert state.as_stats() == {
+                "setting": "blend policy=deviation recompute=0.15",
+                "checked": "passed",
+                "detail": f"measured: {path}, 2026-01-02T03:04:05Z",
+            }
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    wrote = [result(), result(CODEC, figures(answers=None))]
+    found = read_verdict(written(tmp_path / "sub" / "v.json", *wrote, weights=("w1", "engine's")))
+    assert found.results == wrote
+    assert (found.model, found.weights, found.version) == ("a model", ["w1", "engine's"], VERSION)
+
+
+def test_without_a_verdict_the_error_says_what_to_run(tmp_path: Path) -> None:
+    said = refusal(BLEND, tmp_path)
+    assert "there is no verdict for the weights w1" in said
+    assert "pagoda quality MODEL PROMPTS.jsonl --blend deviation:0.15" in said
+    assert "unchecked = true" in said
+    assert "--codec q8" in refusal(CODEC, tmp_path / "absent")
+    layered = Setting("blend", {"version": 1, "policy": "deviation", "recompute": 0.15, "layer": 2})
+    assert layered.flag == "--blend deviation:0.15:layer=2"
+
+
+def test_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=str(tmp_path / "pagoda" / "quality")):
+        require_quality(BLEND, weights="w1", verdicts="")
+    written(tmp_path / "pagoda" / "quality", result())
+    assert require_quality(BLEND, weights="w1", verdicts="").checked == "passed"
+
+
+def test_weights_without_a_name_are_refused(tmp_path: Path) -> None:
+    written(tmp_path, result())
+    assert "Namespace.weights" in refusal(BLEND, tmp_path, weights="")
+
+
+def test_another_models_verdict_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, result())
+    assert "there is no verdict for the weights w2" in refusal(BLEND, tmp_path, weights="w2")
+    assert "is about other weights (w1), not w2" in refusal(BLEND, path, weights="w2")
+    path.rename(tmp_path / "w2.json")
+    assert "is about other weights (w1), not w2" in refusal(BLEND, tmp_path, weights="w2")
+
+
+def test_weights_updated_in_place_are_others(tmp_path: Path) -> None:
+    written(tmp_path, result())
+    assert "w1+epoch3" in refusal(BLEND, tmp_path, weights_epoch=3)
+    written(tmp_path, result(), weights=("w1", weights_name("w1", 3)))
+    assert require_quality(BLEND, weights="w1", weights_epoch=3, verdicts=tmp_path).checked == "passed"
+
+
+def test_a_further_name_of_the_weights_is_found_in_a_directory(tmp_path: Path) -> None:
+    written(tmp_path, result(), weights=("w1", "org/model as vLLM names it"))
+    (tmp_path / "zzz.json").write_text("{}")
+    found = require_quality(BLEND, weights="org/model as vLLM names it", verdicts=tmp_path)
+    assert found.checked == "passed"
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    written(tmp_path, result())
+    other = Setting("blend", {**BLEND.options, "recompute": 0.05})
+    assert "is about other settings: blend policy=deviation recompute=0.15" in refusal(other, tmp_path)
+    newer = Setting("blend", {**BLEND.options, "version": 2})
+    assert "blend policy=deviation recompute=0.15 version 1" in refusal(newer, tmp_path)
+    assert "is about other settings" in refusal(CODEC, tmp_path)
+    same = Setting("blend", {**BLEND.options, "recompute": 0.1 + 0.05})
+    assert require_quality(same, weights="w1", verdicts=tmp_path).checked == "passed"
+
+
+def test_a_failed_setting_is_refused_with_its_reasons(tmp_path: Path) -> None:
+    written(tmp_path, result(found=figures(kl=Interval(0.2, 0.1, 0.3))))
+    said = refusal(BLEND, tmp_path)
+    assert "was measured and FAILED" in said and "KL divergence is 0.2000 nats" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("passed", lambda file: file["results"][0].update(passed=True, reasons=[]), "checksum"),
+        ("figures", lambda file: file["results"][0]["figures"]["kl"].update(high=0.01), "checksum"),
+        ("weights", lambda file: file["weights"].append("w2"), "checksum"),
+        ("older", lambda file: file.update(version=VERSION - 1), "an older version"),
+        ("newer", lambda file: file.update(version=VERSION + 1, surprise={}), "a newer version"),
+        ("format", lambda file: file.update(format="recipe"), "is no verdict"),
+        ("field", lambda file: file["results"][0].pop("bounds"), "is no verdict"),
+        ("null", lambda file: file["results"][0]["figures"]["kl"].update(high=None), "is no verdict"),
+    ],
+)
+def test_a_changed_file_is_refused(tmp_path: Path, name: str, change: Edit, said: str) -> None:
+    edited(written(tmp_path, result(found=figures(kl=Interval(0.2, 0.1, 0.3)))), change)
+    assert said in refusal(BLEND, tmp_path)
+
+
+def test_a_verdict_that_its_own_figures_contradict_is_refused(tmp_path: Path) -> None:
+    bad = result(found=figures(kl=Interval(0.2, 0.1, 0.3)))
+    written(tmp_path, msgspec.structs.replace(bad, passed=True, reasons=[]))  # with a right checksum
+    assert "contradicts itself" in refusal(BLEND, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"null", b"[1]", b"{", b"\xff\xfe", b'{"format": 3}', b"{" * 100_000]
+)
+def test_bytes_that_are_no_verdict(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "w1.json").write_bytes(content)
+    assert "is no verdict of pagoda quality" in refusal(BLEND, tmp_path)
+
+
+def test_a_new_run_keeps_the_results_of_other_settings(tmp_path: Path) -> None:
+    written(tmp_path, result(), weights=("w1", "also"))
+    worse = result(found=figures(top1=Interval(0.5, 0.4, 0.6)))
+    path = written(tmp_path, worse, result(CODEC))
+    found = read_verdict(path)
+    assert found.results == [worse, result(CODEC)]
+    assert found.weights == ["w1", "also"]
+    assert "FAILED" in refusal(BLEND, tmp_path)
+
+
+def test_another_models_file_and_an_older_version_are_replaced(tmp_path: Path) -> None:
+    path = written(tmp_path / "v.json", result(CODEC), weights=("w2",))
+    assert read_verdict(written(path, result())).results == [result()]
+    edited(path, lambda file: file.update(version=0))
+    assert read_verdict(written(path, result())).weights == ["w1"]
+
+
+def test_a_file_that_is_no_verdict_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "notes.json"
+    path.write_text('{"mine": 1}')
+    with pytest.raises(ConfigError, match="name another file"):
+        written(path, result())
+    assert path.read_text() == '{"mine": 1}'
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        written(tmp_path / "file" / "v.json", result())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kl": Interval(0.05, 0.01, 0.11)}, "reaches 0.1100"),
+        ({"top1": Interval(0.95, 0.92, 1.0)}, "begins at 92.0 %"),
+        ({"answers": Interval(0.95, 0.92, 1.0)}, "right answers are 95.0 %"),
+        ({"kl": Interval(math.nan, math.nan, math.nan)}, "KL divergence"),
+        ({"top1": Interval(math.nan, math.nan, math.nan)}, "tokens are the same"),
+        ({"answers": Interval(math.nan, math.nan, math.nan)}, "right answers"),
+    ],
+)
+def test_the_worse_end_of_an_interval_decides(changes: dict[str, Interval], said: str) -> None:
+    (reason,) = objections(figures(**changes), BOUNDS, CAUGHT, 50, 0.95)
+    assert said in reason
+
+
+def test_too_few_prompts_and_controls_that_pass() -> None:
+    assert objections(figures(answers=None), BOUNDS, CAUGHT, 50, 0.95) == []
+    assert "49 prompts are too few" in objections(figures(), BOUNDS, CAUGHT, 49, 0.95)[0]
+    assert "no control was run" in objections(figures(), BOUNDS, {}, 50, 0.95)[0]
+    (reason,) = objections(figures(), BOUNDS, {**CAUGHT, "swapped": False}, 50, 0.95)
+    assert "swapped keeps the bounds too" in reason
+
+
+def test_importing_it_is_cheap() -> None:
+    code = (
+        "import sys, pagoda.quality_verdict; "
+        "sys.exit(','.join({'numpy', 'torch', 'lmdb', 'rich'} & set(sys.modules)) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
