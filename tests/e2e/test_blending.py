@@ -330,6 +330,7 @@ def test_after_new_weights_without_a_verdict_everything_is_computed(house: House
             "0 rotary embeddings",
         ),
     ],
+    ids=["latents", "interleaved", "absolute"],
 )  # fmt: skip
 def test_models_whose_k_cannot_be_moved_are_refused_with_a_sentence(model, said: str, house: House) -> None:  # noqa: F811
     cached = house.open(model(), unchecked=True)
