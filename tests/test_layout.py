@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.layout import ITEMSIZE, KVLayout, Plane, TokenOrder, itemsize
+from pagoda.layout import ITEMSIZE, KVLayout, Plane, Rotary, TokenOrder, itemsize
 
 GIB = 2**30
 
@@ -127,6 +127,21 @@ def test_opaque_fingerprints() -> None:
         KVLayout.opaque(32, 4096, "a").fingerprint,
     }
     assert len(found) == 4
+
+
+def test_a_layout_may_name_the_rotary_embedding() -> None:
+    """Where K is moved to other positions, other angles are other KV; elsewhere nothing changes."""
+    plain, rotary = KVLayout.dense(2, 2, 64, "float16", chunk_tokens=16), Rotary(1e4, 64, "")
+    named = plain.with_rotary(rotary)
+    assert named.rotary == rotary and plain.rotary is None
+    assert replace(named, fingerprint=plain.fingerprint, rotary=None) == plain
+    others = [rotary._replace(theta=5e5), rotary._replace(dims=32), rotary._replace(scaling="yarn")]
+    assert len({plain.fingerprint, *(plain.with_rotary(one).fingerprint for one in (rotary, *others))}) == 5
+    for dims in (0, 63, 66):
+        with pytest.raises(ValueError, match="even number of at most 64"):
+            plain.with_rotary(rotary._replace(dims=dims))
+    with pytest.raises(ValueError, match="opaque"):
+        KVLayout.opaque(16, 4096, "a").with_rotary(rotary)
 
 
 def test_pinned_fingerprints() -> None:

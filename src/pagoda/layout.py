@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 from blake3 import blake3
 
-__all__ = ["ITEMSIZE", "SLOT_ALIGN", "KVLayout", "Plane", "TokenOrder", "itemsize"]
+__all__ = ["ITEMSIZE", "SLOT_ALIGN", "KVLayout", "Plane", "Rotary", "TokenOrder", "itemsize"]
 
 SLOT_ALIGN = 4096  # a page; O_DIRECT needs it
 TokenOrder: TypeAlias = Literal["heads_first", "tokens_first"]
@@ -56,6 +56,14 @@ class Plane(NamedTuple):
     dtype: str
 
 
+class Rotary(NamedTuple):
+    """The rotary embedding that K was given: with it K can be moved to another position. V has none."""
+
+    theta: float  # the base of the frequencies
+    dims: int  # how many leading dims of a head are rotated, in two halves
+    scaling: str  # whatever else decides the angles, as text
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """The memory layout of the KV of one chunk. Immutable; create it with `dense`, `mla`, `of` or `opaque`.
@@ -75,6 +83,7 @@ class KVLayout:
     layers: int = 0
     planes: tuple[Plane, ...] = ()
     token_order: TokenOrder = "heads_first"
+    rotary: Rotary | None = None  # named only where KV is moved to other positions
 
     def __post_init__(self) -> None:
         _positive(chunk_tokens=self.chunk_tokens, chunk_bytes=self.chunk_bytes)
@@ -156,6 +165,20 @@ class KVLayout:
         return cls(
             chunk_tokens, chunk_bytes, _fingerprint("opaque", chunk_tokens, [chunk_bytes, description])
         )
+
+    def with_rotary(self, rotary: Rotary) -> KVLayout:
+        """Return this layout for KV that may be moved to other positions: same bytes, another fingerprint. Pure.
+
+        The fingerprint names the embedding, so that KV is never moved by the angles of another one.
+        """
+        if not self.planes:
+            raise ValueError("the bytes are opaque: only K of a layout with planes can be moved")
+        if not 0 < rotary.dims <= self.planes[0].dim or rotary.dims % 2:
+            raise ValueError(
+                f"rotary.dims is {rotary.dims}: an even number of at most {self.planes[0].dim}, the dim of K"
+            )
+        fingerprint = _fingerprint("rotary", self.chunk_tokens, [self.fingerprint, *rotary])
+        return replace(self, fingerprint=fingerprint, rotary=rotary)
 
     @property
     def slot_bytes(self) -> int:

@@ -136,7 +136,9 @@ class QualityState(NamedTuple):
     """Why a feature may run with a setting; `stats` shows it."""
 
     setting: Setting
-    checked: Literal["passed", "unchecked"]
+    checked: Literal[
+        "passed", "unchecked", "exact"
+    ]  # exact: these options change nothing; the feature says so itself
     detail: str
 
     def as_stats(self) -> dict[str, object]:

@@ -42,7 +42,10 @@ _MAPPED, _NOT_SUPPORTED, _UNKNOWN, _ELSEWHERE, _NOT_NEEDED, _SAME = FieldVerdict
 _REMOTE = 'share a store instead: remote = "redis://HOST:6379/0"'
 
 SWITCHES = {
-    "enable_blending": "only prefixes are reused here, so that text stays as computed; write enable_blending: false",
+    "enable_blending": (
+        "vLLM's scheduler counts prefixes only, so nothing is blended there; write enable_blending: false, and with "
+        "Transformers call generate(documents=..., question=..., recompute=0.15)"
+    ),
     "enable_p2p": (
         "machines read each other's chunks through pagoda serve, and the file does not name them: "
         "name them with --peers http://HOST:7777,http://HOST:7777, or a Redis for all with lookup_url"

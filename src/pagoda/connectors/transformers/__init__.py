@@ -7,11 +7,35 @@ In the order in which a call meets them:
     batch_rows        the rows of a batch as prompts, with their padding
     dynamic_cache     a DynamicCache over memory that the cache's transfers fill
     layerwise         KV that arrives layer by layer, while the model computes
+    blending          documents that are reused wherever they are in a prompt
+    blend_policies    which of their tokens are computed again
+    rotary            moves K to another position
 """
 
 from __future__ import annotations
 
+from pagoda.connectors.transformers.blend_policies import (
+    POLICIES,
+    Candidates,
+    Deviation,
+    FirstK,
+    SelectionPolicy,
+    blend_setting,
+    policy_named,
+)
 from pagoda.connectors.transformers.cached_model import CachedModel, Prefix, layout_of
 from pagoda.connectors.transformers.model_identity import namespace_of
 
-__all__ = ["CachedModel", "Prefix", "layout_of", "namespace_of"]
+__all__ = [
+    "POLICIES",
+    "CachedModel",
+    "Candidates",
+    "Deviation",
+    "FirstK",
+    "Prefix",
+    "SelectionPolicy",
+    "blend_setting",
+    "layout_of",
+    "namespace_of",
+    "policy_named",
+]

@@ -6,13 +6,15 @@ out = cached.generate(input_ids, max_new_tokens=48)             # one call
 with cached.prefix(input_ids) as prefix:                        # the two halves
     out = model.generate(input_ids, past_key_values=prefix.past_key_values, max_new_tokens=48)
     cached.store(input_ids, prefix.past_key_values)
+
+out = cached.generate(documents=[a, b, c], question=q, recompute=0.15)  # approximate: `blending` says how
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -22,6 +24,7 @@ from pagoda.cache import Cache, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers.batch_rows import BatchRow, grown_mask, mask_of, rows_of
+from pagoda.connectors.transformers.blend_policies import SelectionPolicy, checked_share, policy_named
 from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
 from pagoda.connectors.transformers.model_identity import adapters_digest, namespace_of, stamp_of
 from pagoda.connectors.transformers.supported_models import (
@@ -39,6 +42,7 @@ from pagoda.metrics import Reason, guarded_logger
 from pagoda.transfer import DenseKV
 
 if TYPE_CHECKING:
+    from pagoda.connectors.transformers.blending import Blended, Blender
     from pagoda.connectors.transformers.layerwise import LayerLoad, LayerLoads
 
 __all__ = ["CachedModel", "Prefix", "layout_of"]
@@ -61,6 +65,7 @@ class Prefix:
     num_tokens: list[int]  # tokens of each row in those columns
     hits: list[Hit]  # one for each row; a row may have more than the columns that all rows have
     seconds: float
+    blend: Blended | None = None  # of a prompt of documents: which of its tokens are exact
 
     @property
     def hit(self) -> Hit:
@@ -144,6 +149,8 @@ class CachedModel:
             _check_made_for(cache, namespace)
         self.cache = cache
         self._events: dict[str, Any] | None = None  # how they are published
+        self._blender: Blender | None = None  # made at the first use, for the present weights
+        self._blended_before = False  # with weights of before, so that nothing may raise with these
 
     def __repr__(self) -> str:
         if not hasattr(self, "cache"):
@@ -157,9 +164,14 @@ class CachedModel:
 
     def generate(
         self,
-        input_ids: Any,
+        input_ids: Any | None = None,
         attention_mask: Any | None = None,
         *,
+        documents: Sequence[Any] | None = None,
+        question: Any | None = None,
+        recompute: float = 0.15,
+        policy: str | SelectionPolicy = "deviation",
+        unchecked: bool = False,
         store: bool = True,
         store_output: bool = False,
         salt: str | None = None,
@@ -167,12 +179,34 @@ class CachedModel:
     ) -> Any:
         """Return what `model.generate` returns for these arguments, sooner; stores the KV of the prompt.
 
-        `store_output` also stores the KV of the generated tokens; `store=False` only reads. Raises ValueError for
-        calls that cannot be cached.
+        With `documents` the answer is approximate: it begins from the KV that each document has alone, see `blend`.
+        The result then begins with the tokens of all documents and of the question.
+
+        Args:
+            input_ids: the prompts, [batch, tokens]; not with `documents`.
+            attention_mask: as for `model.generate`; not with `documents`.
+            documents, question, recompute, policy, unchecked: as for `blend`; text needs `tokenizer`.
+            store: False only reads.
+            store_output: also store the KV of the generated tokens; not with `documents`.
+            salt: the tenant of this call, instead of the model's.
+            kwargs: arguments of `model.generate`.
+
+        Raises ValueError for calls that cannot be cached, ConfigError (a ValueError) for what `blend` may not do.
         """
         decoding = check_call(self.model, kwargs)
         beams = decoding.num_beams or 1
         repeats = max(beams, decoding.num_return_sequences or 1)
+        if documents is not None or question is not None:
+            if input_ids is not None or attention_mask is not None or store_output:
+                raise ValueError(
+                    "documents: give the whole prompt as documents and question, without input_ids, attention_mask "
+                    "and store_output"
+                )
+            found = self.blend(
+                documents, question, recompute=recompute, policy=policy, unchecked=unchecked, store=store,
+                salt=salt, tokenizer=kwargs.get("tokenizer"),
+            )  # fmt: skip
+            return self._generated_from(found, repeats, kwargs)
         if store_output and beams > 1:
             raise ValueError(
                 "store_output: beams change rows while they grow, so only their prompt can be stored"
@@ -200,6 +234,77 @@ class CachedModel:
         ready = self._ready(salt)
         rows = rows_of(input_ids, mask_of(self.model, input_ids, attention_mask))
         return self._prefix(rows, input_ids.shape[1], ready, self._looked(rows, ready), began)
+
+    def blend(
+        self,
+        documents: Sequence[Any] | None,
+        question: Any | None,
+        *,
+        recompute: float = 0.15,
+        policy: str | SelectionPolicy = "deviation",
+        unchecked: bool = False,
+        store: bool = True,
+        salt: str | None = None,
+        tokenizer: Any | None = None,
+    ) -> Prefix:
+        """Return a DynamicCache of a prompt of documents, all but its last token, from the KV of each document alone.
+
+        The first document is a prefix and exact. K of the others is moved to their new places, and a share of their
+        tokens is computed again, over all that is before them. A document that no tier has is computed alone first, so
+        the answer depends on the arguments, never on what is cached. `Prefix.blend` says which tokens are exact. With
+        recompute=1.0 all are: it computes what a full prefill computes.
+
+        Args:
+            documents: token ids or text of each, in the order of the prompt; nothing is put between them.
+            question: the tokens after the documents; always computed.
+            recompute: the share of the tokens of all documents but the first that is computed again, 0 to 1.
+            policy: which tokens: "deviation" (CacheBlend), "first_k" (EPIC), or a SelectionPolicy.
+            unchecked: run without a passing verdict of `pagoda quality` for these weights and this setting.
+            store: whether to store documents that no tier had.
+            salt: the tenant of this call, instead of the model's.
+            tokenizer: for text; special tokens are added to the first document only.
+
+        Raises ValueError for a model whose K cannot be moved and for wrong arguments, ConfigError (a ValueError)
+        without a verdict. Thread-safe as far as the model is. Sources: CacheBlend (EuroSys 2025), EPIC (ICML 2025).
+        """
+        from pagoda.connectors.transformers.blending import as_documents, hit_of
+
+        began = time.perf_counter()
+        pieces, chosen_by = as_documents(documents, question, tokenizer), policy_named(policy)
+        recompute = checked_share(recompute)
+        if self.model.training:
+            raise ValueError(
+                "the model is in training mode, where dropout changes the KV: call model.eval() first"
+            )
+        ready = self._ready(salt)
+        blender = self._blender_of(ready[0])
+        try:
+            state = blender.state_of(chosen_by, recompute, unchecked)
+        except ConfigError as refusal:
+            if not self._blended_before:
+                raise
+            _log.warning("the weights changed, and documents are computed in full: %s", refusal)
+            state = blender.state_of(chosen_by, 1.0, unchecked)
+        stamp = self._stamp
+        kv, blended = blender.blend(
+            pieces, chosen_by, state, ready[1], lambda: store and stamp_of(self.model) == stamp
+        )
+        tokens = len(blended.tokens) - 1
+        return Prefix(kv, tokens, [tokens], [hit_of(blended)], time.perf_counter() - began, blended)
+
+    def stats(self) -> dict[str, Any]:
+        """Return `Cache.stats` of the prompts' cache; of the documents' under "documents", once there are any.
+
+        "approximate" lists the settings of `blend` that were used, each with whether a verdict covers it. Raises
+        ClosedError after `close`.
+        """
+        stats: dict[str, Any] = {**self.cache.stats()}
+        blender = self._blender
+        if blender is not None:
+            stats["documents"] = blender.cache.stats()
+            states = [state.as_stats() for state in blender.states]
+            stats["approximate"] = [*stats.get("approximate", ()), *states]
+        return stats
 
     def store(
         self,
@@ -247,8 +352,11 @@ class CachedModel:
         until = time.monotonic() + timeout
         with self._lock:
             loads = self._loads
+            blender, self._blender = self._blender, None
         if loads is not None:
             loads.close(timeout)  # before the slots from which they copy are unmapped
+        if blender is not None:
+            blender.cache.close(max(0.0, until - time.monotonic()))
         if self._open is not None:
             self.cache.close(max(0.0, until - time.monotonic()))
 
@@ -283,6 +391,26 @@ class CachedModel:
             kv.batch_repeat_interleave(repeats)
         with self._prefills.measured(self.model, watch_for(self._seen.devices)):
             return self.model.generate(input_ids, attention_mask=mask, past_key_values=kv, **kwargs), kv
+
+    def _generated_from(self, found: Prefix, repeats: int, kwargs: dict[str, Any]) -> Any:
+        """Return the result of `model.generate` for a prompt of documents, and remember what it began from."""
+        import torch
+
+        assert found.blend is not None
+        kv, found.past_key_values, self.last, self.last_stored = found.past_key_values, None, found, []
+        ids = torch.from_numpy(found.blend.tokens).long().to(self.model.device)[None]
+        if repeats > 1:
+            kv.batch_repeat_interleave(repeats)
+        return self.model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=kv, **kwargs)
+
+    def _blender_of(self, cache: Cache) -> Blender:
+        """Return what blends documents with the weights of `cache`; opens their cache at the first use."""
+        from pagoda.connectors.transformers.blending import Blender
+
+        with self._lock:
+            if self._blender is None:
+                self._blender = Blender(self.model, self._seen, cache)
+            return self._blender
 
     def _looked(self, rows: list[BatchRow], ready: _Ready) -> Hit | None:
         """Look up, and count, a single prompt of a model on a device; None: `retrieve` will find out."""
@@ -388,6 +516,10 @@ class CachedModel:
             how = "the weights were changed" if forms == self._forms else "the model was moved or converted"
             raise ValueError(f"{how}: make a new CachedModel, so that old KV is not used with them")
         old = self.cache
+        if self._blender is not None:
+            self._blended_before = True
+            self._blender.cache.close()
+            self._blender = None
         if forms != self._forms:
             old.close()  # a store of another layout may need its space
             self._seen, self._forms = _looked_at(self.model, self.layout.chunk_tokens), forms

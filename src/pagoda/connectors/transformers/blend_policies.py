@@ -1,0 +1,139 @@
+"""Which tokens of reused documents are computed again: the policies, by name. Imports no torch.
+
+`blending` calls them. To add one, write a class with the three members of `SelectionPolicy` and enter it in `POLICIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.quality_verdict import Setting
+
+__all__ = [
+    "POLICIES",
+    "Candidates",
+    "Deviation",
+    "FirstK",
+    "SelectionPolicy",
+    "blend_setting",
+    "checked_share",
+    "policy_named",
+]
+
+_VERSION = 1  # of what blending computes for a setting: raised when that changes
+
+Positions = npt.NDArray[np.int64]
+
+
+class Candidates(NamedTuple):
+    """The tokens from which a policy chooses: those of all documents but the first."""
+
+    documents: Sequence[range]  # positions of each document in the prompt
+    recompute: float  # the share of these tokens that may be chosen
+    deviation: npt.NDArray[np.float32] | None  # of K, one value a token in this order; None if `layer` is 0
+
+    @property
+    def positions(self) -> Positions:
+        """All candidates, in order."""
+        return np.concatenate([np.arange(one.start, one.stop) for one in self.documents])
+
+
+class SelectionPolicy(Protocol):
+    """Chooses the tokens that are computed again. Thread-safe: `choose` is pure."""
+
+    @property
+    def name(self) -> str:
+        """The name in settings and verdicts."""
+        ...
+
+    @property
+    def layer(self) -> int:
+        """At which layer the policy compares K; all tokens are computed up to there. 0: it does not look at K."""
+        ...
+
+    def choose(self, candidates: Candidates) -> Positions:
+        """Return the positions to compute again, ascending: about `recompute` of all candidates."""
+        ...
+
+
+@dataclass(frozen=True)
+class FirstK:
+    """The first tokens of each document, an equal share of each; costs nothing but their computation.
+
+    Source: EPIC (LegoLink), ICML 2025: the first tokens of a document draw attention only because it began there.
+    """
+
+    name = "first_k"
+    layer = 0
+
+    def choose(self, candidates: Candidates) -> Positions:
+        """Return the first tokens of each document."""
+        shares = [
+            np.arange(one.start, one.start + round(candidates.recompute * len(one)))
+            for one in candidates.documents
+        ]
+        return np.concatenate(shares)
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The tokens whose K, computed in this prompt up to `layer`, differs most from the reused one.
+
+    It costs the computation of all tokens through `layer` layers, whose K and V are then exact for all tokens.
+
+    Source: CacheBlend, EuroSys 2025 (high KV deviation).
+    """
+
+    layer: int = 1
+    name = "deviation"
+
+    def __post_init__(self) -> None:
+        if type(self.layer) is not int or self.layer < 1:
+            raise ValueError(f"layer is {self.layer!r}: at least 1, because K of layer 0 never deviates")
+
+    def choose(self, candidates: Candidates) -> Positions:
+        """Return the tokens of the largest deviation; of equal ones the first."""
+        assert candidates.deviation is not None
+        count = round(candidates.recompute * len(candidates.deviation))
+        order = np.argsort(-candidates.deviation, kind="stable")[:count]
+        return np.sort(candidates.positions[order])
+
+
+POLICIES: dict[str, type[FirstK] | type[Deviation]] = {"first_k": FirstK, "deviation": Deviation}
+"""The policies that have a name."""
+
+
+def policy_named(policy: str | SelectionPolicy) -> SelectionPolicy:
+    """Return the policy of that name, or the policy itself. Raises ValueError for an unknown name."""
+    if not isinstance(policy, str):
+        return policy
+    if policy not in POLICIES:
+        raise ValueError(f"policy is {policy!r}: one of {', '.join(POLICIES)}, or a policy object")
+    return POLICIES[policy]()
+
+
+def checked_share(recompute: object) -> float:
+    """Return the share as a float. Raises ValueError unless it is a number from 0 to 1."""
+    if isinstance(recompute, bool) or not isinstance(recompute, int | float) or not 0 <= recompute <= 1:
+        raise ValueError(
+            f"recompute is {recompute!r}: the share of the reused tokens that is computed again, from 0 to 1"
+        )
+    return float(recompute)
+
+
+def blend_setting(policy: str | SelectionPolicy = "deviation", recompute: float = 0.15) -> Setting:
+    """Return what a verdict of `pagoda quality` names: all that decides which values blending computes. Pure."""
+    policy = policy_named(policy)
+    options: dict[str, Any] = {
+        "version": _VERSION,
+        "policy": policy.name,
+        "recompute": checked_share(recompute),
+    }
+    if policy.layer > 1:
+        options["layer"] = policy.layer
+    return Setting("blend", options)

@@ -1,0 +1,439 @@
+"""Documents that are reused wherever they are in a prompt, with a share of their tokens computed again.
+
+    documents  | first: exact | second, alone: K moved    | third, alone: K moved      | question |
+    chosen     |              | x  x                      |    x       x               | x x x x  |
+    computed     ----------->  the chosen tokens attend to everything before them; their K and V replace the reused ones
+
+A document is a chain of its own, computed as if it began a prompt, in a cache whose layout names the rotary embedding:
+no prompt without documents finds it. Its last, partial chunk is stored too, padded. The first document of a prompt is
+a true prefix, so its KV is exact. What is blended is not stored.
+
+`CachedModel` calls this. It calls `rotary` to move K, `blend_policies` to choose, `Cache` for the documents.
+Imports transformers, so import this module only when it is needed.
+
+Sources: CacheBlend (EuroSys 2025), EPIC (ICML 2025).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from pagoda.cache import Cache, Hit
+from pagoda.connectors.transformers.batch_rows import BatchRow
+from pagoda.connectors.transformers.blend_policies import (
+    Candidates,
+    Positions,
+    SelectionPolicy,
+    blend_setting,
+    checked_share,
+)
+from pagoda.connectors.transformers.dynamic_cache import Planes, dynamic_cache, kv_of_row, room_for
+from pagoda.connectors.transformers.rotary import rotary_of
+from pagoda.connectors.transformers.supported_models import ProbedModel
+from pagoda.keys import Int32s, Item, as_token_ids
+from pagoda.quality_verdict import QualityState, Setting, require_quality
+
+__all__ = ["Blended", "BlendedHit", "Blender", "as_documents", "hit_of"]
+
+_PADDING = blake3(b"", derive_key_context="PagodaKV padding after a document").digest()
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Blended:
+    """Which tokens of one prompt of documents are exact. Each position is in one of three masks. Immutable.
+
+    Exact is what a full prefill computes: everything before the first reused token. Recomputed tokens were computed
+    in this prompt, over a context that is approximate. Reused ones were computed with their document alone.
+    """
+
+    tokens: Int32s  # the whole prompt
+    starts: list[int]  # the first position of each document, then of the question
+    exact: Bools
+    recomputed: Bools
+    reused: Bools
+    computed_tokens: int  # that went through all layers in this call, those of missing documents included
+    documents: list[Hit]  # of each document's own chain
+    seconds: dict[str, float]  # load, alone (missing documents), choose, recompute
+    state: QualityState  # the setting, and whether a verdict of `pagoda quality` covers it
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many leading tokens are exact."""
+        return int(self.exact.sum())
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """How many tokens were computed over an approximate context."""
+        return int(self.recomputed.sum())
+
+    @property
+    def reused_tokens(self) -> int:
+        """How many tokens have the KV of their document alone."""
+        return int(self.reused.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class BlendedHit(Hit):
+    """The hits of all documents of a prompt as one: `mask` has the tokens that came from tiers, wherever they are."""
+
+    exact_prefix: int = 0  # up to which position KV is exact where it was put
+
+    @property
+    def exact(self) -> Bools:
+        """`mask`, with True only for the tokens served whose KV is what a full prefill computes."""
+        return self.mask & (np.arange(len(self.mask)) < self.exact_prefix)
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many tokens are in `exact`."""
+        return int(self.exact.sum())
+
+
+def hit_of(blended: Blended) -> BlendedHit:
+    """Return the hits of a prompt's documents as one, with the first reason for a miss. Pure.
+
+    A token that was computed again counts, because its KV was loaded; `Blended` says which ones were.
+    """
+    mask, by_tier = np.zeros(len(blended.tokens), np.bool_), dict[str, int]()
+    for start, hit in zip(blended.starts, blended.documents, strict=False):
+        mask[start : start + hit.num_tokens] = True
+        for tier, count in hit.by_tier.items():
+            by_tier[tier] = by_tier.get(tier, 0) + count
+    missed = [(number, hit) for number, hit in enumerate(blended.documents) if hit.reason is not None]
+    reason = missed[0][1].reason if missed else None
+    detail = f"documents[{missed[0][0]}]: {missed[0][1].detail}" if missed else ""
+    # only the first document is where it was computed
+    return BlendedHit(int(mask.sum()), by_tier, mask, reason, detail, exact_prefix=blended.starts[1])
+
+
+class _Loaded(NamedTuple):
+    """One document whose KV, as computed alone, is in the planes."""
+
+    hit: Hit
+    alone: int  # tokens that had to be computed
+    load_seconds: float
+    alone_seconds: float
+
+
+def as_documents(documents: Any, question: Any, tokenizer: Any | None) -> list[Int32s]:
+    """Return the token ids of each document, then of the question. Pure.
+
+    Text is tokenized piece by piece; special tokens are added to the first document only. Raises ValueError for an
+    empty piece, for text without a tokenizer, and if there is no document or question.
+    """
+    if isinstance(documents, str) or documents is None or not len(documents):
+        raise ValueError(
+            f"documents is {documents!r}: a list with at least one document, each token ids or text"
+        )
+    if question is None:
+        raise ValueError("question is missing: token ids or text that follow the documents")
+    found = []
+    for number, piece in enumerate([*documents, question]):
+        name = f"documents[{number}]" if number < len(documents) else "question"
+        if isinstance(piece, str):
+            if tokenizer is None:
+                raise ValueError(f"{name} is text: pass tokenizer=, or token ids")
+            piece = list(tokenizer(piece, add_special_tokens=number == 0)["input_ids"])
+        ids = as_token_ids(piece)
+        if not len(ids):
+            raise ValueError(f"{name} has no tokens: leave it out")
+        found.append(ids)
+    return found
+
+
+class Blender:
+    """The documents of one model: their cache, and how they are put together. Thread-safe as far as the model is."""
+
+    def __init__(self, model: Any, seen: ProbedModel, exact: Cache) -> None:
+        """Open the cache of documents beside `exact`, the model's own. Raises ValueError if K cannot be moved."""
+        self._model, self._exact, self._plain = model, exact, seen
+        self._rotary = rotary_of(model, seen)
+        layout = seen.layout.with_rotary(self._rotary.rotary)
+        self._seen = seen._replace(layout=layout)
+        self._states: dict[str, QualityState] = {}
+        self.cache = Cache(exact.config, namespace=exact.namespace.with_(layout=""), layout=layout)
+
+    @property
+    def states(self) -> list[QualityState]:
+        """The settings that were used, and whether a verdict covers them."""
+        return list(self._states.values())
+
+    def state_of(self, policy: SelectionPolicy, recompute: float, unchecked: bool) -> QualityState:
+        """Return whether a setting may be used. Raises ConfigError, which says what to do, if it may not."""
+        setting = blend_setting(policy, recompute)
+        name = f"{setting}{unchecked}"
+        if name not in self._states:
+            self._states[name] = self._checked(setting, unchecked)
+        return self._states[name]
+
+    def _checked(self, setting: Setting, unchecked: bool) -> QualityState:
+        if setting.options["recompute"] == 1.0:
+            return QualityState(setting, "exact", "every token after the first document is computed")
+        space, config = self._exact.namespace, self._exact.config
+        return require_quality(
+            setting, weights=space.weights, weights_epoch=space.weights_epoch, verdicts=config.quality_verdicts,
+            unchecked=unchecked or config.unchecked,
+        )  # fmt: skip
+
+    def blend(
+        self,
+        pieces: Sequence[Int32s],
+        policy: SelectionPolicy,
+        state: QualityState,
+        space: dict[str, Any],
+        may_store: Callable[[], bool],
+    ) -> tuple[Any, Blended]:
+        """Return a DynamicCache of all tokens but the last, and what it is made of; store documents that were missing.
+
+        Args:
+            pieces: the documents, then the question.
+            policy: chooses what is computed again.
+            state: of the setting; its share is used.
+            space: adapter and tenant.
+            may_store: whether the weights are still those that compute.
+        """
+        import torch
+
+        recompute = checked_share(state.setting.options["recompute"])
+        *documents, question = pieces
+        tokens = np.concatenate(pieces)
+        starts = [0, *(int(end) for end in np.cumsum([len(piece) for piece in documents]))]
+        total, first, end = len(tokens), starts[1], starts[-1]
+        # a document's last chunk is loaded whole, over the beginning of the next one, which is loaded after it
+        planes = room_for(self._seen, 1, total + self._seen.layout.chunk_tokens)
+        with torch.no_grad():
+            loaded = [
+                self._document(document, start, planes, space, may_store)
+                for document, start in zip(documents, starts, strict=False)
+            ]
+            planes = [
+                [plane.to(device) for plane in layer]
+                for layer, device in zip(planes, self._seen.devices, strict=True)
+            ]
+            began = time.perf_counter()
+            chosen = np.empty(0, np.int64)
+            if len(documents) > 1:
+                chosen = self._choose(policy, recompute, tokens, starts, planes)
+            choose_seconds, began = time.perf_counter() - began, time.perf_counter()
+            self._recompute(tokens, np.concatenate([chosen, np.arange(end, total - 1)]), planes)
+        mask = np.zeros(total, np.bool_)
+        mask[first:end] = True
+        mask[chosen] = False
+        exact = np.zeros(total, np.bool_)
+        exact[: int(mask.argmax()) if mask.any() else total] = True
+        seconds = {
+            "load": sum(one.load_seconds for one in loaded),
+            "alone": sum(one.alone_seconds for one in loaded),
+            "choose": choose_seconds,
+            "recompute": time.perf_counter() - began,
+        }
+        computed = sum(one.alone for one in loaded) + len(chosen) + len(question)
+        blended = Blended(
+            tokens, starts, exact, ~exact & ~mask, mask, computed, [one.hit for one in loaded], seconds, state
+        )
+        return dynamic_cache(self._model, self._seen, planes, [BatchRow(tokens, 0)], total - 1), blended
+
+    # ---- documents alone
+
+    def _document(
+        self,
+        document: Int32s,
+        start: int,
+        planes: Planes,
+        space: dict[str, Any],
+        may_store: Callable[[], bool],
+    ) -> _Loaded:
+        """Put the KV of a document alone at `start` of the planes, K moved there: from the tiers, else computed."""
+        began = time.perf_counter()
+        chunk = self._seen.layout.chunk_tokens
+        whole = -(-len(document) // chunk) * chunk
+        padded = np.zeros(whole, np.int32)
+        padded[: len(document)] = document
+        # padding is named in the key: it is not token 0
+        items = [Item(len(document), whole, _PADDING)] if whole > len(document) else []
+        hit = self._load(padded, items, start, len(document), planes, space)
+        load_seconds, began = time.perf_counter() - began, time.perf_counter()
+        missing = len(document) - hit.num_tokens
+        if missing:
+            part = [[plane[:, :, start : start + whole] for plane in layer] for layer in planes]
+            self._compute_alone(document, hit.num_tokens, part)
+            if may_store():
+                kv = kv_of_row(part, 0, 0, whole, self._seen)
+                self.cache.store(padded, kv, items=items, **space)
+        for keys, _ in planes:
+            self._rotary.move(keys[:, :, start : start + len(document)], start)
+        return _Loaded(hit, missing, load_seconds, time.perf_counter() - began if missing else 0.0)
+
+    def _load(
+        self,
+        padded: Int32s,
+        items: list[Item],
+        start: int,
+        length: int,
+        planes: Planes,
+        space: dict[str, Any],
+    ) -> Hit:
+        """Load a document's own chain; the first document also from the prompts' chain if that has more of it."""
+        if not start:
+            exact = self._exact.lookup(padded[:length], counted=False, **space)
+            if (
+                exact.num_tokens
+                and exact.num_tokens
+                > self.cache.lookup(padded, items=items, counted=False, **space).num_tokens
+            ):
+                return self._exact.retrieve(
+                    padded[:length], kv_of_row(planes, 0, 0, length, self._plain), **space
+                )
+        kv = kv_of_row(planes, 0, start, start + len(padded), self._seen)
+        return _without_padding(self.cache.retrieve(padded, kv, items=items, **space), length)
+
+    def _compute_alone(self, document: Int32s, known: int, part: Planes) -> None:
+        """Compute the KV of the tokens from `known` on, as if the document began a prompt, into `part`."""
+        cache = dynamic_cache(self._model, self._seen, part, [BatchRow(document, 0)], known)
+        self._forward(document[known:], np.arange(known, len(document)), cache)
+        for (keys, values), layer in zip(part, cache.layers, strict=True):
+            keys[:, :, known : len(document)] = layer.keys[:, :, known:]
+            values[:, :, known : len(document)] = layer.values[:, :, known:]
+            keys[:, :, len(document) :] = 0
+            values[:, :, len(document) :] = 0
+
+    # ---- the prompt
+
+    def _choose(
+        self, policy: SelectionPolicy, recompute: float, tokens: Int32s, starts: list[int], planes: Planes
+    ) -> Positions:
+        """Return the tokens to compute again; layers that a policy computed to look at K are exact afterwards."""
+        first, end = starts[1], starts[-1]
+        documents = [range(begin, stop) for begin, stop in pairwise(starts[1:])]
+        if recompute == 1.0:
+            return np.arange(first, end)
+        if recompute == 0.0:
+            return np.empty(0, np.int64)
+        deviation = None
+        if policy.layer:
+            if policy.layer >= len(planes):
+                raise ValueError(
+                    f"the policy compares K at layer {policy.layer}, the model has {len(planes)}: use fewer"
+                )
+            deviation = self._deviation(policy.layer, tokens, first, end, planes)
+        chosen = policy.choose(Candidates(documents, recompute, deviation))
+        if len(chosen) and (chosen[0] < first or chosen[-1] >= end or (np.diff(chosen) < 1).any()):
+            raise ValueError(f"policy {policy.name!r} chose positions that are not ascending candidates")
+        return chosen
+
+    def _deviation(
+        self, layer: int, tokens: Int32s, first: int, end: int, planes: Planes
+    ) -> npt.NDArray[np.float32]:
+        """Compute tokens [first, end) up to K and V of `layer`, which replace the reused; return how far K moved."""
+        cache: Any = DynamicCache(config=self._model.config)
+        where = np.arange(first, end)
+        for index in range(layer + 1):
+            kind = _LastLayer if index == layer else _FilledLayer
+            cache.layers[index] = kind(planes[index], where, first)
+        try:
+            self._forward(tokens[first:end], where, cache)
+        except _Reached as reached:
+            return reached.deviation
+        raise ValueError(
+            f"{type(self._model).__name__} did not use layer {layer} of its cache: use policy='first_k'"
+        )
+
+    def _recompute(self, tokens: Int32s, chosen: Positions, planes: Planes) -> None:
+        """Compute the chosen tokens, each over everything before it; their K and V replace the reused ones."""
+        import torch
+
+        if not len(chosen):
+            return
+        end, first = int(chosen[-1]) + 1, int(chosen[0])
+        gaps = len(chosen) < end - first
+        cache: Any = DynamicCache(config=self._model.config)
+        for index, layer in enumerate(planes):
+            cache.layers[index] = _FilledLayer(layer, chosen, 0 if gaps else first)
+        mask = None
+        if gaps:  # else the tokens are the end of a filled cache, as in every prefill
+            device = self._model.device
+            allowed = torch.arange(end, device=device) <= torch.from_numpy(chosen).to(device)[:, None]
+            mask = torch.zeros(allowed.shape, dtype=self._model.dtype, device=device)
+            mask = mask.masked_fill_(~allowed, -torch.inf)[None, None]
+        self._forward(tokens[chosen], chosen, cache, mask)
+
+    def _forward(self, tokens: Int32s, positions: Positions, cache: Any, mask: Any | None = None) -> None:
+        """Run the model without its head."""
+        import torch
+
+        device = self._model.device
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
+        places = torch.from_numpy(positions).to(device)[None]
+        self._model.base_model(
+            input_ids=ids, position_ids=places, attention_mask=mask, past_key_values=cache, use_cache=True
+        )
+
+
+class _Reached(Exception):
+    """Ends a forward pass at the layer whose K was to be compared."""
+
+    def __init__(self, deviation: npt.NDArray[np.float32]) -> None:
+        super().__init__()
+        self.deviation = deviation
+
+
+class _FilledLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """A layer of a cache that has all columns: new K and V replace those of their positions."""
+
+    _layer_type = None  # transformers itself never makes this kind
+
+    def __init__(self, planes: Sequence[Any], positions: Positions, filled: int) -> None:
+        """`filled`: how many columns count as past, for the masks that the model makes itself."""
+        import torch
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys, self.values = planes
+        self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
+        self._positions = torch.from_numpy(positions).to(self.device)
+        self._filled, self._columns = filled, int(positions[-1]) + 1
+
+    def get_seq_length(self) -> int:
+        """Return the number of columns before the new ones."""
+        return self._filled
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replace K and V of the positions; return all up to the last position."""
+        assert self.keys is not None and self.values is not None
+        self.keys.index_copy_(2, self._positions, key_states)
+        self.values.index_copy_(2, self._positions, value_states)
+        return self.keys[:, :, : self._columns], self.values[:, :, : self._columns]
+
+
+class _LastLayer(_FilledLayer):  # type: ignore[no-untyped-call]
+    """The layer at which a forward pass ends: it compares K before it replaces it."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raise _Reached with the squared distance of K of each position."""
+        assert self.keys is not None
+        before = self.keys.index_select(2, self._positions)
+        deviation = (key_states.float() - before.float()).square().sum(dim=(0, 1, 3))
+        super().update(key_states, value_states)
+        raise _Reached(deviation.cpu().numpy())
+
+
+def _without_padding(hit: Hit, length: int) -> Hit:
+    """Return the hit of a padded chain as one of its `length` tokens."""
+    extra = hit.num_tokens - length
+    if extra <= 0:
+        return replace(hit, mask=hit.mask[:length])
+    by_tier = dict(hit.by_tier)
+    last = next(reversed(by_tier))  # tiers serve in order: the padded chunk came from the last one
+    by_tier[last] -= extra
+    return replace(hit, num_tokens=length, by_tier=by_tier, mask=hit.mask[:length])

@@ -1,0 +1,114 @@
+"""Moves K to another position: the rotary embedding of a model, found, named and proved by a forward pass.
+
+K of position p is a vector rotated by the angles p * f, one frequency f for each pair of dims. Rotating it by s * f
+moves it to position p + s. V has no position. `blending` calls this.
+
+Source: RoFormer (rotary embedding); re-rotation of reused K as in CacheBlend and EPIC.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from blake3 import blake3
+
+from pagoda.connectors.transformers.supported_models import ProbedModel
+from pagoda.layout import Rotary
+
+__all__ = ["RotaryMove", "rotary_of"]
+
+_PROBE_TOKENS = 5
+_PROBE_SHIFT = 37
+_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}  # of the largest |K|
+
+
+class RotaryMove:
+    """Rotates K of one model. Thread-safe."""
+
+    def __init__(self, rotary: Rotary, frequencies: Any) -> None:
+        self.rotary = rotary
+        self._frequencies = frequencies  # float32, [dims / 2]
+
+    def move(self, keys: Any, shift: int) -> None:
+        """Rotate `keys` [..., tokens, dim] in place so that they are `shift` positions later; float32 inside."""
+        import torch
+
+        if not shift:
+            return
+        angles = self._frequencies.to(keys.device) * float(shift)
+        cos, sin = torch.cat([angles.cos()] * 2), torch.cat([angles.sin()] * 2)
+        rotated = keys[..., : self.rotary.dims]
+        exact = rotated.float()
+        first, second = exact.chunk(2, dim=-1)
+        rotated.copy_(exact * cos + torch.cat((-second, first), dim=-1) * sin)
+
+
+def rotary_of(model: Any, seen: ProbedModel) -> RotaryMove:
+    """Return the mover of a model's K; runs the model on a few tokens at two positions, changes nothing.
+
+    Raises ValueError, in one sentence, if K cannot be moved: no rotary embedding or several, pairs of adjacent dims,
+    latents (MLA), positions that V depends on, an attention that takes no mask.
+    """
+    name, advice = (
+        type(model).__name__,
+        "leave out documents=, and only prefixes of its prompts are reused, exactly",
+    )
+    attention = getattr(model.config, "_attn_implementation", None)
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{name} computes attention by {attention!r}, which takes no mask of chosen tokens: load it with "
+            "attn_implementation='sdpa'"
+        )
+    parts = [part for part in model.modules() if getattr(part, "inv_freq", None) is not None]
+    if len(parts) != 1:
+        raise ValueError(
+            f"{name} has {len(parts)} rotary embeddings, and K can be moved by one only: {advice}"
+        )
+    frequencies = parts[0].inv_freq.detach().float().cpu()
+    found = RotaryMove(_named(model, frequencies), frequencies)
+    if seen.layout.planes[0].dim < found.rotary.dims or len(seen.layout.planes) != 2:
+        raise ValueError(f"{name} caches no rotated K of each head, so documents cannot be moved: {advice}")
+    error = _error(model, found)
+    if not error <= _TOLERANCE.get(seen.layout.planes[0].dtype, 0.0):
+        raise ValueError(
+            f"{name} rotates K in another way than in two halves by one embedding (moved K is wrong by {error:.2g} of "
+            f"its size), so documents cannot be moved: {advice}"
+        )
+    return found
+
+
+def _named(model: Any, frequencies: Any) -> Rotary:
+    config = model.config.get_text_config(decoder=True)
+    parameters = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    theta = float(parameters.pop("rope_theta", None) or getattr(config, "rope_theta", None) or 0.0)
+    digest = blake3(frequencies.numpy().tobytes()).hexdigest(8)
+    scaling = json.dumps([parameters, digest], sort_keys=True, default=str)
+    return Rotary(theta, 2 * len(frequencies), scaling)
+
+
+def _error(model: Any, mover: RotaryMove) -> float:
+    """Return the largest error of moved K, and of V, against those computed at the other position; relative."""
+    import torch
+
+    here, there = _forward(model, 0), _forward(model, _PROBE_SHIFT)
+    worst = 0.0
+    for (keys, values), (wanted, same) in zip(here, there, strict=True):
+        mover.move(keys, _PROBE_SHIFT)
+        for got, want in ((keys, wanted), (values, same)):
+            error = (got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-12)
+            worst = max(worst, float(torch.nan_to_num(error, nan=torch.inf)))
+    return worst
+
+
+def _forward(model: Any, first: int) -> list[tuple[Any, Any]]:
+    import torch
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache(config=model.config)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(1, _PROBE_TOKENS + 1, device=model.device)[None] % vocabulary
+    positions = torch.arange(first, first + _PROBE_TOKENS, device=model.device)[None]
+    with torch.no_grad():
+        model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]

@@ -1,0 +1,492 @@
+"""Documents reused at any place of a prompt: what is exact, what is not, and that it never happens unasked."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from pagoda.connectors.transformers import (
+    Deviation,
+    FirstK,
+    blend_setting,
+    layout_of,
+    policy_named,
+)
+from pagoda.connectors.transformers.rotary import rotary_of
+from pagoda.connectors.transformers.supported_models import probe_model
+from pagoda.errors import ConfigError
+from pagoda.metrics import Reason
+from tests.e2e.test_transformers import CHUNK, House, house  # noqa: F401  # a fixture
+from tests.e2e.tiny import _SIZE, _built, deepseek, generated, llama, prompt, qwen
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+RATIOS = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
+LENGTHS = (40, 32, 53, 7)  # whole chunks, parts of chunks, less than a chunk
+
+
+def qwen2(**changes: object):
+    config = transformers.Qwen2Config(**{**_SIZE, **changes})
+    return _built(transformers.Qwen2ForCausalLM, config, 0, "float32")
+
+
+def mistral(**changes: object):
+    config = transformers.MistralConfig(**{**_SIZE, "sliding_window": None, **changes})
+    return _built(transformers.MistralForCausalLM, config, 0, "float32")
+
+
+MODELS = {"llama": llama, "qwen2": qwen2, "qwen3": qwen, "mistral": mistral}
+
+
+def pieces(seed: int = 1, lengths: tuple[int, ...] = LENGTHS) -> tuple[list[list[int]], list[int]]:
+    """Documents and a question."""
+    documents = [prompt(length, seed * 100 + number)[0].tolist() for number, length in enumerate(lengths)]
+    return documents, prompt(9, seed * 100 + 50)[0].tolist()
+
+
+def whole(documents: list[list[int]], question: list[int]) -> torch.Tensor:
+    return torch.tensor([[token for piece in (*documents, question) for token in piece]])
+
+
+@torch.no_grad()
+def logits_after(model, found) -> torch.Tensor:
+    """The logits of the last token of a prompt that was blended."""
+    last = torch.from_numpy(found.blend.tokens[-1:]).long()[None]
+    return model(last, past_key_values=found.past_key_values).logits[0, -1]
+
+
+@torch.no_grad()
+def error_of(model, found) -> float:
+    """The largest difference of the last logits to those of a full prefill."""
+    want = model(torch.from_numpy(found.blend.tokens).long()[None]).logits[0, -1]
+    return float((logits_after(model, found) - want).abs().max())
+
+
+@torch.no_grad()
+def divergence(model, found) -> float:
+    """KL of the next token, to a full prefill."""
+    want = model(torch.from_numpy(found.blend.tokens).long()[None]).logits[0, -1].double().log_softmax(-1)
+    got = logits_after(model, found).double().log_softmax(-1)
+    return float((want.exp() * (want - got)).sum())
+
+
+@pytest.mark.parametrize("policy", ["first_k", "deviation"])
+@pytest.mark.parametrize("name", MODELS)
+def test_computing_everything_again_is_a_full_prefill(name: str, policy: str, house: House) -> None:  # noqa: F811
+    model = MODELS[name]()
+    cached = house.open(model)
+    for seed in (1, 2):
+        documents, question = pieces(seed)
+        want = generated(model, whole(documents, question), 24)[0]
+        for order in (documents, documents[:1] + documents[:0:-1]):
+            want = generated(model, whole(order, question), 24)[0]
+            options = {"recompute": 1.0, "policy": policy}
+            out = cached.generate(documents=order, question=question, **options, **GREEDY)
+            assert out[0].tolist() == [*whole(order, question)[0].tolist(), *want]
+            assert cached.last.blend.state.checked == "exact"
+            assert cached.last.blend.exact.all()
+            assert error_of(model, cached.blend(order, question, **options)) <= 1e-4
+
+
+@pytest.mark.parametrize("recompute", RATIOS)
+@pytest.mark.parametrize("name", MODELS)
+def test_one_layer_has_no_context_so_every_share_is_exact(name: str, recompute: float, house: House) -> None:  # noqa: F811
+    """K and V of the first layer depend on the token and its place alone: this shows that K is moved right, and that
+    chosen tokens replace the right ones."""
+    model = MODELS[name](num_hidden_layers=1)
+    cached = house.open(model, unchecked=True)
+    documents, question = pieces()
+    for order in permutations(documents[:3]):
+        found = cached.blend([*order, documents[3]], question, recompute=recompute, policy="first_k")
+        assert error_of(model, found) <= 1e-4
+
+
+@pytest.mark.parametrize("recompute", RATIOS[1:])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_layers_are_exact_once_k_of_the_second_was_looked_at(
+    name: str,
+    recompute: float,
+    house: House,  # noqa: F811
+) -> None:
+    """Then K and V of both are exact; chosen tokens are computed again over them: this shows what each of them sees."""
+    model = MODELS[name](num_hidden_layers=2)
+    found = house.open(model, unchecked=True).blend(*pieces(), recompute=recompute, policy="deviation")
+    assert error_of(model, found) <= 1e-4
+
+
+@pytest.mark.parametrize("policy", ["first_k", "deviation"])
+def test_divergence_falls_with_the_share(policy: str, house: House) -> None:  # noqa: F811
+    model = llama()
+    cached = house.open(model, unchecked=True)
+    mean = []
+    prompts = [pieces(seed, (24, 33, 40, 29)) for seed in range(1, 52)]
+    for recompute in RATIOS:
+        found = [
+            cached.blend(documents, question, recompute=recompute, policy=policy)
+            for documents, question in prompts
+        ]
+        mean.append(float(np.mean([divergence(model, one) for one in found])))
+    assert mean == sorted(mean, reverse=True), mean
+    assert len(set(mean)) == len(RATIOS), mean
+    assert mean[0] > 0.05
+    assert mean[-1] < 1e-6
+
+
+def test_controls_wrong_documents_and_k_that_was_not_moved_are_noticed(house: House) -> None:  # noqa: F811
+    model = llama(num_hidden_layers=1)
+    cached = house.open(model, unchecked=True)
+    documents, question = pieces()
+    right = cached.blend(documents, question, recompute=0.0)
+    want = logits_after(model, right)
+    swapped = cached.blend([documents[0], documents[2], documents[1], documents[3]], question, recompute=0.0)
+    assert (logits_after(model, swapped) - want).abs().max() > 0.01
+    unmoved = cached.blend(documents, question, recompute=0.0)
+    mover = rotary_of(model, probe_model(model, CHUNK))
+    for start, stop in zip(unmoved.blend.starts[1:], [*unmoved.blend.starts[2:]], strict=False):
+        for layer in unmoved.past_key_values.layers:
+            mover.move(layer.keys[:, :, start:stop], -start)
+    assert (logits_after(model, unmoved) - want).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("policy", ["first_k", "deviation"])
+def test_every_token_is_exact_recomputed_or_reused(policy: str, house: House) -> None:  # noqa: F811
+    model = llama()
+    cached = house.open(model, unchecked=True)
+    documents, question = pieces()
+    total, later = sum(map(len, documents)) + len(question), sum(map(len, documents[1:]))
+    cached.blend(documents, question, recompute=0.15, policy=policy)
+    found = cached.blend(documents, question, recompute=0.15, policy=policy)
+    blend = found.blend
+    assert ((blend.exact.astype(int) + blend.recomputed + blend.reused) == 1).all()
+    assert blend.starts == [0, 40, 72, 125, 132]
+    assert blend.tokens.tolist() == whole(documents, question)[0].tolist()
+    assert blend.exact[:40].all()  # a true prefix
+    assert blend.exact[: blend.exact_tokens].all()  # leading tokens only
+    assert not blend.exact[132:].any()  # the question reads approximate KV
+    assert abs((later - blend.reused_tokens) - 0.15 * later) <= len(documents)
+    assert blend.computed_tokens == later - blend.reused_tokens + len(question)
+    assert found.columns == total - 1
+    assert found.hit.by_tier == {"host": total - len(question)}
+    assert found.hit.mask.sum() == found.hit.num_tokens == total - len(question)
+    assert found.hit.exact.nonzero()[0].tolist() == list(range(40))
+    assert found.hit.exact_tokens == 40
+    assert [hit.num_tokens for hit in blend.documents] == list(LENGTHS)
+    nothing = cached.blend(documents, question, recompute=0.0, policy=policy).blend
+    assert nothing.exact_tokens == 40
+    assert nothing.reused_tokens == later
+
+
+def test_exact_tokens_are_those_of_a_full_prefill_and_others_are_not(house: House) -> None:  # noqa: F811
+    model = llama()
+    cached = house.open(model, unchecked=True)
+    documents, question = pieces()
+    full = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(whole(documents, question), past_key_values=full)
+    for policy in ("first_k", "deviation"):
+        found = cached.blend(documents, question, recompute=0.3, policy=policy)
+        end = found.blend.exact_tokens
+        assert end > 40 or policy == "deviation"
+        reused = torch.from_numpy(np.flatnonzero(found.blend.reused))
+        for layer, want in zip(found.past_key_values.layers, full.layers, strict=True):
+            assert (layer.keys[:, :, :end] - want.keys[:, :, :end]).abs().max() < 1e-4
+            assert (layer.values[:, :, :end] - want.values[:, :, :end]).abs().max() < 1e-4
+        assert (layer.values - want.values[:, :, :-1])[:, :, reused].abs().amax((0, 1, 3)).min() > 1e-3
+
+
+def test_the_answer_does_not_depend_on_what_is_cached(house: House) -> None:  # noqa: F811
+    model = llama()
+    documents, question = pieces()
+    cached = house.open(model, unchecked=True)
+    cold = cached.blend(documents, question)
+    assert cold.hit.reason is Reason.ABSENT
+    assert cold.hit.detail.startswith("documents[0]: ")
+    assert cold.blend.computed_tokens > sum(LENGTHS)
+    want = logits_after(model, cold)
+    assert torch.equal(logits_after(model, cached.blend(documents, question)), want)
+    house.shut()
+    again = house.open(model, unchecked=True)
+    warm = again.blend(documents, question)
+    assert warm.hit.by_tier == {"host": sum(LENGTHS)}
+    assert warm.blend.seconds["alone"] == 0.0
+    assert torch.equal(logits_after(model, warm), want)
+    house.shut(wipe_host=True)
+    third = house.open(model, unchecked=True)
+    found = third.blend(documents, question)
+    assert found.hit.by_tier == {"disk": sum(LENGTHS)}
+    assert torch.equal(logits_after(model, found), want)
+    # some stored, some not; and a document that the prompts' own chain has, too
+    mixed = [documents[2], pieces(3)[0][1], documents[0]]
+    half = logits_after(model, third.blend(mixed, question))
+    assert torch.allclose(half, logits_after(model, third.blend(mixed, question)), atol=1e-5)
+
+
+def test_prompts_never_find_documents(house: House) -> None:  # noqa: F811
+    model = llama()
+    cached = house.open(model, unchecked=True)
+    documents, question = pieces(1, (48, 64))
+    cached.generate(documents=documents, question=question, **GREEDY)
+    assert cached.last.blend.reused_tokens
+    assert cached.last_stored == []
+    assert cached.stats()["tiers"]["host"]["ready"] == 0
+    assert cached.stats()["documents"]["tiers"]["host"]["ready"] == 7
+    for ids in (whole(documents, question), *(torch.tensor([[*one, 1]]) for one in documents)):
+        with cached.prefix(ids) as prefix:
+            assert prefix.hit.num_tokens == 0
+    ids = whole(documents, question)
+    assert cached.generate(ids, **GREEDY)[:, ids.shape[1] :].tolist() == generated(model, ids, 24)
+    assert cached.last.hit.num_tokens == 0
+
+
+def test_only_the_first_document_may_hit_the_chain_of_prompts(house: House) -> None:  # noqa: F811
+    model = llama()
+    cached = house.open(model, unchecked=True)
+    documents, question = pieces(1, (48, 64))
+    cached.generate(
+        whole(documents, question), **GREEDY
+    )  # exact; its second document is one in this prompt only
+    found = cached.blend(documents, question, store=False)
+    assert [hit.num_tokens for hit in found.blend.documents] == [48, 0]
+    assert found.blend.exact[:48].all()
+    alone = cached.blend([documents[1]], question, recompute=1.0)
+    assert alone.blend.documents[0].num_tokens == 0
+    assert error_of(model, alone) <= 1e-4
+
+
+def test_a_document_is_found_by_its_own_tokens_alone(house: House) -> None:  # noqa: F811
+    """A partial chunk is padded: neither a longer document, nor one that has the padding as tokens, is the same."""
+    model = llama(num_hidden_layers=1)
+    cached = house.open(model, unchecked=True)
+    first, short = prompt(20, 7)[0].tolist(), prompt(21, 8)[0].tolist()
+    question = [3, 4, 5]
+    cached.blend([first, short], question, policy="first_k")
+    for other in ([*short, 0], [*short, *[0] * 11], [*short, 9], short[:-1]):
+        found = cached.blend([first, other], question, policy="first_k", store=False)
+        assert found.blend.documents[1].num_tokens == 16, other
+        assert error_of(model, found) <= 1e-4
+    again = cached.blend([first, short], question, policy="first_k")
+    assert again.blend.documents[1].num_tokens == 21
+
+
+def test_tenants_and_weights_keep_documents_apart(house: House) -> None:  # noqa: F811
+    model = llama()
+    cached = house.open(model, unchecked=True)
+    documents, question = pieces()
+    cached.blend(documents, question, salt="a")
+    assert cached.blend(documents, question, salt="a").hit.num_tokens == sum(LENGTHS)
+    assert cached.blend(documents, question, salt="b", store=False).hit.num_tokens == 0
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    assert cached.blend(documents, question, salt="a", store=False).hit.num_tokens == 0
+    assert error_of(model, cached.blend(documents, question, recompute=1.0)) <= 1e-4
+
+
+def test_without_a_verdict_it_runs_only_unchecked_and_stats_say_so(house: House, tmp_path) -> None:  # noqa: F811
+    cached = house.open(llama(), quality_verdicts=str(tmp_path))
+    documents, question = pieces()
+    assert "approximate" not in cached.stats()
+    with pytest.raises(ConfigError, match=r"pagoda quality .*--blend deviation:0\.15"):
+        cached.generate(documents=documents, question=question, **GREEDY)
+    assert "host" not in cached.stats().get("documents", {}).get("counters", {})
+    cached.generate(documents=documents, question=question, unchecked=True, **GREEDY)
+    assert cached.last.blend.state.checked == "unchecked"
+    stats = cached.stats()["approximate"]
+    assert [one["checked"] for one in stats] == ["unchecked"]
+    assert "deviation" in str(stats[0]["setting"])
+    with pytest.raises(ConfigError, match="pagoda quality"):  # not allowed for good
+        cached.generate(documents=documents, question=question, **GREEDY)
+
+
+def test_after_new_weights_without_a_verdict_everything_is_computed(house: House, tmp_path, caplog) -> None:  # noqa: F811
+    from pagoda.quality_verdict import Bounds, Figures, Interval, Result, write_verdict
+
+    model = llama()
+    cached = house.open(model, quality_verdicts=str(tmp_path))
+    one, none = Interval(1.0, 1.0, 1.0), Interval(0.0, 0.0, 0.0)
+    result = Result(
+        setting=blend_setting(), bounds=Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=50),
+        figures=Figures(kl=none, top1=one, same_text=one, answers=one, ttft=one, bytes=1.0),
+        controls={"zeroed KV": True}, prompts=50, prompts_digest="00", new_tokens=8, confidence=0.95, seed=0,
+        made="2026-01-01T00:00:00Z", passed=True, reasons=[],
+    )  # fmt: skip
+    write_verdict(
+        tmp_path, model="llama", weights=[cached.cache.namespace.weights], pagoda="0", results=[result]
+    )
+    documents, question = pieces()
+    assert cached.blend(documents, question).blend.state.checked == "passed"
+    with pytest.raises(ConfigError):
+        cached.blend(documents, question, recompute=0.3)  # another setting than the one that was measured
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    found = cached.blend(documents, question)  # an engine that runs is not stopped
+    assert found.blend.state.checked == "exact"
+    assert error_of(model, found) <= 1e-4
+    assert "documents are computed in full" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: deepseek(), "two halves|no rotated K"),
+        (
+            lambda: _built(
+                transformers.CohereForCausalLM, transformers.CohereConfig(**_SIZE, use_qk_norm=False), 0, "float32"
+            ),
+            "two halves",
+        ),
+        (
+            lambda: _built(
+                transformers.GPT2LMHeadModel,
+                transformers.GPT2Config(vocab_size=500, n_embd=48, n_layer=2, n_head=2), 0, "float32",
+            ),
+            "0 rotary embeddings",
+        ),
+    ],
+    ids=["latents", "interleaved", "absolute"],
+)  # fmt: skip
+def test_models_whose_k_cannot_be_moved_are_refused_with_a_sentence(model, said: str, house: House) -> None:  # noqa: F811
+    cached = house.open(model(), unchecked=True)
+    documents, question = pieces()
+    with pytest.raises(ValueError, match=said) as error:
+        cached.blend(documents, question)
+    assert "\n" not in str(error.value)
+    ids = whole(documents, question)
+    cached.generate(ids, **GREEDY)  # prefixes are cached as before
+
+
+def test_an_attention_that_takes_no_mask_is_refused(house: House) -> None:  # noqa: F811
+    model = llama()
+    cached = house.open(model, unchecked=True)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="takes no mask"):
+        cached.blend(*pieces())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sliding_window": 32}, "sliding window"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "length of the prompt"),
+    ],
+)  # fmt: skip
+def test_windows_and_dynamic_rope_are_refused_at_once(changes: dict, said: str, house: House) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match=said):
+        house.open(mistral(**changes), unchecked=True)
+
+
+def test_scaled_rope_moves_k_without_scaling_it_twice(house: House) -> None:  # noqa: F811
+    for kind in (
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512},
+        {
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 512,
+        },
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    ):  # fmt: skip
+        model = llama(num_hidden_layers=1, rope_parameters=kind)
+        found = house.open(model, unchecked=True).blend(*pieces(), recompute=0.0)
+        assert error_of(model, found) <= 1e-4
+
+
+def test_half_precision(house: House) -> None:  # noqa: F811
+    model = llama(dtype="bfloat16", num_hidden_layers=1)
+    cached = house.open(model, unchecked=True)
+    documents, question = pieces()
+    cached.blend(documents, question, recompute=0.0)
+    found = cached.blend(documents, question, recompute=0.0)
+    with torch.no_grad():
+        want = model(whole(documents, question)).logits[0, -1].float()
+    got = logits_after(model, found).float()
+    assert found.past_key_values.layers[0].keys.dtype is torch.bfloat16
+    assert (got - want).abs().max() < 0.05 * want.abs().max()
+
+
+def test_layouts_of_documents_name_the_rotary_embedding(house: House) -> None:  # noqa: F811
+    one, other = llama(), llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    layouts = []
+    for model in (one, other):
+        seen = probe_model(model, CHUNK)
+        rotary = rotary_of(model, seen).rotary
+        assert rotary.dims == 16
+        layouts.append(seen.layout.with_rotary(rotary))
+    assert layouts[0].rotary.theta == 1e4
+    assert layouts[1].rotary.theta == 5e5
+    assert len({layouts[0].fingerprint, layouts[1].fingerprint, layout_of(one, CHUNK).fingerprint}) == 3
+
+
+def test_wrong_arguments_are_refused(house: House) -> None:  # noqa: F811
+    cached = house.open(llama(), unchecked=True)
+    documents, question = pieces()
+    for wrong, said in (
+        ({"documents": []}, "at least one document"),
+        ({"documents": "text"}, "at least one document"),
+        ({"documents": ["text"]}, r"documents\[0\] is text"),
+        ({"documents": [[]]}, r"documents\[0\] has no tokens"),
+        ({"question": None}, "question is missing"),
+        ({"recompute": 1.5}, "from 0 to 1"),
+        ({"recompute": True}, "from 0 to 1"),
+        ({"policy": "best"}, "one of first_k, deviation"),
+        ({"policy": Deviation(layer=3)}, "has 3"),
+        ({"input_ids": prompt(9)}, "without input_ids"),
+        ({"store_output": True}, "without input_ids"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            cached.generate(**{"documents": documents, "question": question, **wrong}, **GREEDY)
+    with pytest.raises(ValueError, match="at least 1"):
+        Deviation(layer=0)
+
+
+class OnePick(FirstK):
+    """A policy of a user's own."""
+
+    name = "one_pick"
+    picked = (45,)
+
+    def choose(self, candidates):
+        assert candidates.positions.tolist() == list(range(40, 132))
+        return np.array(self.picked)
+
+
+def test_a_policy_of_ones_own(house: House) -> None:  # noqa: F811
+    cached = house.open(llama(), unchecked=True)
+    documents, question = pieces()
+    blend = cached.blend(documents, question, policy=OnePick()).blend
+    assert blend.recomputed.nonzero()[0].tolist() == [45, *range(132, 141)]
+    for wrong in ((39,), (132,), (50, 49), (50, 50)):
+        policy = OnePick()
+        policy.picked = wrong
+        with pytest.raises(ValueError, match="one_pick"):
+            cached.blend(documents, question, policy=policy)
+    assert str(blend_setting(policy_named("first_k"), 0.3)) == "blend policy=first_k recompute=0.3"
+    assert blend_setting(Deviation(layer=2)).options["layer"] == 2
+
+
+def test_text_is_tokenized_piece_by_piece(house: House) -> None:  # noqa: F811
+    def tokenizer(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [7] * add_special_tokens + [ord(letter) for letter in text]}
+
+    cached = house.open(llama(), unchecked=True)
+    found = cached.blend(["a first text", "another text"], "why?", tokenizer=tokenizer)
+    assert found.blend.tokens.tolist() == [7, *map(ord, "a first textanother textwhy?")]
+    assert found.blend.starts == [0, 13, 25]
+
+
+def test_several_samples_and_beams_begin_from_documents(house: House) -> None:  # noqa: F811
+    model = llama()
+    cached = house.open(model)
+    documents, question = pieces()
+    ids = whole(documents, question)
+    for options in ({"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+        want = model.generate(ids, max_new_tokens=8, do_sample=False, **options)
+        got = cached.generate(
+            documents=documents,
+            question=question,
+            recompute=1.0,
+            max_new_tokens=8,
+            do_sample=False,
+            **options,
+        )
+        assert torch.equal(got, want)
