@@ -117,7 +117,7 @@ class CacheRequest(NamedTuple):
         start, served = self.start_tokens, sum(tokens.values())
         mask = np.zeros(self.length_tokens, np.bool_)
         mask[start : start + served] = True
-        return Hit(served, tokens, mask, reason, detail, start)
+        return Hit(served, tokens, mask, reason, detail, start, self.namespace.approximate)
 
     def hit_without_chunks(self) -> Hit:
         """Return the answer if there is no whole chunk in the request."""
