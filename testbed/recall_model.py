@@ -44,10 +44,9 @@ VOCABULARY = _FILLER + FILLER
 SEED = 20
 BUILD = Path(__file__).resolve().parent.parent / "build"
 _STAGES = ((3, 16, 64), (4, 32, 32), (6, 48, 16))  # documents, tokens of each, prompts of a batch
-_WIDTH, _ROLL = 96, 48
+_WIDTH, _HEADS, _ROLL = 96, 4, 48
 _MOST_STEPS = 1500
-_CHECK_EVERY = 50
-_GOOD = 0.995  # of the answers of a stage: then the next one begins
+_RECENT_STEPS, _GOOD = 30, 0.985  # a stage ends when so many answers of the last steps are right
 
 
 class RecallPrompt(NamedTuple):
@@ -151,7 +150,7 @@ def train(tell: Callable[[str], None] | None = None) -> LlamaForCausalLM:
             optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
             for documents, tokens, prompts in _STAGES:
                 right: list[float] = []
-                while len(right) < _CHECK_EVERY or np.mean(right[-_CHECK_EVERY:]) < _GOOD:
+                while len(right) < _RECENT_STEPS or np.mean(right[-_RECENT_STEPS:]) < _GOOD:
                     step += 1
                     if step > _MOST_STEPS:
                         raise RuntimeError(
@@ -180,19 +179,21 @@ def _untrained() -> LlamaForCausalLM:
     """Return a Llama that begins near a solution, which saves most of the steps; all of its weights are trained.
 
     Embeddings begin as sums of what the token means. A meaning that is looked for, and the same meaning where it is
-    found, differ by a roll of the dims; heads begin by comparing dims so, and by copying what they find.
+    found, differ by a roll of the dims; heads begin by comparing dims so, and by copying values. If they copied codes
+    too, a question could find the definition itself, in two steps, and would not need the link's KV.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=_WIDTH, intermediate_size=2 * _WIDTH, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=8192, initializer_range=0.05,
+        num_attention_heads=_HEADS, num_key_value_heads=_HEADS, max_position_embeddings=8192, initializer_range=0.05,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     codes, values, items = (torch.randn(count, _WIDTH) * 0.3 for count in (CODES, VALUES, ITEMS))
+    basis = torch.linalg.qr(values.T).Q  # [width, values]
     with torch.no_grad():
         table = model.model.embed_tokens.weight
         table.normal_(0.0, 0.1)
@@ -204,8 +205,10 @@ def _untrained() -> LlamaForCausalLM:
             attention = layer.self_attn
             attention.q_proj.weight.normal_(0.0, 0.2)
             attention.k_proj.weight.copy_(attention.q_proj.weight.roll(_ROLL, 1))
-            torch.nn.init.orthogonal_(attention.v_proj.weight)
-            attention.o_proj.weight.copy_(attention.v_proj.weight.T)
+            for head in attention.v_proj.weight.unflatten(0, (_HEADS, -1)):
+                head[:VALUES] = basis.T
+            for head in attention.o_proj.weight.unflatten(1, (_HEADS, -1)).unbind(1):
+                head[:, :VALUES] = basis / 2
     return model
 
 
