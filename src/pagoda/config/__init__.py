@@ -14,7 +14,7 @@ and tells where every value came from.
 from __future__ import annotations
 
 import os
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
@@ -165,6 +165,13 @@ class Config:
         """Return the lossy codecs of all tiers, each once, sorted. Reads no file and asks no server."""
         codecs = {spec.codec for spec in self.remotes()} | ({self.disk_codec} if self.disk_bytes else set())
         return tuple(sorted(codecs.intersection(LOSSY)))
+
+    def without_lossy_tiers(self) -> Config:
+        """Return these options without the tiers that have a lossy codec: for weights that no verdict is about."""
+        remote = tuple(url for url in self.remote if parse(url).codec not in LOSSY)
+        if self.disk_codec in LOSSY:
+            return replace(self, remote=remote, disk_size=0, disk_path="", disk_codec="raw")
+        return replace(self, remote=remote)
 
     def peer_servers(self) -> tuple[RemoteSpec, ...]:
         """Return what each entry of `peers` says. Reads no file and asks no server."""
