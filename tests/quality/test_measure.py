@@ -64,7 +64,7 @@ def exact_kv(model: LlamaForCausalLM, tokens: list[int]) -> KVCache:
 
 def test_the_rows(model: LlamaForCausalLM, run: QualityRun) -> None:
     assert [row.name for row in run.rows] == [
-        "exact", "plain reuse", "first_k:0.3", "deviation:1", "q8", "q4", "zeroed KV", "swapped documents",
+        "exact", "plain reuse", "first_k:0.3", "deviation:1", "q8", "q4", "zeroed KV", "swapped values",
     ]  # fmt: skip
     assert run.weights == weights_digest(model)
     exact = run.rows[0].figures
@@ -92,10 +92,10 @@ def test_plain_reuse_of_documents_fails(run: QualityRun) -> None:
 
 def test_controls_fail_the_gate(run: QualityRun) -> None:
     assert all(
-        result.controls == {"zeroed KV": True, "swapped documents": True} for result in results(run).values()
+        result.controls == {"zeroed KV": True, "swapped values": True} for result in results(run).values()
     )
     kl = {row.name: row.figures.kl.low for row in run.rows}
-    assert min(kl["zeroed KV"], kl["swapped documents"]) > FEW["blend"].kl
+    assert min(kl["zeroed KV"], kl["swapped values"]) > FEW["blend"].kl
 
 
 @pytest.mark.parametrize("spoil", [ZeroedKV, SwappedValues])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 
 from typer import Argument, Option
 
-from pagoda.cli import FAILED, FailedError, UsageError, printing
+from pagoda.cli import FAILED, INTERRUPTED, FailedError, UsageError, printing
 from pagoda.cli.stores import AsJson, ConfigFile, configured
 
 if TYPE_CHECKING:
@@ -100,34 +100,38 @@ def quality(
     blends, codecs = [_blend_of(text) for text in blend or ()], _codecs_of(codec or ())
     place = out or Path(loaded.quality_verdicts or default_directory())
     check_place(place)
-    with printing.progress(as_json) as bars:
-        task = bars.add_task("loading the model", total=None)
-        with _one_line(f"{model}: cannot be used"):
-            limits, tokenizer = _described(model)
-        lines = _prompts(prompts, limits, tokenizer, new_tokens)
-        if not blends and not codecs:
-            blends, codecs = _usual(lines)
-        with _one_line(f"{model}: cannot be used"):
-            network = _loaded(model, dtype, device)
-        bars.update(task, total=1)
+    try:
+        with printing.progress(as_json) as bars:
+            task = bars.add_task("loading the model", total=None)
+            with _one_line(f"{model}: cannot be used"):
+                limits, tokenizer = _described(model)
+            lines = _prompts(prompts, limits, tokenizer, new_tokens)
+            if not blends and not codecs:
+                blends, codecs = _usual(lines)
+            with _one_line(f"{model}: cannot be used"):
+                network = _loaded(model, dtype, device)
+            bars.update(task, total=1)
 
-        def step(name: str, total: int) -> None:
-            bars.update(task, total=total, advance=1, description=f"measuring {name}")
+            def step(name: str, total: int) -> None:
+                bars.update(task, total=total, advance=1, description=f"measuring {name}")
 
-        with _one_line(str(prompts)):
-            run = _measured(
-                network,
-                lines,
-                blends=blends,
-                codecs=codecs,
-                tokenizer=tokenizer,
-                chunk_tokens=chunk_tokens or loaded.chunk_tokens,
-                new_tokens=new_tokens,
-                bounds=_bounds(kl, top1, answers, min_prompts),
-                confidence=confidence,
-                seed=seed,
-                step=step,
-            )
+            with _one_line(str(prompts)):
+                run = _measured(
+                    network,
+                    lines,
+                    blends=blends,
+                    codecs=codecs,
+                    tokenizer=tokenizer,
+                    chunk_tokens=chunk_tokens or loaded.chunk_tokens,
+                    new_tokens=new_tokens,
+                    bounds=_bounds(kl, top1, answers, min_prompts),
+                    confidence=confidence,
+                    seed=seed,
+                    step=step,
+                )
+    except KeyboardInterrupt:
+        printing.note("interrupted; no verdict was written")
+        return INTERRUPTED
     return _told(model, prompts, run, place, weights or (), png, as_json)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ def print_report(model: str, prompts: Path, rows: Sequence[Judged]) -> None:
         f"{result.confidence * 100:g} % interval, which is what counts"
     )
     answers = [] if result.figures.answers is None else ["answers %"]
-    columns = ["", "KL", "same top-1 %", *answers, "TTFT", "bytes", "verdict"]
+    columns = ["", "KL", "top-1 %", *answers, "TTFT", "bytes", "verdict"]
     printing.print_table(title, columns, [_cells(row, bool(answers)) for row in rows])
     for row in rows:
         if row.result is not None:
@@ -72,7 +73,7 @@ def _cells(row: Judged, has_answers: bool) -> list[object]:
     answers = [] if figures.answers is None else [_share(figures.answers)]
     return [
         row.name,
-        RightAligned(f"{figures.kl.value:.4f} ({figures.kl.high:.4f})"),
+        RightAligned(f"{figures.kl.value:.3f} ({figures.kl.high:.3f})"),
         _share(figures.top1),
         *answers,
         RightAligned("" if row.result is None else f"{figures.ttft.value:.2f}x"),
@@ -82,7 +83,12 @@ def _cells(row: Judged, has_answers: bool) -> list[object]:
 
 
 def _share(interval: Interval) -> str:
-    return RightAligned(f"{100 * interval.value:.1f} ({100 * interval.low:.1f})")
+    return RightAligned(f"{_percent(interval.value)} ({_percent(interval.low)})")
+
+
+def _percent(share: float) -> str:
+    """Return a percentage in three digits, never rounded up to 100."""
+    return f"{100 * share:.0f}" if share >= 1 else f"{math.floor(1000 * share) / 10:.1f}"
 
 
 def _sentence(row: Judged) -> str:

@@ -166,7 +166,7 @@ class ZeroedKV:
 class SwappedValues:
     """A control: the keys of each document have the values of the next one (without documents: of another half)."""
 
-    name, setting = "swapped documents", None
+    name, setting = "swapped values", None
 
     def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
         """Spoil a copy."""
