@@ -90,8 +90,15 @@ def _copy_from_pages(
 
 
 def install() -> None:
-    """Give SGLang these copies; pinning memory does nothing, and no 10 GB of the machine must stay free."""
+    """Give SGLang these copies; pinning memory does nothing, and no 10 GB of the machine must stay free.
+
+    Also builds SGLang's hash of pages, which needs a C++ compiler: at the first use on a machine, that takes longer
+    than its threads have time to end.
+    """
     from sglang.srt.mem_cache.pool_host import base, common, mamba, mha
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    get_hash_str([1], None, 1)
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 

@@ -17,7 +17,7 @@ import pytest
 
 import pagoda
 from pagoda import threads
-from pagoda.threads import Pool, begin
+from pagoda.threads import DeferredCall, Pool, begin
 from tests.thread_limits import no_threads
 
 SECONDS = 60.0
@@ -44,6 +44,32 @@ def test_work_that_was_refused_never_runs() -> None:
             pool.submit(ran.append, 1)
         assert pool.submit(ran.append, 2).result(SECONDS) is None
     assert ran == [2]
+
+
+def test_a_deferred_call_is_done_once_for_all_requests_and_when_it_is_closed() -> None:
+    class Counter:
+        number = 0
+
+        def add(self) -> None:
+            self.number += 1
+
+    done, counter = threading.Event(), Counter()
+    call = DeferredCall(done.set, "deferred", 0.0)
+    with no_threads():
+        call.request()
+    assert call._thread is None
+    call.request()
+    assert done.wait(SECONDS)
+    call.close(SECONDS)
+    call = DeferredCall(counter.add, "deferred", SECONDS)
+    for _ in range(5):
+        call.request()
+    assert not counter.number
+    call.close(SECONDS)
+    assert counter.number == 1 and call._thread is not None and not call._thread.is_alive()
+    call.request()  # too late
+    call.close(SECONDS)
+    assert counter.number == 1
 
 
 def test_a_pool_goes_on_with_the_threads_that_it_has() -> None:

@@ -28,7 +28,18 @@ from typing import Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
-__all__ = ["NO_THREAD", "Answer", "Condition", "Event", "Pool", "begin", "complete", "if_free", "wait"]
+__all__ = [
+    "NO_THREAD",
+    "Answer",
+    "Condition",
+    "DeferredCall",
+    "Event",
+    "Pool",
+    "begin",
+    "complete",
+    "if_free",
+    "wait",
+]
 
 NO_THREAD = "no thread can be started: raise the container's pids limit or `ulimit -u`"
 
@@ -209,6 +220,49 @@ def if_free(lock: threading.RLock, work: Callable[[], object], timeout: float = 
             lock.release()
         except RuntimeError:  # another thread holds it
             pass
+
+
+class DeferredCall:
+    """A call that a daemon thread does a moment after it was requested, once for all requests until then.
+
+    Callers of `request` take turns. The thread starts with the first request, and again with the first in a forked
+    child; if none can be started, the next request tries again.
+    """
+
+    def __init__(self, call: Callable[[], object], name: str, pause_seconds: float) -> None:
+        """`call`, a method that never raises, begins `pause_seconds` after the first request that it is to serve."""
+        self._call = weakref.WeakMethod(call)  # its object may hold this one
+        self._name, self._pause_seconds = name, pause_seconds
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin without requests and without a thread: those before a fork are the parent's."""
+        self._requested, self._ending = Event(), Event()
+        self._thread: Thread | None = None
+
+    def request(self) -> None:
+        """Have the call done soon."""
+        if not self._requested.is_set():
+            self._requested.set()
+        if self._thread is None and not self._ending.is_set():
+            thread = Thread(target=self._run, name=self._name, daemon=True)
+            self._thread = thread if begin(thread) else None
+
+    def close(self, timeout: float) -> None:
+        """Do the call a last time, on its thread, and end that; wait for it up to `timeout` seconds. Idempotent."""
+        self._ending.set()
+        self._requested.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            self._requested.wait()
+            self._ending.wait(self._pause_seconds)
+            self._requested.clear()
+            if (call := self._call()) is not None:
+                call()
+            del call
 
 
 class _Work(Generic[T]):

@@ -17,7 +17,7 @@ CONFIG = """[mypy]
 explicit_package_bases = True
 follow_imports = skip
 ignore_missing_imports = True
-[mypy-benchmarks.*,examples.*,numpy.*,pagoda.*,testbed.*,tests.*]
+[mypy-benchmarks.*,examples.*,numpy.*,pagoda.*,testbed.*,tests.*,zmq.*]
 follow_imports = normal
 """
 # without vLLM, its package is hidden by the benchmark of that name; a NamedTuple that is filled from a map

@@ -316,7 +316,7 @@ def test_a_prompt_is_found_soon_and_as_it_was_stored(shm_root: Path) -> None:
         wait_until(lambda: len(list(logged_prompts(directory))) == 3, 10.0)
         found = [logged.tokens.tolist() for logged in logged_prompts(directory)]
         assert found == [prompt(3, seed).tolist() for seed in range(3)]
-        (thread,) = slots_of(cache)._resources.prompt_log._thread._threads  # type: ignore[union-attr]
+        thread = slots_of(cache)._resources.prompt_log._writer._thread  # type: ignore[union-attr]
     wait_until(lambda: not thread.is_alive())
 
 

@@ -11,7 +11,10 @@ import pytest
 from pagoda.config import option_names
 from tests.cli.shelf import pagoda, refused
 
-STORAGE = {"backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache"}
+STORAGE = {
+    "backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache",
+    "hicache_storage_pass_prefix_keys": True,
+}  # fmt: skip
 
 
 def printed(*arguments: object, **variables: str) -> tuple[list[str], dict[str, object]]:
@@ -68,6 +71,7 @@ def test_every_option_is_there_but_the_size_of_a_chunk() -> None:
         (["serve", "m", "--host-size", "1GiB"], "before serve"),
         (["serve", "m", "--disable-radix-cache"], "leave it out"),
         (["--host-size", "0", "serve", "m"], "host_size = 0"),
+        (["--min-hit-tokens", "512", "serve", "m"], "prefetch_threshold"),
         (["--remote", "redis://u:secret@h", "serve", "m"], "password_file"),
     ],
 )

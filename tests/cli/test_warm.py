@@ -306,6 +306,7 @@ def test_trouble_is_said_for_each_tier(
     assert [one["chunks"] for one in found["remotes"]] == [3]  # type: ignore[attr-defined]
     one, other = found["failed"].values()  # type: ignore[attr-defined]
     assert "does it run there?" in one and "check the password and the rights of its user" in other
+    assert "redis://" not in one + other, "the key says where it is"
 
 
 def test_the_rule_of_the_documentation_is_enough(

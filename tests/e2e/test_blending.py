@@ -94,14 +94,27 @@ def test_computing_everything_again_is_a_full_prefill(name: str, policy: str, ho
 @pytest.mark.parametrize("recompute", RATIOS)
 @pytest.mark.parametrize("name", MODELS)
 def test_one_layer_has_no_context_so_every_share_is_exact(name: str, recompute: float, house: House) -> None:  # noqa: F811
-    """K and V of the first layer depend on the token and its place alone: this shows that K is moved right, that chosen
-    tokens replace the right ones, and that each sees exactly what is before it."""
+    """K and V of the first layer depend on the token and its place alone: this shows that K is moved right, and that
+    chosen tokens replace the right ones."""
     model = MODELS[name](num_hidden_layers=1)
     cached = house.open(model, unchecked=True)
     documents, question = pieces()
     for order in permutations(documents[:3]):
         found = cached.blend([*order, documents[3]], question, recompute=recompute, policy="first_k")
         assert error_of(model, found) <= 1e-4
+
+
+@pytest.mark.parametrize("recompute", RATIOS[1:])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_layers_are_exact_once_k_of_the_second_was_looked_at(
+    name: str,
+    recompute: float,
+    house: House,  # noqa: F811
+) -> None:
+    """Then K and V of both are exact; chosen tokens are computed again over them: this shows what each of them sees."""
+    model = MODELS[name](num_hidden_layers=2)
+    found = house.open(model, unchecked=True).blend(*pieces(), recompute=recompute, policy="deviation")
+    assert error_of(model, found) <= 1e-4
 
 
 @pytest.mark.parametrize("policy", ["first_k", "deviation"])

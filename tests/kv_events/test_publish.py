@@ -18,6 +18,8 @@ import zmq
 from pagoda.cache import Cache
 from pagoda.errors import ClosedError, ConfigError
 from pagoda.keys import Item, Namespace
+from pagoda.kv_events.messages import BlockRemoved
+from pagoda.kv_events.publisher import EventPublisher
 from pagoda.ledger import admin
 from testbed.servers import free_port
 from tests.cache import kit
@@ -170,6 +172,19 @@ def test_other_weights_take_all_back(cache: Cache) -> None:
     router.close()
 
 
+def test_weights_that_another_process_has_changed_take_all_back_without_a_request(
+    cache: Cache, shm_root: Path
+) -> None:
+    tokens = prompt(3)
+    router = Router(cache.publish_events(ANY))
+    stored(cache, tokens)
+    wait_until(lambda: router.believes(tokens, "CPU") == 3)
+    with cache_at(shm_root, None) as other:
+        other.weights_changed()
+    wait_until(lambda: router.believes(tokens, "CPU") == 0)
+    router.close()
+
+
 def test_what_was_asked_before_the_weights_changed_is_not_told_afterwards(cache: Cache) -> None:
     tokens, later = prompt(3, 1), prompt(2, 2)
     router = Router(cache.publish_events(ANY))
@@ -254,6 +269,28 @@ def test_a_router_that_reads_nothing_keeps_nobody_waiting(cache: Cache) -> None:
     wait_until(lambda: router.believes(prompt(8, 39), "CPU") == 8)
     assert time.monotonic() - began < 60.0
     stuck.close(), router.close()
+
+
+def test_a_router_that_reads_nothing_costs_a_bounded_amount_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pagoda.kv_events.publisher._MOST_BEHIND_BYTES", 16 << 20)
+    message = 1 << 16
+    publisher = EventPublisher(ANY, message_bytes=message)
+    with zmq.Context() as context, context.socket(zmq.SUB) as stuck:
+        stuck.setsockopt(zmq.RCVHWM, 1)
+        stuck.setsockopt(zmq.LINGER, 0)
+        stuck.connect(publisher.endpoint)
+        stuck.subscribe("")
+        wait_until(publisher.newcomers)
+        for number in range(3000):  # 190 MiB
+            publisher.send([BlockRemoved([number], "x" * message)])
+        heard = 0
+        while stuck.poll(1000):
+            stuck.recv_multipart()
+            heard += 1
+    assert 256 <= heard <= 1000  # 16 MiB, and what the kernel's buffers took
+    publisher.close()
 
 
 def test_given_keys_and_parts_of_prompts_are_told_with_their_tokens_or_not_at_all(cache: Cache) -> None:

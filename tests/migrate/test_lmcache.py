@@ -219,6 +219,7 @@ def test_what_can_be_had_instead_is_had_if_it_is_forced() -> None:
             "redis://me:a%2Fb@h:1/3",
         ),
         ("valkey://h:1,i:2", {"valkey_mode": "cluster"}, "redis+cluster://h:1,i:2"),
+        ("valkey://[::1]:1,[::2]:2", {"valkey_mode": "cluster"}, "redis+cluster://[::1]:1,[::2]:2"),
         ("s3://bucket", {"s3_region": "US-WEST-04A"}, "s3://bucket?region=US-WEST-04A"),
         ("s3://bucket.s3.eu-west-1.amazonaws.com", {}, "s3://bucket?region=eu-west-1"),
         ("gs://bucket/a", {}, "gs://bucket/a"),
@@ -229,6 +230,12 @@ def test_urls_of_engines_that_are_known(url: str, extra: dict[str, object], ours
     made = translate({"remote_url": url, "extra_config": extra})
     assert made.options["remote"] == ours and made.refused == []
     assert all(verdict(made, field) is FieldVerdict.MAPPED for field in extra)
+
+
+@pytest.mark.parametrize("url", ["lm://[::1", "valkey://[::1", "s3://[::1"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    made = translate({"remote_url": url})
+    assert [one.field for one in made.refused] == ["remote_url"] and "remote" not in made.options
 
 
 @pytest.mark.parametrize(

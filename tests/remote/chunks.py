@@ -158,6 +158,11 @@ def stores(tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL) ->
     wait_until(lambda: all(end.ok for end in ends(tier.save(chunks_of(keys, layout), ROOT))))
 
 
+def begun_since(before: Sequence[threading.Thread], *names: str) -> list[threading.Thread]:
+    """Return the threads of these names that were not there before: an earlier test's may end only with its garbage."""
+    return [t for t in threading.enumerate() if t not in before and t.name.startswith(names)]
+
+
 def wait_until(true: Callable[[], bool], seconds: float = 25.0) -> None:
     """Wait for a condition; fails after a while."""
     until = time.monotonic() + seconds

@@ -13,7 +13,7 @@ import pytest
 from pagoda.cache import Cache
 from testbed.servers import Server, redis_server
 from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, config_of, kv_of, prompt, served, stored, wait_until
-from tests.remote.chunks import soon
+from tests.remote.chunks import begun_since, soon
 from tests.remote.proxy import STALLED, WELL, Fault, Proxy, proxy_to
 
 SECONDS = 4.0
@@ -62,6 +62,7 @@ def use(cache: Cache, seed: int, until: float) -> None:
 
 @pytest.mark.slow
 def test_right_bytes_or_a_miss_whatever_happens(shm_root: Path) -> None:
+    before = threading.enumerate()
     with redis_server() as server, proxy_to(server.port) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}/0?deadline=300ms"
         config = config_of(shm_root, None, remote=url, host_size=16 * LAYOUT.slot_bytes)
@@ -85,4 +86,4 @@ def test_right_bytes_or_a_miss_whatever_happens(shm_root: Path) -> None:
 
             tried: list[object] = []
             wait_until(is_well, 30)
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("pagoda-redis")]
+        assert not begun_since(before, "pagoda-redis")

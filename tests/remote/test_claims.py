@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import re
 import threading
 import time
@@ -15,10 +16,12 @@ from pagoda.metrics import Reason
 from pagoda.tiers.base import Chunk, Done
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient
+from pagoda.tiers.remote.redis_nodes import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import RefusedError, StoreClient
 from testbed.servers import Server, need, redis_cluster, redis_server
 from tests.remote.chunks import (
+    OTHER,
     PATIENT_SECONDS,
     ROOT,
     always,
@@ -85,6 +88,30 @@ def test_what_is_stale_once_it_is_claimed_is_left_to_others(server: Server) -> N
         assert done == [Done(True)] + [Done(False, Reason.STALE)] * (CHUNKS - 1)
         others_store(RedisClient(server.url, prefix=prefix), keys)
     assert len(truth.keys(f"{prefix}*")) == CHUNKS, "no claim or draft is left"
+
+
+@pytest.mark.parametrize("kind", ["one", "pool"])
+def test_a_batch_of_two_namespaces_leaves_no_claim(server: Server, kind: str) -> None:
+    """Of each, the first chunk is sent and the others are stale once all of them are claimed."""
+    prefix, truth, goes_on = fresh_prefix(), redis.Redis(port=server.port), threading.Event()
+    keys = {root: keys_of(3, root=root) for root in (ROOT, OTHER.root)}
+    names = [name_of(prefix, key, root) for root, some in keys.items() for key in some]
+
+    def still_valid() -> bool:
+        return not all(truth.exists(f"{name}:w", name) for name in names)
+
+    client: StoreClient = RedisClient(server.url, prefix=prefix)
+    if kind == "pool":
+        client = RedisPoolClient(f"redis+pool://127.0.0.1:{server.port}", prefix=prefix)
+    with patient(client) as tier:
+        first = tier.save(
+            chunks_of(keys_of(1, chain=1), still_valid=lambda: goes_on.wait(PATIENT_SECONDS)), ROOT
+        )
+        futures = [each for root, some in keys.items() for each in tier.save(chain(some, still_valid), root)]
+        goes_on.set()
+        assert ends(futures) == [Done(True), *[Done(False, Reason.STALE)] * 2] * 2 and ends(first)[0].ok
+        with soon():
+            wait_until(lambda: len(truth.keys(f"{prefix}*")) == 3)
 
 
 def test_what_is_removed_once_it_is_claimed_is_left_to_others(server: Server) -> None:
@@ -160,6 +187,26 @@ def test_the_claim_of_another_machine_and_what_it_stores_stay(server: Server) ->
         assert [end.ok for end in ends(tier.save(chain(keys, still_valid), ROOT))] == [True, False, False]
         wait_until(lambda: not truth.exists(names[2] + ":w"))
     assert truth.get(names[1] + ":w") == b"another" and truth.hget(names[2], "h") == b"another"
+
+
+def test_only_the_process_that_claimed_releases(server: Server) -> None:
+    prefix, keys, truth = fresh_prefix(), keys_of(2), redis.Redis(port=server.port)
+    until = time.monotonic() + PATIENT_SECONDS
+    mine, others = (RedisClient(server.url, prefix=prefix) for _ in range(2))
+
+    def release(client: RedisClient) -> None:
+        with contextlib.closing(client.connection().open(until)) as connection:
+            connection.release(ROOT, keys, until)
+
+    with contextlib.closing(mine.connection().open(until)) as connection:
+        assert connection.claim(ROOT, keys, until) == [None, None]
+    release(others)
+    child = multiprocessing.get_context("fork").Process(target=release, args=(mine,))
+    child.start()
+    child.join(PATIENT_SECONDS)
+    assert child.exitcode == 0 and len(truth.keys(f"{prefix}*")) == 2
+    release(mine)
+    assert not truth.keys(f"{prefix}*")
 
 
 @pytest.mark.slow

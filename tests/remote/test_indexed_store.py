@@ -17,9 +17,11 @@ import redis as client
 from pagoda.config.remote_urls import parse, redacted
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
+from pagoda.tiers.base import Done
 from pagoda.tiers.remote.store_client import PutResult
 from testbed.servers import BUCKET, Server, moto_s3, redis_server
 from tests.cache.kit import CHUNK, cache_at, kv_of, prompt, served, stored
+from tests.remote.chunks import PATIENT_SECONDS, ROOT, chunks_of, ends, keys_of, soon, tier_on, wait_until
 from tests.remote.evil import LyingRedis
 from tests.remote.object_stores import until
 
@@ -186,6 +188,33 @@ def test_a_load_ranks_the_mark_as_the_store_did(place: tuple[str, Counter[str]])
         assert 2_900_000 < other.pttl(mark) <= 3_000_000
 
 
+def test_what_is_claimed_in_the_index_and_not_sent_is_released(
+    place: tuple[str, Counter[str]], redis: Server
+) -> None:
+    keys = keys_of(4)
+    with client.Redis(port=redis.port) as truth:
+
+        def still_valid() -> bool:
+            return len(truth.keys("*:w")) < len(keys)
+
+        with tier_on(parse(place[0]).engine(), connections=1, deadline_seconds=PATIENT_SECONDS) as tier:
+            done = ends(tier.save(chunks_of(keys, still_valid=still_valid), ROOT))
+            assert done == [Done(False, Reason.STALE)] * len(keys)
+            with soon():
+                wait_until(lambda: not truth.keys("*"))
+    assert not place[1]["PUT"]
+
+
+def test_what_is_stale_once_it_was_sent_gets_no_mark(place: tuple[str, Counter[str]], redis: Server) -> None:
+    url, asked = place
+    with tier_on(parse(url).engine(), deadline_seconds=PATIENT_SECONDS) as tier:
+        chunks = chunks_of(keys_of(1), still_valid=lambda: not asked["PUT"])
+        assert ends(tier.save(chunks, ROOT)) == [Done(False, Reason.STALE)]
+        with client.Redis(port=redis.port) as truth, soon():
+            wait_until(lambda: not truth.keys("*"))
+    assert asked["PUT"] == 1
+
+
 def test_remove_and_clear_reach_both(place: tuple[str, Counter[str]], redis: Server) -> None:
     url, _ = place
     with client.Redis(port=redis.port) as other, cache_at(None, None, remote=url) as cache:
@@ -194,6 +223,12 @@ def test_remove_and_clear_reach_both(place: tuple[str, Counter[str]], redis: Ser
         cache.clear()
         assert other.dbsize() == 0
         assert served(cache, prompt(4))[0].num_tokens == 0
+
+    keys = keys_of(2)
+    with client.Redis(port=redis.port) as other, tier_on(parse(url).engine(), deadline_seconds=30) as tier:
+        assert all(end.ok for end in ends(tier.save(chunks_of(keys), ROOT)))
+        assert tier.remove(keys[1], ROOT) and not tier.remove(keys[1], ROOT)
+        assert other.dbsize() == 1 and tier.find(keys, namespace=ROOT) == 1
 
 
 def test_an_index_that_does_not_answer_is_a_miss_that_the_log_explains(

@@ -16,7 +16,7 @@ from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers.remote.redis import RedisClient
-from pagoda.tiers.remote.redis_cluster import RedisClusterClient
+from pagoda.tiers.remote.redis_cluster import RedisClusterClient, SlotRange
 from pagoda.tiers.remote.redis_nodes import RedisPoolClient
 from pagoda.tiers.remote.store_client import RefusedError
 from testbed.servers import Server, free_port, redis_cluster, redis_server
@@ -377,3 +377,13 @@ def test_what_a_lying_node_says_of_slots_is_checked() -> None:
             saved(remote, keys_of(3, chain=1), LARGE)
         finally:
             liar.close()
+
+
+def test_a_node_is_reached_by_the_name_that_the_cluster_gives_it() -> None:
+    """A certificate may be for that name alone; which node it is does not depend on the spelling."""
+    cluster = RedisClusterClient("redis+cluster://127.0.0.1:7001")
+    seed = cluster.nodes[0]
+    cluster._learn([SlotRange(0, 9, "localhost", 7000), SlotRange(10, 16383, "localhost", 7001)], seed)
+    other, same = cluster.nodes
+    assert (other.client.address, other.place) == ("redis://localhost:7000/0", "127.0.0.1:7000")
+    assert same is seed

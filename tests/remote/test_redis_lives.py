@@ -15,6 +15,7 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.config.remote_urls import parse
 from pagoda.slab import aligned
 from pagoda.tiers.base import Chunk
+from pagoda.tiers.remote import redis as redis_module
 from pagoda.tiers.remote import remote_tier
 from pagoda.tiers.remote.redis import RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient
@@ -168,6 +169,48 @@ def test_where_lives_rank_nothing_uses_write_nothing(by_use: Server) -> None:
         assert lives(client, 2)[0] >= 9_000_000, "the URL says that it evicts by life"
 
 
+@pytest.mark.parametrize("change", ["policy", "failover", "rights"])
+def test_what_changes_while_connected_is_noticed(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """Connections in use live for days. As when somebody runs the command of our warning, or a replica takes over."""
+    monkeypatch.setattr(redis_module, "_RULES_SECONDS", 0.0)
+    uses: Sequence[Callable[[RedisConnection], object]] = (
+        lambda connection: get(connection, 1),
+        lambda connection: connection.touch(ROOT, [key(1)], soon()),
+        lambda connection: put(connection, 1),
+    )
+    with redis_server("--maxmemory", "1gb") as server, redis.Redis(port=server.port) as client:
+        for use in uses:
+            client.config_set("maxmemory-policy", "allkeys-lru" if change == "policy" else "volatile-ttl")
+            client.execute_command(
+                f"ACL SETUSER less on >x ~* +@all {'-pexpire' if change == 'rights' else ''}"
+            )
+            with opened(server.url) as writer:
+                put(writer, 1)
+            if change == "failover":
+                client.replicaof("127.0.0.1", "1")
+            with opened(f"redis://less:x@127.0.0.1:{server.port}") as connection:
+                client.replicaof("NO", "ONE")
+                client.execute_command("ACL SETUSER less +pexpire")
+                client.config_set("maxmemory-policy", "volatile-ttl")
+                client.pexpire(name(1), LIFE_MS - MINUTE_MS)
+                use(connection)
+                assert lives(client, 1)[0] < 30_000
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        with opened(server.url) as connection:
+            client.config_set("maxmemory-policy", "volatile-ttl")
+            put(connection, 2, rank=9_000_000)
+            assert lives(client, 2)[0] >= 9_000_000
+
+
+def test_what_a_server_says_of_itself_is_asked_once_a_minute(by_life: Server) -> None:
+    with redis.Redis(port=by_life.port) as client, opened(by_life.url) as connection:
+        put(connection, 1)
+        client.config_resetstat()
+        for _ in range(3):
+            assert get(connection, 1) and connection.touch(ROOT, [key(1)], soon())
+        assert "cmdstat_info" not in client.info("commandstats")
+
+
 def test_ranks_take_half_of_a_life_at_most(by_life: Server) -> None:
     with opened(by_life.url, ttl_seconds=100.0) as connection, redis.Redis(port=by_life.port) as client:
         put(connection, 1, rank=10**12)
@@ -196,13 +239,11 @@ def test_a_new_chunk_stays_as_long_as_most_reuse_takes(by_life: Server, gt: bool
     """And one that is used again stays to the end of the queue, which is ten minutes long here."""
     with without_gt(by_life) as old, redis.Redis(port=by_life.port) as client:
         client_of = RedisClient(by_life.url if gt else f"redis://127.0.0.1:{old.port}")
-        with (
-            contextlib.closing(client_of.connection().open(soon())) as connection,
-            contextlib.closing(client_of.connection().open(soon())) as another,
-        ):
+        with contextlib.closing(client_of.connection().open(soon())) as connection:
             put(connection, 1)
             assert lives(client, 1)[0] < MINUTE_MS, "nothing is known yet"
             use_at_ages(by_life.url, client, connection, [LIFE_MS - n * MINUTE_MS for n in range(11)])
+        with contextlib.closing(client_of.connection().open(soon())) as another:
             put(another, 2, rank=MINUTE_MS)
             mean, end = 5, 10
             assert (end - mean - 2) * MINUTE_MS < lives(client, 2)[0] - MINUTE_MS < (end - 2) * MINUTE_MS
@@ -222,6 +263,15 @@ def test_the_lives_of_machines_with_another_ttl_teach_nothing(by_life: Server) -
         mixed.learn([LIFE_MS], 0)
         mixed.learn([LIFE_MS // 10], 0)
     assert mixed.ages.rank_of_new() < MINUTE_MS
+
+
+def test_what_slow_traffic_taught_is_forgotten() -> None:
+    """Else new chunks would be the first to be evicted once the traffic is faster."""
+    ages = ReuseAges()
+    for longest_ms, least, most in ((60 * MINUTE_MS, 10, 60), (MINUTE_MS, 0, 1)):
+        for number in range(60_000):
+            ages.record(longest_ms * (number % 10) / 10)
+        assert least * MINUTE_MS <= ages.rank_of_new() < most * MINUTE_MS
 
 
 @pytest.mark.parametrize("forbidden", ["info", "pttl", "pexpire"])

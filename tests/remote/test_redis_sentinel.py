@@ -90,6 +90,19 @@ def test_after_a_failover_the_new_master_is_used() -> None:
             assert "role:master" in second.call("INFO") and tier.stats()["failed_checks"] == 0
 
 
+def test_what_a_sentinel_says_is_shown_without_its_password(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("geheim")
+    with redis_server() as server:
+        liar = LyingRedis(server.port)
+        liar.lies[b"AUTH"] = lambda said: [b"-ERR what is " + said[-1] + b"?\r\n"]
+        url = f"redis+sentinel://127.0.0.1:{liar.port}/kv?sentinel_password_file={tmp_path}/password"
+        connection = RedisClient(url).connection()
+        with pytest.raises(OSError, match=r"what is \*\*\*\?"):
+            connection.open(time.monotonic() + 10)
+        connection.close()
+        liar.close()
+
+
 def test_without_a_sentinel_or_a_service_it_is_said() -> None:
     with redis_server() as server, redis_sentinel(server, "kv") as sentinel:
         for place, service in ((free_port(), "kv"), (sentinel.port, "other")):

@@ -22,7 +22,7 @@ from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient, RedisConnection
 from pagoda.tiers.remote.store_client import ListingDeadline, ListingTimeout, PutResult, RefusedError, Usage
 from testbed.servers import authority, free_port, need, redis_server
-from tests.remote.chunks import walk
+from tests.remote.chunks import begun_since, walk
 
 need("redis-server")
 redis = pytest.importorskip("redis")
@@ -228,13 +228,13 @@ def test_a_name_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         release.wait(20)
         raise socket.gaierror("too late")
 
-    remote = RedisClient("redis://somewhere:1")
+    remote, before = RedisClient("redis://somewhere:1"), threading.enumerate()
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     try:
         for _ in range(12):  # no more threads than a few are left waiting
             with ends_by(until := soon(0.1)):
                 remote.connection().open(until)
-        assert sum(thread.name == "pagoda-redis-connect" for thread in threading.enumerate()) <= 8
+        assert len(begun_since(before, "pagoda-redis-connect")) <= 8
     finally:
         release.set()
 

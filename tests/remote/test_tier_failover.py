@@ -35,7 +35,7 @@ from tests.remote.chunks import (
     wait_until,
 )
 from tests.remote.evil import LyingRedis, endless, growth
-from tests.remote.proxy import Fault, Proxy, proxy_to
+from tests.remote.proxy import STALLED, Fault, Proxy, proxy_to
 
 redis = pytest.importorskip("redis")
 need("redis-server")
@@ -236,6 +236,17 @@ def test_what_waits_for_another_writer_ends_when_it_is_removed_or_the_tier_is_cl
             tier.close()
         assert ends([second]) == [Done(False, Reason.CLOSED)]
     other.close()
+
+
+def test_a_save_that_close_breaks_off_is_no_failure_of_the_store(server: Server, proxy: Proxy) -> None:
+    with tier_on(through(proxy, fresh_prefix()), deadline_seconds=PATIENT_SECONDS) as tier:
+        proxy.down = STALLED
+        begun = tier.save(chunks_of(keys_of(1)), ROOT)
+        wait_until(lambda: proxy.up_bytes > 0)  # it waits for an answer
+        with soon():
+            tier.close()
+        assert ends(begun) == [Done(False, Reason.CLOSED)]
+        assert not tier.resting
 
 
 def test_a_writer_that_never_ends_is_not_waited_for_forever(

@@ -23,6 +23,7 @@ from tests.remote.chunks import (
     PATIENT_SECONDS,
     ROOT,
     TROUBLE,
+    begun_since,
     chunks_of,
     ends,
     fresh_prefix,
@@ -131,7 +132,7 @@ def test_the_server_stands_still_in_the_middle_of_a_transfer(server: Server, pro
 
 
 def test_close_ends_in_time_while_the_server_stands_still(server: Server) -> None:
-    keys = keys_of(12)
+    keys, before = keys_of(12), threading.enumerate()
     saved(on(server), keys[:4])
     server.stop()
     with tier_on(on(server), deadline_seconds=60.0) as tier:
@@ -142,7 +143,7 @@ def test_close_ends_in_time_while_the_server_stands_still(server: Server) -> Non
         assert set(ends(saves, LATE_SECONDS)) <= {Done(False, reason) for reason in (Reason.CLOSED, *TROUBLE)}
         assert set(ends(loads, LATE_SECONDS)) <= {Done(False, reason) for reason in (Reason.CLOSED, *TROUBLE)}
     server.cont()
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("pagoda-redis")])
+    wait_until(lambda: not begun_since(before, "pagoda-redis"))
 
 
 def test_the_server_forgets_everything(server: Server) -> None:

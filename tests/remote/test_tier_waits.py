@@ -12,6 +12,7 @@ from urllib.parse import SplitResult
 import numpy as np
 import pytest
 
+from pagoda.config.remote_urls import parse
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
@@ -20,10 +21,11 @@ from pagoda.tiers.remote.http import HttpConnection
 from pagoda.tiers.remote.object_store import ObjectStoreClient
 from pagoda.tiers.remote.redis import RedisClient, RedisConnection
 from pagoda.tiers.remote.store_client import StoreClient
-from testbed.servers import Server, redis_server
+from testbed.servers import Server, free_port, redis_server
 from tests.remote.chunks import (
     PATIENT_SECONDS,
     ROOT,
+    SMALL,
     chunks_of,
     ends,
     fresh_prefix,
@@ -191,3 +193,29 @@ def test_a_probe_that_fails_unexpectedly_is_not_the_last(server: Server) -> None
         wait_until(lambda: not tier.resting)
         assert remote.startled == 2
         assert load(tier, keys_of(1), seconds=PATIENT_SECONDS) == [Reason.ABSENT]
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+pool", "redis+cluster", "redis+sentinel"])
+def test_a_line_of_the_log_names_the_store_once(scheme: str, caplog: pytest.LogCaptureFixture) -> None:
+    place = f"{scheme}://127.0.0.1:{free_port()}/{'kv' if scheme == 'redis+sentinel' else ''}"
+    with tier_on(parse(place).engine(), look_seconds=PATIENT_SECONDS) as tier:
+        assert tier.find(keys_of(1), namespace=ROOT) == 0
+        wait_until(lambda: bool(caplog.records))
+        lines = [record.getMessage() for record in caplog.records]
+        assert all(line.count(tier.address) <= 1 for line in lines), lines
+
+
+def test_what_close_ends_is_no_failure(
+    server: Server, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefix, keys = fresh_prefix(), keys_of(3)
+    saved(RedisClient(server.url, prefix=prefix), keys)
+    with tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier:
+        assert tier.find(keys, namespace=ROOT) == 3
+        proxy.both(STALLED)
+        loads = tier.load(keys, [aligned(SMALL.slot_bytes) for _ in keys], namespace=ROOT)
+        assert tier.find(keys_of(3, chain=1), namespace=ROOT) == 0
+        caplog.clear()
+        tier.close(5.0)
+        assert [end.reason for end in ends(loads)] == [Reason.CLOSED] * 3
+    assert not caplog.records

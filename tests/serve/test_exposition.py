@@ -172,7 +172,7 @@ def test_loads_are_a_histogram_by_tier(shm_root: Path, tmp_path: Path) -> None:
 )
 def test_the_edge_of_a_bucket_belongs_to_it(seconds: float, edge: str) -> None:
     counters = CacheCounters(None, Clock())
-    counters.count_loads(2, 9, {"disk": seconds, "redis": seconds, "s3": seconds})
+    counters.add(counters.load_counts(2, 9, {"disk": seconds, "redis": seconds, "s3": seconds}))
     found = counters.read(1.0)
     assert found[LOAD_BUCKETS["disk"][edge]] == 1 and found[LOAD_BUCKETS["remote"][edge]] == 2
     assert found["load_microseconds_remote"] == pytest.approx(2e6 * seconds)

@@ -38,10 +38,11 @@ def test_what_was_evicted_everywhere_comes_back_identical(shm_root: Path, layout
         _right(again)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_random_prompts_with_evictions_on_all_levels(shm_root: Path, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "prefixes"), [(LAYOUTS[0], True), (LAYOUTS[1], False)])
+def test_random_prompts_with_evictions_on_all_levels(shm_root: Path, layout: str, prefixes: bool) -> None:
     """The device pool has 32 pages, the host pool 64: both evict all the time."""
-    with Engine(storage_config(shm_root), Shape(layout=layout)) as engine:
+    extra = storage_config(shm_root, hicache_storage_pass_prefix_keys=prefixes)
+    with Engine(extra, Shape(layout=layout)) as engine:
         prompts = Prompts(3)
         outcomes = [engine.request(next(prompts)) for _ in range(150)]
         _right(*outcomes)
@@ -58,6 +59,27 @@ def test_a_second_engine_and_a_restart_find_what_the_first_stored(shm_root: Path
         found = engine.request(_tokens(1))
         assert (found.stored, found.computed) == (20 * PAGE, 0)
         _right(found)
+
+
+def test_what_many_prompts_begin_with_outlives_their_ends(
+    shm_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays in SGLang's own pools, so the storage is not asked for it while their ends fill the host tier."""
+    begin = _tokens(1, 8 * PAGE)
+    prompts = [begin + _tokens(2 + number, 6 * PAGE) for number in range(40)]
+    extra = storage_config(shm_root, host_size="1MiB")
+    with Engine(extra) as engine:
+        for prompt in prompts:
+            engine.request(prompt)
+            engine.settle()
+    assert "pass_prefix_keys" not in caplog.text
+    with Engine({**extra, "hicache_storage_pass_prefix_keys": False}) as engine:
+        found = engine.request(prompts[-1])
+        assert (found.stored, found.computed) == (14 * PAGE, 0)
+        _right(found)
+        engine.request(_tokens(99))
+        engine.settle()
+    assert caplog.text.count("pass_prefix_keys") == 1
 
 
 def test_after_host_memory_is_wiped_the_disk_has_it(shm_root: Path, tmp_path: Path) -> None:
@@ -111,6 +133,19 @@ def test_detach_and_attach(shm_root: Path) -> None:
         found = engine.request(_tokens(1))
         assert (found.stored, found.computed) == (20 * PAGE, 0)
         _right(found)
+
+
+def test_after_an_attachment_that_was_refused_another_one_succeeds(shm_root: Path) -> None:
+    """SGLang takes a storage that fails too late for attached, and wants it detached first."""
+    with Engine(storage_config(shm_root)) as engine:
+        engine.request(_tokens(1))
+        engine.detach()
+        for bad in ({"host_size": 4096}, {"host_path": "/proc/pagoda"}, {"host_sise": "1GiB"}):
+            with pytest.raises(AssertionError, match=r"no room|/proc|host_size"):
+                engine.attach(storage_config(shm_root, **bad))
+        engine.attach(storage_config(shm_root))
+        engine.forget()
+        assert engine.request(_tokens(1)).stored == 20 * PAGE
 
 
 def test_tiny_tiers(shm_root: Path, tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ from pagoda.connectors.sglang import storage_options
 from pagoda.errors import ConfigError
 from tests.sglang.engines import Shape, storage_config
 
+from sglang.srt.arg_groups.arg_utils import record_fields  # isort: skip
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo  # isort: skip
 from sglang.srt.mem_cache.hicache_storage import (  # isort: skip
+    HiCacheFile,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
@@ -32,6 +34,7 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # isort: skip
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # isort: skip
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # isort: skip
 from sglang.srt.runtime_context import get_context  # isort: skip
+from sglang.srt.server_args import ServerArgs  # isort: skip
 
 from pagoda.connectors.sglang import PagodaHiCache  # isort: skip
 
@@ -210,8 +213,8 @@ def test_a_hybrid_comes_back_with_its_windows(shm_root: Path, name: str, side: A
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_usable_prefixes_are_those_of_the_definition(shm_root: Path, seed: int) -> None:
-    """Random pages of two side pools, with holes: what is told is what the definition of each policy gives."""
+def test_usable_prefixes_are_those_of_the_definition(shm_root: Path, tmp_path: Path, seed: int) -> None:
+    """Random pages of two side pools, with holes: what is told is what the definition and SGLang's own storage tell."""
     draw = random.Random(seed)
     pools = {"kv": mha("page_first"), "swa": mha("page_first", heads=1), "mamba": mamba()}
     sparse = {name: {page for page in range(12) if draw.random() < 0.6} for name in ("swa", "mamba")}
@@ -220,10 +223,14 @@ def test_usable_prefixes_are_those_of_the_definition(shm_root: Path, seed: int) 
         PoolTransfer(PoolName.SWA, keys=[""] * draw.randrange(1, 4), hit_policy=PoolHitPolicy.TRAILING_PAGES),
         PoolTransfer(PoolName.MAMBA, keys=[""], hit_policy=draw.choice(list(PoolHitPolicy)[:2])),
     ]
+    theirs = HiCacheFile(config({}), file_path=str(tmp_path))
     with storage(storage_config(shm_root), pools) as made:
         made.batch_set_v1(KEYS[:full], slots(pools["kv"], range(full)))
+        for page in range(full):
+            theirs.set(KEYS[page], torch.zeros(1))
         for name, pages in sparse.items():
             for page in pages:
+                theirs.set(f"{KEYS[page]}.{name}", torch.zeros(1))
                 made.batch_set_v2(
                     [PoolTransfer(PoolName(name), slots(pools[name], [page]), keys=[KEYS[page]])]
                 )
@@ -236,6 +243,23 @@ def test_usable_prefixes_are_those_of_the_definition(shm_root: Path, seed: int) 
         for transfers in (asked, asked[::-1]):
             found = made.batch_exists_v2(KEYS[:12], transfers)
             assert (found.restorable_prefix_pages, found.kv_hit_pages) == (usable, max(usable, default=0))
+            assert found == theirs.batch_exists_v2(KEYS[:12], transfers)
+
+
+def test_a_window_of_many_pages_is_found(shm_root: Path) -> None:
+    """A window of 4,096 tokens has 256 pages of 16 tokens, and 4,096 of one: too many for a look at each."""
+    pools = {"kv": mha("page_first", page=1), "swa": mha("page_first", heads=1, page=1)}
+    keys, hole = [f"{number:064x}" for number in range(700)], 300
+    with storage(storage_config(shm_root), pools) as made:
+        for at in range(0, len(keys), PAGES):
+            few = keys[at : at + PAGES]
+            assert all(made.batch_set_v1(few, slots(pools["kv"], range(len(few)))))
+            some = [key for key in few if key != keys[hole]]
+            one = PoolTransfer(PoolName.SWA, slots(pools["swa"], range(len(some))), keys=some)
+            assert all(made.batch_set_v2([one])["swa"])
+        asked = PoolTransfer(PoolName.SWA, keys=[""] * 350, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        ends = made.batch_exists_v2(keys, [asked]).restorable_prefix_pages
+        assert ends == [*range(1, hole + 1), *range(hole + 351, 701)]
 
 
 def test_a_pool_that_comes_late_is_stored_or_said_not_to_be(shm_root: Path) -> None:
@@ -278,6 +302,21 @@ def test_ranks_never_find_each_others_pages_but_of_latent_attention(shm_root: Pa
     assert stores_as(shm_root, latent, is_mla_model=True, tp_size=2, tp_rank=1)
 
 
+@pytest.mark.parametrize(("name", "side"), [("mamba", mamba), ("draft", lambda: mha("page_first"))])
+def test_beside_latent_attention_ranks_have_states_and_drafts_of_their_own(
+    shm_root: Path, name: str, side: Any
+) -> None:
+    """Only the latent KV is the same in all ranks: states and the heads of a draft are not."""
+    pools, ranks = {"kv": mla("page_first"), name: side()}, {"is_mla_model": True, "tp_size": 2}
+    few = PoolTransfer(PoolName(name), slots(pools[name], range(2)), keys=KEYS[:2])
+    with storage(storage_config(shm_root), pools, **ranks) as made:
+        assert all(made.batch_set_v1(KEYS[:2], slots(pools["kv"], range(2))))
+        assert made.batch_set_v2([few]) == {name: [True, True]}
+    with storage(storage_config(shm_root), pools, **ranks, tp_rank=1) as made:
+        assert made.batch_exists(KEYS[:2]) == 2
+        assert made.batch_get_v2([few]) == {name: [False, False]}
+
+
 def test_layouts_whose_pieces_have_one_size_never_share(shm_root: Path) -> None:
     """Their bytes have different orders; so do those of two dtypes of one width, and of other heads."""
     with storage(storage_config(shm_root), {"kv": mha("page_first")}) as made:
@@ -287,7 +326,9 @@ def test_layouts_whose_pieces_have_one_size_never_share(shm_root: Path) -> None:
         assert not stores_as(shm_root, other), other.layout
 
 
-def test_the_weights_are_those_of_the_server(shm_root: Path, tmp_path: Path) -> None:
+def test_the_weights_are_those_of_the_server(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a name for them, the digest of the checkpoint's files; settings of the server count too."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"some weights")
@@ -296,9 +337,12 @@ def test_the_weights_are_those_of_the_server(shm_root: Path, tmp_path: Path) -> 
 
     def found(**args: Any) -> bool:
         settings = {"model_path": str(tmp_path), "device": "cpu", **args}
-        plain = storage_config(shm_root)
+        plain, name = storage_config(shm_root), str(args.get("served_model_name"))
         del plain["weights"]
-        with get_context().override_server_args(**settings), storage(plain, {"kv": kv}) as made:
+        with (
+            get_context().override_server_args(**settings),
+            storage(plain, {"kv": kv}, model_name=name) as made,
+        ):
             return bool(
                 made.batch_exists(KEYS) == PAGES or not made.batch_set_v1(KEYS, slots(kv, range(PAGES)))
             )
@@ -307,6 +351,28 @@ def test_the_weights_are_those_of_the_server(shm_root: Path, tmp_path: Path) -> 
     assert found()
     assert not found(kv_cache_dtype="fp8_e5m2")
     assert not found(json_model_override_args='{"rope_theta": 1}')
+    assert not found(kt_max_deferred_experts_per_token=2)  # their output is added a layer later
+    assert not found(cp_strategy="zigzag")
+    with monkeypatch.context() as changed:
+        changed.setenv("SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR", "500")
+        assert not found() and found()
+        changed.setenv("SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR", "900")
+        assert not found()
+    monkeypatch.setenv("SGLANG_RUN_ID", "of each start another")
+    assert found(served_model_name="another name", port=31000)
+    for setting in ("speculative_draft_model_path", "lora_paths"):
+        beside = tmp_path / setting
+        beside.mkdir()
+        (beside / "adapter_config.json").write_text("{}")
+        (beside / "adapter_model.safetensors").write_bytes(b"one")
+        named = {setting: [{"lora_path": str(beside)}] if setting == "lora_paths" else str(beside)}
+        assert not found(**named) and found(**named)
+        (beside / "adapter_model.safetensors").write_bytes(b"other")
+        assert not found(**named)
+    with monkeypatch.context() as changed:
+        changed.setattr(storage_options, "TESTED", ("0.5.24",))
+        changed.setattr("sglang.__version__", "0.5.24")
+        assert not found()
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     assert not found() and found()
     (tmp_path / "config.json").write_text('{"rope_theta": 2}')
@@ -324,6 +390,12 @@ def test_the_weights_are_those_of_the_server(shm_root: Path, tmp_path: Path) -> 
     assert not found(kt_weight_path=str(experts))
     with pytest.raises(ConfigError, match=r"--kt-weight-path .* local file"):
         found(kt_weight_path=str(tmp_path / "nowhere"))
+
+
+def test_sglang_has_all_settings_that_are_named() -> None:
+    """One that it renames would no longer count."""
+    known = {field.name for field in record_fields(ServerArgs)}
+    assert {*facts._SETTINGS, *facts._FILES} <= known
 
 
 def test_an_adapter_is_named_by_its_content(tmp_path: Path) -> None:
@@ -349,6 +421,7 @@ def test_an_adapter_is_named_by_its_content(tmp_path: Path) -> None:
         ({"chunk_tokens": 256}, "--page-size"),
         ({"host_size": 0}, "host_size = 0"),
         ({"host_size": "many"}, "host_size"),
+        ({"min_hit_tokens": 512}, "prefetch_threshold"),
         ({"salt": 7}, "salt = 7"),
         ({"allow_untested_sglang": "yes"}, "true or false"),
     ],
@@ -379,6 +452,23 @@ def test_what_cannot_work_is_refused_at_the_start(shm_root: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="allow_untested_sglang"):
         PagodaHiCache(config(extra), {})
     PagodaHiCache(config({**extra, "allow_untested_sglang": True}), {})
+
+
+def test_a_pool_whose_pages_are_not_side_by_side_is_refused(shm_root: Path) -> None:
+    """Its pages would be looked for where others are."""
+    kv = mha("page_first")
+    for shift in (lambda page: 64 * (page == PAGES - 1), lambda page: -64 * page):
+
+        def moved(indices: torch.Tensor, shift: Any = shift) -> tuple[list[int], list[int]]:
+            addresses, sizes = type(kv).get_page_buffer_meta(kv, indices)
+            return [at + shift(int(indices[0]) // PAGE) for at in addresses], sizes
+
+        kv.get_page_buffer_meta = moved
+        with (
+            pytest.raises(ConfigError, match="no regular pages"),
+            storage(storage_config(shm_root), {"kv": kv}),
+        ):
+            pass
 
 
 def test_the_storage_asks_for_the_calls_without_a_detour(shm_root: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_restarted_engine_answers_the_same_without_computing(
     extra = {
         "backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache",
         "host_path": str(shm_root / "host"), "host_size": "32MiB", "disk_path": str(tmp_path / "disk"),
-        "disk_size": "64MiB", "prefetch_threshold": PAGE,
+        "disk_size": "64MiB", "prefetch_threshold": PAGE, "hicache_storage_pass_prefix_keys": True,
     }  # fmt: skip
     plain = answers(model)
     cold = answers(model, extra)

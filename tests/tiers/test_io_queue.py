@@ -19,6 +19,10 @@ def write(n: int, namespace: bytes = ROOT) -> WriteRequest:
     return WriteRequest(chunks_of(KEYS[n : n + 1], n)[0], namespace, None)
 
 
+def added(queue: IoQueue, write: WriteRequest) -> WriteRequest | Reason:
+    return queue.add_writes([write])[0]
+
+
 def read(n: int) -> ReadRequest:
     return ReadRequest(KEYS[n], n, ROOT, room())
 
@@ -27,7 +31,7 @@ def test_reads_come_before_writes_and_each_kind_in_order() -> None:
     queue = IoQueue(8)
     writes = [write(n) for n in range(3)]
     for each in writes:
-        assert queue.add_write(each) is each
+        assert added(queue, each) is each
     reads = [read(5), read(6)]
     for one in reads:
         assert queue.add_read(one) is None
@@ -39,7 +43,7 @@ def test_reads_come_before_writes_and_each_kind_in_order() -> None:
 def test_the_writes_of_a_batch_leave_some_to_the_other_threads() -> None:
     queue = IoQueue(8)
     for n in range(4):
-        queue.add_write(write(n))
+        added(queue, write(n))
     assert [len(queue.take(16, 2) or []) for _ in range(3)] == [2, 1, 1]  # type: ignore[arg-type]
 
 
@@ -64,7 +68,7 @@ def test_batches_are_numbered_in_the_order_in_which_they_are_taken() -> None:
     queue = IoQueue(8)
     writes = [write(n) for n in range(3)]
     for each in writes:
-        queue.add_write(each)
+        added(queue, each)
     for _ in range(2):
         queue.take(2)
     assert [each.batch for each in writes] == [1, 1, 2]
@@ -73,14 +77,14 @@ def test_batches_are_numbered_in_the_order_in_which_they_are_taken() -> None:
 def test_the_newest_write_is_refused_until_one_has_ended() -> None:
     queue = IoQueue(2)
     first = write(0)
-    queue.add_write(first)
-    queue.add_write(write(1))
+    added(queue, first)
+    added(queue, write(1))
     assert not queue.has_room()
-    assert queue.add_write(write(2)) is Reason.QUEUE_FULL
+    assert added(queue, write(2)) is Reason.QUEUE_FULL
     queue.take(1)
-    assert queue.add_write(write(2)) is Reason.QUEUE_FULL  # being written still counts
+    assert added(queue, write(2)) is Reason.QUEUE_FULL  # being written still counts
     queue.finish_write(first, OK)
-    assert isinstance(queue.add_write(write(2)), WriteRequest)
+    assert isinstance(added(queue, write(2)), WriteRequest)
 
 
 def test_reads_are_bounded_too() -> None:
@@ -91,15 +95,15 @@ def test_reads_are_bounded_too() -> None:
 def test_the_same_key_is_written_once() -> None:
     queue = IoQueue(2)
     first = write(0)
-    queue.add_write(first)
-    assert queue.add_write(write(0)) is first
+    added(queue, first)
+    assert added(queue, write(0)) is first
     assert queue.take(9) == [first]
 
 
 def test_a_write_is_in_flight_until_it_has_ended() -> None:
     queue = IoQueue(2)
     first = write(0)
-    queue.add_write(first)
+    added(queue, first)
     queue.take(1)
     assert queue.in_flight(KEYS[0])
     assert queue.pending_writes(KEYS) == {KEYS[0]: first}
@@ -113,7 +117,7 @@ def test_a_write_is_in_flight_until_it_has_ended() -> None:
 def test_a_write_whose_future_is_done_is_in_flight_no_more() -> None:
     queue = IoQueue(1)
     ended = write(0)
-    queue.add_write(ended)
+    added(queue, ended)
     queue.take(1)
     seen: list[tuple[bool, bool]] = []
     ended.future.add_done_callback(lambda _: seen.append((queue.in_flight(KEYS[0]), queue.has_room())))
@@ -124,7 +128,7 @@ def test_a_write_whose_future_is_done_is_in_flight_no_more() -> None:
 def test_wait_ends_when_the_write_ends() -> None:
     queue = IoQueue(2)
     first = write(0)
-    queue.add_write(first)
+    added(queue, first)
     threading.Timer(0.05, lambda: queue.finish_write(first, OK)).start()
     begin = time.monotonic()
     assert queue.wait(KEYS, 100)
@@ -161,14 +165,14 @@ def test_cancel_takes_what_waits_and_marks_what_is_being_written() -> None:
     queue = IoQueue(8)
     begun, waiting, other = write(0), write(1), write(2, namespace=b"other")
     for each in (begun, waiting, other):
-        queue.add_write(each)
+        added(queue, each)
     assert queue.take(1) == [begun]
     queued: list[WriteRequest] = []
     assert queue.cancel(Reason.CLEARED, queued, namespace=ROOT) == [begun] and queued == [waiting]
     assert not begun.is_valid()
     assert queue.pending_writes(KEYS) == {KEYS[2]: other}
     assert queue.in_flight(KEYS[0])
-    assert queue.add_write(write(0)) is Reason.BUSY
+    assert added(queue, write(0)) is Reason.BUSY
     assert queue.take(9) == [other]
 
 
@@ -176,13 +180,13 @@ def test_what_was_put_back_is_cancelled_at_once() -> None:
     queue = IoQueue(8)
     first, second, third = (write(n) for n in range(3))
     for each in (first, second, third):
-        queue.add_write(each)
+        added(queue, each)
     for pause, each in zip((0.02, 3600.0, 0.01), queue.take(3), strict=True):
         assert queue.put_back(each, pause)
     queued: list[WriteRequest] = []
     assert queue.cancel(Reason.REMOVED, queued, key=KEYS[1]) == [] and queued == [second]
     queue.finish_write(second, Done(False, Reason.REMOVED))
-    assert isinstance(queue.add_write(write(1)), WriteRequest), "it can be stored again"
+    assert isinstance(added(queue, write(1)), WriteRequest), "it can be stored again"
     again = queue.pending_writes(KEYS)[KEYS[1]]
     assert [queue.take(1) for _ in range(3)] == [[again], [third], [first]]
 
@@ -190,14 +194,14 @@ def test_what_was_put_back_is_cancelled_at_once() -> None:
 def test_close_hands_back_what_had_not_begun() -> None:
     queue = IoQueue(8)
     begun, waiting, one = write(0), write(1), read(3)
-    queue.add_write(begun)
+    added(queue, begun)
     queue.take(1)
-    queue.add_write(waiting)
+    added(queue, waiting)
     queue.add_read(one)
     assert queue.close() == ([waiting], [one])
     assert queue.close() == ([], [])
     assert queue.take(1) is None
-    assert queue.add_write(write(2)) is Reason.CLOSED
+    assert added(queue, write(2)) is Reason.CLOSED
     assert queue.add_read(read(2)) is Reason.CLOSED
 
 

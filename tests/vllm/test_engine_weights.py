@@ -21,7 +21,7 @@ class Core:
         self.weights = EngineWeights(run, lambda version, fresh: self.taken.append((version, fresh)))
         self.has_blocks = self.refuses = False
         self.encoded = True  # what an encoder with the weights from before has made of images
-        self.memory = "some weights"
+        self.memory: str | None = "some weights"
         ours = SimpleNamespace(engine_weights=self.weights)
         multi = SimpleNamespace(_connectors=[SimpleNamespace(), ours])
         self.scheduler = SimpleNamespace(
@@ -30,7 +30,7 @@ class Core:
             reset_prefix_cache=self._reset,
         )
         self.model_executor = SimpleNamespace(
-            collective_rpc=lambda *_: [self.memory], sleep=lambda level: None
+            collective_rpc=lambda *_: [self._read()], sleep=self._sleep, sleeping_tags=set()
         )
         self._weight_version = "default"
 
@@ -41,8 +41,24 @@ class Core:
             self.weights.changed()
         return True
 
-    def pause_scheduler(self, **_: Any) -> None:
+    def pause_scheduler(self, mode: str = "abort", **_: Any) -> None:
+        if mode == "wait":
+            raise ValueError("'wait' mode can't be used in inproc-engine mode")
         self._reset(True, True)
+
+    def _sleep(self, level: int) -> None:
+        """Sleep as on a GPU, where the memory of the weights is given up: to read it ends the worker."""
+        if not self.model_executor.sleeping_tags:
+            self.model_executor.sleeping_tags |= {"weights", "kv_cache"}
+            self.memory, self._asleep = None, self.memory
+
+    def _read(self) -> str:
+        assert self.memory is not None, "an illegal memory access"
+        return self.memory
+
+    def wake_up(self) -> None:
+        self.model_executor.sleeping_tags.clear()
+        self.memory = self._asleep
 
     def reset_encoder_cache(self) -> None:
         self.encoded = False
@@ -106,6 +122,7 @@ def test_a_sleep_that_keeps_the_weights_keeps_their_name() -> None:
     core.call("set_weight_version", "step-1")
     core.weights.settle()
     core.call("sleep", 1)
+    core.wake_up()
     assert "/" not in core.taken[-1][0]  # until it is known
     core.weights.settle()
     assert core.taken[-1] == ("a-run/step-1", True)
@@ -113,11 +130,33 @@ def test_a_sleep_that_keeps_the_weights_keeps_their_name() -> None:
     assert len(core.taken) == 3
 
 
+def test_an_engine_that_is_put_to_sleep_twice_is_not_read_in_its_sleep() -> None:
+    core = Core()
+    core.call("set_weight_version", "step-1")
+    for _ in range(2):
+        core.call("sleep", 1)
+        assert "/" not in core.weights.version
+    core.wake_up()
+    core.weights.settle()
+    assert core.weights.version == "a-run/step-1"
+
+
+def test_a_sleep_that_fails_gives_no_later_reset_its_name() -> None:
+    core = Core()
+    core.call("set_weight_version", "step-1")
+    with pytest.raises(ValueError, match="wait"):
+        core.call("sleep", 1, "wait")
+    core.call("reset_prefix_cache", False, True)  # before an update
+    core.weights.settle()
+    assert "/" not in core.weights.version
+
+
 @pytest.mark.parametrize("kind", ["level 2", "other weights", "reset while asleep", "a worker that fails"])
 def test_any_other_sleep_does_not(kind: str) -> None:
     core = Core()
     core.call("set_weight_version", "step-1")
     core.call("sleep", 2 if kind == "level 2" else 1)
+    core.wake_up()
     if kind == "other weights":
         core.memory = "others"
     if kind == "reset while asleep":
@@ -131,6 +170,7 @@ def test_any_other_sleep_does_not(kind: str) -> None:
 def test_a_version_that_is_named_during_a_sleep_is_kept() -> None:
     core = Core()
     core.call("sleep", 1)
+    core.wake_up()
     core.call("set_weight_version", "step-2")
     core.weights.settle()
     assert core.weights.version == "a-run/step-2"

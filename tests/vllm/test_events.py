@@ -256,6 +256,7 @@ def test_a_chunk_stored_anew_elsewhere_does_not_end_with_its_old_slot(cache: Cac
     assert engine.take() == [run(request)]
     tier.ledger.columns.generation[old.slot] = hidden
     assert engine.take() == []  # stored the whole time, according to the events
+    assert engine.take() == [] and not tier._before  # no more is remembered of it
     cache.clear()
     assert engine.take() == [gone(*request.block_hashes)]
 
@@ -435,6 +436,31 @@ def test_a_note_of_another_version_silences_no_other_chunk(cache: Cache) -> None
     assert Engine(cache).take() == [run(request, 0, 1), run(request, 2, 3)]
 
 
+@pytest.mark.parametrize("field", ["root", "hashes", "tokens"])
+def test_a_note_of_odd_sizes_silences_no_other_chunk(cache: Cache, field: str) -> None:
+    engine, request = Engine(cache), request_of(3)
+    done = engine.stored(request)
+    note = engine.form.notes(request, engine.slots.namespace())(1)
+    assert note is not None
+    odd = msgspec.structs.replace(note, **{field: b"" if field == "hashes" else b"odd"})
+    ChunkNotes(engine.slots.ledgers["host"].directory).write(
+        [(done[1].slot, done[1].key, msgspec.msgpack.encode(odd))]
+    )
+    assert Engine(cache).take() == [run(request, 0, 1), run(request, 2, 3)]
+
+
+def test_so_many_notes_are_remembered_and_no_more(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of chunks that wait for their turn are beside the tier by then."""
+    monkeypatch.setattr("pagoda.kv_events.stored_events._REMEMBERED", 5)
+    engine, requests = Engine(cache), [request_of(3, seed) for seed in range(4)]
+    for request in requests:
+        engine.stored(request)
+    events = engine.events
+    assert len(events._fresh) == 5 and events._told_of == events._fresh.keys()
+    told = [name for event in engine.take() for name in event.block_hashes]
+    assert sorted(told) == sorted(name for request in requests for name in request.block_hashes)
+
+
 def test_only_the_note_of_the_same_chunk_is_erased(tmp_path: Path) -> None:
     notes, (one, other) = ChunkNotes(tmp_path), (bytes([n]) * 32 for n in (1, 2))
     notes.write([(3, one, b"a note"), (5, other, b"another")])
@@ -463,20 +489,19 @@ def test_a_clear_while_a_note_is_copied_leaves_no_tokens(
     assert np.array(request.all_token_ids[:CHUNK], np.int32).tobytes() not in notes.read_bytes()
 
 
-def test_slots_of_tenants_that_never_come_are_remembered_once(cache: Cache) -> None:
+def test_slots_of_tenants_that_came_and_went_are_told_of_the_one_that_comes(cache: Cache) -> None:
     engine, theirs = Engine(cache), Engine(cache)
     for turn in range(40):
         theirs.stored(request_of(2, turn), salt="tenant")
         assert engine.take() == []
         admin.clear(engine.slots.ledgers["host"])  # of all namespaces
-    (tier,) = engine.events._tiers
-    assert 2 <= len(tier._others) <= engine.slots.count
+    theirs.stored(request_of(2, 8), salt="another")
     theirs.stored(last := request_of(2, 9), salt="tenant")
     assert engine.take() == []
     root = engine.slots.namespace(salt="tenant")
     engine.events.found(engine.form.notes(last, root), root, 0, engine.keys(last, "tenant")[:1])
     assert engine.take() == [run(last)]
-    assert not tier._others
+    assert engine.take() == []
 
 
 def test_a_router_that_comes_and_goes_keeps_no_other_from_hearing_all(

@@ -234,7 +234,7 @@ def test_only_what_was_stored_of_a_request_is_logged(halves: Halves) -> None:
             cache_salt="a tenant's" if name == "salted" else None,
             block_hashes=[key[:-4] for key in keys("p", FULL, 24)],
         )  # fmt: skip
-        halves.manager.log_prompt(request, CHUNK)
+        halves.manager.request_ended(request, CHUNK)
     halves.manager._thread.join(30.0)
     halves.slots._resources.prompt_log.flush()
     (logged,) = logged_prompts(halves.slots._ledger.directory)
@@ -253,7 +253,7 @@ def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:
             request_id=name, mm_features=[], prompt_embeds=None, all_token_ids=[number] * CHUNK,
             cache_salt=None, block_hashes=[keys(name, FULL, 1)[0][:-4]],
         )  # fmt: skip
-        halves.manager.log_prompt(request, CHUNK)
+        halves.manager.request_ended(request, CHUNK)
     assert halves.manager._thread.under_way <= offloading_manager._MOST_LOGS
     free.set()
     halves.manager._thread.join(30.0)

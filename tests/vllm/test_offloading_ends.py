@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,6 +296,17 @@ def test_a_reset_forgets_what_was_stored_and_what_is_being_computed(halves: Halv
     assert halves.answers(after, keys("p", FULL, 3)) == [MISS] * 3
     halves.store_prompt("p", 3, at=20, name="anew")
     wait_until(lambda: halves.answers(after, keys("p", FULL, 3)) == [HIT] * 3)
+
+
+def test_what_ended_before_a_version_was_named_is_not_stored_under_its_name(halves: Halves) -> None:
+    """vLLM stores the last chunks of a request with the step after its end: of the weights that computed it."""
+    ended, waits = halves.request("ended", "p", 4), halves.request("waits", "q", 4)
+    request = SimpleNamespace(request_id="ended", mm_features=[], prompt_embeds=None, cache_salt=None,
+                              all_token_ids=[], block_hashes=[])  # fmt: skip
+    halves.manager.request_ended(request, CHUNK)
+    halves.manager._take_version("a-run/step-1", True)  # without a reset: vLLM does not forget what has ended
+    assert halves.store(ended, keys("p", FULL, 4), {FULL: list(range(1, 9))}) == []
+    assert halves.store(waits, keys("q", FULL, 4), {FULL: list(range(1, 9))}) == keys("q", FULL, 4)
 
 
 def test_a_reset_while_chunks_are_stored_and_loaded_ends_well(halves: Halves) -> None:

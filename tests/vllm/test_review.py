@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -27,6 +29,7 @@ from pagoda.cache import Cache
 from pagoda.cache.prompt_log import logged_prompts
 from pagoda.connectors.vllm import lookups
 from pagoda.connectors.vllm.connector import PagodaConnector
+from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.identity.device_facts import machine_facts
 from pagoda.connectors.vllm.kv_memory import KVMemory
 from pagoda.connectors.vllm.lookups import TrackedRequest
@@ -61,12 +64,13 @@ class Halves:
         parts: int = 1,
         record: str = "",
         described: bool = True,
+        outlet: EventOutlet | None = None,
         **more: Any,
     ) -> None:
         init_none_hash(sha256)
         self.options = ConnectorOptions(config_of(root, None, record=record))
         self.memory = torch.zeros(BLOCKS, PAGE, dtype=torch.int8)
-        self.scheduler = PagodaScheduler(self.options, BLOCK, None, **more)
+        self.scheduler = PagodaScheduler(self.options, BLOCK, outlet, **more)
         self.worker = PagodaWorker(self.options, None, None)
         text = "tests of the connector"
         self.seen = KVMemory([self.memory], BLOCK, BLOCKS, (PAGE,), text, parts, 0, True, on_cpu)
@@ -757,6 +761,20 @@ def test_who_loads_nothing_waits_until_it_can_be_saved(shm_root: Path) -> None:
     (save,) = halves.step(list(range(8)), prompt=2 * CHUNK).saves
     assert len(save.copies) == 2
     halves.close()
+
+
+def test_who_loads_nothing_tells_routers_nothing_and_leaves_notes_for_who_does(shm_root: Path) -> None:
+    """Routers would send a prompt to an engine that has to compute it all the same."""
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    outlets = {role: EventOutlet(config) for role in ("kv_producer", "kv_consumer")}
+    producer, consumer = (Halves(shm_root, role=role, outlet=outlet) for role, outlet in outlets.items())
+    producer.stored(tokens(2), "prompt", list(range(8)))
+    heard: list[object] = []
+    wait_until(lambda: heard.extend(outlets["kv_consumer"].take()) or heard)  # type: ignore[func-returns-value]
+    (event,) = heard
+    assert isinstance(event, BlockStored) and list(event.token_ids) == tokens(2)
+    assert outlets["kv_producer"].take() == []
+    producer.close(), consumer.close()
 
 
 def test_what_another_connector_loads_is_saved_when_its_step_has_ended(halves: Halves) -> None:

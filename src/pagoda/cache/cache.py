@@ -25,7 +25,6 @@ from pagoda.cache.call import (
     build_request,
     enable_profiler_ranges,
     enable_spans,
-    hit_call,
 )
 from pagoda.cache.hit import CacheStats, Cleared, Hit, Stored
 from pagoda.cache.host_slots import HostSlots
@@ -33,7 +32,7 @@ from pagoda.cache.log_lines import log_opened
 from pagoda.cache.lookup_call import run_explain, run_lookup
 from pagoda.cache.recording import CallKind
 from pagoda.cache.resources import build_resources
-from pagoda.cache.retrieve_call import RetrieveCall, probed
+from pagoda.cache.retrieve_call import RetrieveCall, measure_again
 from pagoda.cache.store_call import StoreCall
 from pagoda.cache.tier_stack import TierStack, build_tiers, codecs_of, open_tiers
 from pagoda.cache.weights_epoch import PresentWeights
@@ -297,24 +296,21 @@ class Cache:
 
     def _lookup_call(self, tokens: TokenIds | None, counted: bool, options: CallOptions) -> Call[Hit]:
         request = self._checked(tokens, options, CallKind.LOOKUP, counted)
-        work = partial(
-            probed, self._resources, request, partial(run_lookup, self._resources, request, counted)
-        )
-        return hit_call("lookup", work, request, self._resources.counters)
+        work = partial(run_lookup, self._resources, request, counted, measure_again)
+        return Call("lookup", work, request.miss, request.deadline, self._resources.counters)
 
     def _retrieve_call(
         self, tokens: TokenIds | None, kv: Transfer, counted: bool, options: CallOptions
     ) -> Call[Hit]:
         transfer = CheckedTransfer(kv, self.layout)
         request = self._checked(tokens, options, CallKind.RETRIEVE, counted)
-        run = RetrieveCall(self._resources, request, transfer, counted).run
-        work = partial(probed, self._resources, request, run)
-        return hit_call("retrieve", work, request, self._resources.counters)
+        work = RetrieveCall(self._resources, request, transfer, counted).run
+        return Call("retrieve", work, request.miss, request.deadline, self._resources.counters)
 
     def _prefetch_call(self, tokens: TokenIds | None, options: CallOptions) -> Call[Hit]:
         request = self._checked(tokens, options)
         work = RetrieveCall(self._resources, request, None, False).run
-        return hit_call("prefetch", work, request, self._resources.counters)
+        return Call("prefetch", work, request.miss, request.deadline, self._resources.counters)
 
     def _checked(
         self,
@@ -347,7 +343,7 @@ class Cache:
         """Say what a lookup would, with the reason found thoroughly; touch and count nothing."""
         request = self._checked(tokens, options)
         work = partial(run_explain, self._resources, request)
-        return hit_call("explain", work, request, self._resources.counters).run()
+        return Call("explain", work, request.miss, request.deadline, self._resources.counters).run()
 
     def holders(self, key: bytes) -> list[str]:
         """Return the names of the tiers that have a chunk, from the top down."""
@@ -431,7 +427,7 @@ class Cache:
         """
         from pagoda.cache.request_events import RequestEvents
         from pagoda.kv_events.publisher import EventPublisher
-        from pagoda.kv_events.stored_events import MEDIA
+        from pagoda.kv_events.stored_events import MEDIA, largest_message
 
         resources, weights = self._resources, self._weights  # nothing here keeps a cache that was dropped
         ledgers = {name: ledger for name, ledger in self._tiers.ledgers() if name in MEDIA}
@@ -441,10 +437,11 @@ class Cache:
             raise ValueError(f"this cache tells its events already, at {resources.events.endpoint}")
         if not ledgers:
             raise ConfigError("KV events tell of host memory and the disk: set host_size or disk_size")
+        chunk_tokens = self.layout.chunk_tokens
+        publisher = EventPublisher(endpoint, topic, rank, message_bytes=largest_message(chunk_tokens))
         resources.events = RequestEvents(
-            EventPublisher(endpoint, topic, rank), ledgers, weights.scope, self.layout.chunk_tokens,
-            self.config.prompt_log,
-        )  # fmt: skip
+            publisher, ledgers, weights.scope, chunk_tokens, self.config.prompt_log
+        )
         return resources.events.endpoint
 
     def clear(self, *, lora: str | None = None, salt: str | None = None, everything: bool = False) -> Cleared:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
@@ -40,8 +39,6 @@ __all__ = [
     "build_request",
     "enable_profiler_ranges",
     "enable_spans",
-    "hit_call",
-    "profiler_range",
 ]
 
 log = guarded_logger("pagoda.cache")
@@ -94,11 +91,6 @@ class CacheRequest(NamedTuple):
     head: Sequence[bytes] = ()  # the keys before keys[0], as far as the caller gave them
     any_position: bool = False  # whether `first` is not known for certain
 
-    @property
-    def start_tokens(self) -> int:
-        """The first token that is requested."""
-        return self.first * self.chunk_tokens
-
     def starts(self, begin: int, end: int) -> list[int]:
         """Return the first token of each of the chunks keys[begin:end]."""
         return [(self.first + i) * self.chunk_tokens for i in range(begin, end)]
@@ -114,17 +106,21 @@ class CacheRequest(NamedTuple):
     def hit(self, by_tier: Mapping[str, int], reason: Reason | None = None, detail: str = "") -> Hit:
         """Return the answer: leading chunks by tier, and why not more."""
         tokens = {tier: chunks * self.chunk_tokens for tier, chunks in by_tier.items() if chunks}
-        start, served = self.start_tokens, sum(tokens.values())
+        start, served = self.first * self.chunk_tokens, sum(tokens.values())
         mask = np.zeros(self.length_tokens, np.bool_)
         mask[start : start + served] = True
         return Hit(served, tokens, mask, reason, detail, start, self.namespace.approximate)
+
+    def miss(self, reason: Reason, detail: str = "") -> Hit:
+        """Return the answer of a call that serves nothing."""
+        return self.hit({}, reason, detail)
 
     def hit_without_chunks(self) -> Hit:
         """Return the answer if there is no whole chunk in the request."""
         if self.length_tokens >= self.chunk_tokens:
             return self.hit({})
         detail = f"{self.length_tokens} tokens, a chunk has {self.chunk_tokens}"
-        return self.hit({}, Reason.SHORT_PROMPT, detail)
+        return self.miss(Reason.SHORT_PROMPT, detail)
 
 
 def build_request(
@@ -151,8 +147,15 @@ def build_request(
     ids = None if tokens is None else as_token_ids(tokens)
     origin, given = (0, None) if keys is None else _given_keys(keys, chunk_tokens)
     length = len(ids) if ids is not None else (origin + len(given or ())) * chunk_tokens
-    start_tokens = options.get("start_tokens", 0)
-    first = _first_chunk(start_tokens, options.get("mask"), length, chunk_tokens) or origin
+    start_tokens, mask = options.get("start_tokens", 0), options.get("mask")
+    begin = start_tokens if mask is None else _mask_start(mask, length, start_tokens)
+    if begin < 0 or begin % chunk_tokens:
+        raise ValueError(
+            f"the request begins at token {begin}: it must be a multiple of the chunk, {chunk_tokens} tokens"
+        )
+    if begin > length:
+        raise ValueError(f"start_tokens = {begin} is past the {length} tokens of the prompt")
+    first = begin // chunk_tokens or origin
     if given is None:
         assert ids is not None
         given = scheme(ids, namespace.root, chunk_tokens, items)
@@ -196,26 +199,8 @@ def _given_keys(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:
     return origin, flat
 
 
-def _first_chunk(start_tokens: int, mask: Mask | None, length_tokens: int, chunk_tokens: int) -> int:
-    """Return the first chunk that is requested. Raises ValueError for a start inside a chunk or a bad mask."""
-    if mask is not None:
-        masked = _mask_start(mask, length_tokens)
-        if start_tokens not in (0, masked):
-            raise ValueError(
-                f"start_tokens = {start_tokens}, but the mask begins at {masked}: pass one of them"
-            )
-        start_tokens = masked
-    if start_tokens < 0 or start_tokens % chunk_tokens:
-        raise ValueError(
-            f"the request begins at token {start_tokens}: it must be a multiple of the chunk, {chunk_tokens} tokens"
-        )
-    if start_tokens > length_tokens:
-        raise ValueError(f"start_tokens = {start_tokens} is past the {length_tokens} tokens of the prompt")
-    return start_tokens // chunk_tokens
-
-
-def _mask_start(mask: Mask, length_tokens: int) -> int:
-    """Return the number of leading Falses; the rest must be all True."""
+def _mask_start(mask: Mask, length_tokens: int, start_tokens: int) -> int:
+    """Return the number of leading Falses, which is `start_tokens` if that is not 0; the rest must be all True."""
     wanted = np.asarray(mask)
     if wanted.ndim != 1 or wanted.dtype != np.bool_ or len(wanted) != length_tokens:
         raise ValueError(
@@ -224,13 +209,15 @@ def _mask_start(mask: Mask, length_tokens: int) -> int:
     start = int(wanted.argmax()) if wanted.any() else len(wanted)
     if not wanted[start:].all():
         raise ValueError("a mask is False...False True...True: this one has a False after a True")
+    if start_tokens not in (0, start):
+        raise ValueError(f"start_tokens = {start_tokens}, but the mask begins at {start}: pass one of them")
     return start
 
 
 # -- the boundary ----------------------------------------------------------------------------------------------------
 
-_NO_RANGE: AbstractContextManager[object] = nullcontext()
-_ranges_on = False
+# the context of a call or a copy, by its name: of torch.profiler if ranges are on
+_profiler_range: Callable[[str], AbstractContextManager[object]] = nullcontext
 
 
 def enable_profiler_ranges(on: bool = True) -> None:
@@ -238,23 +225,14 @@ def enable_profiler_ranges(on: bool = True) -> None:
 
     Raises ConfigError where torch is not installed.
     """
-    global _ranges_on
+    global _profiler_range
+    _profiler_range = nullcontext
     if on:
         try:
-            import torch.profiler  # noqa: F401
+            from torch.profiler import record_function
         except ImportError as missing:
             raise ConfigError(f"profile = True: {missing}; install torch, or leave it out") from None
-    _ranges_on = on
-
-
-def profiler_range(name: str) -> AbstractContextManager[object]:
-    """Return a context that a profiler shows under this name; it has no other effect."""
-    if not _ranges_on:
-        return _NO_RANGE
-    from torch.profiler import record_function
-
-    found: AbstractContextManager[object] = record_function(f"pagoda.{name}")
-    return found
+        _profiler_range = record_function
 
 
 _spans: SpanRecorder | None = None
@@ -295,7 +273,7 @@ class CheckedTransfer:
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Do as the transfer does; raise TransferMisuse for its ValueError."""
         try:
-            with profiler_range("copy_down"):
+            with _profiler_range("pagoda.copy_down"):
                 self._kv.to_slots(starts, slots)
         except ValueError as error:
             raise TransferMisuse(error) from error
@@ -303,7 +281,7 @@ class CheckedTransfer:
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Do as the transfer does; raise TransferMisuse for its ValueError."""
         try:
-            with profiler_range("copy_up"):
+            with _profiler_range("pagoda.copy_up"):
                 self._kv.from_slots(starts, slots)
         except ValueError as error:
             raise TransferMisuse(error) from error
@@ -323,7 +301,7 @@ class Call(Generic[T]):
         """Do the work. Raises ValueError for wrong use only; every other error is a miss, counted and logged."""
         began = time.perf_counter() if _spans is not None or log.isEnabledFor(logging.DEBUG) else None
         try:
-            with profiler_range(self.name):
+            with _profiler_range(f"pagoda.{self.name}"):
                 answer = self.work()
         except TransferMisuse as misuse:
             raise misuse.error from None
@@ -347,8 +325,3 @@ class Call(Generic[T]):
     def cancel(self) -> None:
         """Let the work end as soon as it can."""
         self.deadline.cancel()
-
-
-def hit_call(name: str, work: Callable[[], Hit], request: CacheRequest, counters: CacheCounters) -> Call[Hit]:
-    """Return a call whose answer is a hit of `request`."""
-    return Call(name, work, partial(request.hit, {}), request.deadline, counters)

@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
@@ -51,14 +52,15 @@ class CacheCounters:
 
     def count_request(
         self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None, namespace: bytes,
-        *, miss_counted: bool = False,
+        *, miss_counted: bool = False, more: Mapping[str, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Count one request for that many tokens and its answer, and remember it among the last ones.
 
         `reason`: why it got no more. `miss_counted`: by a tier. `namespace`: the root, empty if it is not known.
+        `more`: what else there is to count of it, such as its loads.
         """
         hit_tokens = sum(by_tier.values())
-        counts = {"lookups": 1, "asked_tokens": num_tokens}
+        counts = {"lookups": 1, "asked_tokens": num_tokens, **more}
         if hit_tokens:
             counts["hits"], counts["hit_tokens"] = 1, hit_tokens
             if self._approximate:
@@ -74,15 +76,16 @@ class CacheCounters:
             ledger.count(counts)
             ledger.requests.append(counts, namespace, reason or "")
 
-    def count_loads(self, chunks: int, nbytes: int, seconds: Mapping[str, float]) -> None:
-        """Count one call: what it copied out of host slots, and how long each tier took that it loaded from."""
+    @staticmethod
+    def load_counts(chunks: int, nbytes: int, seconds: Mapping[str, float]) -> dict[str, int]:
+        """Return the counters of one call: what it copied out of host slots, and how long each tier took to load."""
         counts = {"loaded_chunks": chunks, "loaded_bytes": nbytes}
         for tier, spent in seconds.items():
             kind = tier if tier in TIER_KINDS else "remote"
             bucket, total = _BUCKETS[kind][bisect_left(LOAD_SECONDS, spent)], _MICROSECONDS[kind]
             counts[bucket] = counts.get(bucket, 0) + 1
             counts[total] = counts.get(total, 0) + int(spent * 1e6)
-        self.add(counts)
+        return counts
 
     def close(self) -> None:
         """Count in this process only from now on: another member may soon own the row in the shared counters."""

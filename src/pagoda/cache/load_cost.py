@@ -229,7 +229,16 @@ class SpeedTable:
         known = self._known.get(name)
         if known is not None and self._page[known[0] : known[0] + _USED_BYTES] == known[1]:
             return known[2]
-        return self._searched(name)
+        at = bytes(self._page).find(blake2b(name.encode(), digest_size=_NAME_BYTES).digest())
+        if at % _ROW_BYTES or self._measured(at) < 0:
+            return Speed()
+        row = bytes(self._page[at : at + _USED_BYTES])
+        _, number, measured_ns, slow, *values = _ROW.unpack_from(row)
+        first = _LAST - min(number, _LAST)
+        rates, amounts = values[first:_LAST], values[_LAST + first :]
+        speed = Speed(rates, amounts, number, measured_ns, slow, _median(rates, amounts))
+        self._known[name] = at, row, speed
+        return speed
 
     def write(self, name: str, speed: Speed) -> None:
         """Keep what is known of that name, in place of the row that was measured longest ago if there is no other."""
@@ -243,19 +252,6 @@ class SpeedTable:
         row += _CHECKSUM.pack(crc32(row))
         self._page[at : at + _USED_BYTES] = row
         self._known[name] = at, row, speed
-
-    def _searched(self, name: str) -> Speed:
-        at = bytes(self._page).find(blake2b(name.encode(), digest_size=_NAME_BYTES).digest())
-        if at % _ROW_BYTES or self._measured(at) < 0:
-            return Speed()
-        row = bytes(self._page[at : at + _USED_BYTES])
-        _, number, measured_ns, slow, *values = _ROW.unpack_from(row)
-        first = _LAST - min(number, _LAST)
-        rates = values[first:_LAST]
-        amounts = values[_LAST + first :]
-        speed = Speed(rates, amounts, number, measured_ns, slow, _median(rates, amounts))
-        self._known[name] = at, row, speed
-        return speed
 
     def _measured(self, at: int) -> int:
         """Return when a row was measured; -1 if it is free, or torn."""

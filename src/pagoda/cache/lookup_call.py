@@ -39,12 +39,20 @@ class TiersMatch(NamedTuple):
     reason: Reason | None
 
 
-def run_lookup(resources: Resources, request: CacheRequest, counted: bool) -> Hit:
-    """Return what a retrieve is expected to serve; lease the part of it that the host tier has."""
+def run_lookup(
+    resources: Resources, request: CacheRequest, counted: bool,
+    measure_again: Callable[[Resources, CacheRequest, Hit], None],
+) -> Hit:  # fmt: skip
+    """Return what a retrieve is expected to serve; lease the part of it that the host tier has.
+
+    `measure_again` is called if a tier was too slow. It is that of `retrieve_call`, which imports this module.
+    """
     hit = expected_hit(resources, request)
     if counted:
-        tokens, root = request.length_tokens - request.start_tokens, request.namespace.root
+        tokens, root = len(hit.mask) - hit.start_tokens, request.namespace.root
         resources.counters.count_request(tokens, hit.by_tier, hit.reason, root)
+    if hit.reason is Reason.NOT_WORTH_IT:
+        measure_again(resources, request, hit)
     return hit
 
 
@@ -62,7 +70,7 @@ def run_explain(resources: Resources, request: CacheRequest) -> Hit:
 def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
     """Return what a retrieve is expected to serve, without counting it."""
     if resources.closed:
-        return request.hit({}, Reason.CLOSED, "the cache is closed")
+        return request.miss(Reason.CLOSED, "the cache is closed")
     if not request.keys:
         return request.hit_without_chunks()
     tiers = request.tiers
@@ -74,7 +82,7 @@ def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
         by_tier = {tier: by_tier[tier] for tier in above}
     total, minimum = sum(by_tier.values()) * request.chunk_tokens, resources.config.min_hit_tokens
     if total and total < minimum:
-        return request.hit({}, Reason.BELOW_MINIMUM, f"{total} of {minimum} tokens")
+        return request.miss(Reason.BELOW_MINIMUM, f"{total} of {minimum} tokens")
     if slow:
         return request.hit(by_tier, Reason.NOT_WORTH_IT, load_cost.refusal(slow[0]))
     if match.chunks == len(request.keys):

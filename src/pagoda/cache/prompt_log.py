@@ -13,7 +13,6 @@ import errno
 import fcntl
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,7 +30,7 @@ from pagoda.keys import KEY_BYTES, Int32s
 from pagoda.ledger import Ledger
 from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Pool
+from pagoda.threads import DeferredCall
 
 __all__ = ["LoggedPrompt", "PromptLog", "logged_prompts"]
 
@@ -66,7 +65,7 @@ class PromptLog:
         self._clock, self._lines = clock, RateLimitedLog(clock)
         self._recent: dict[bytes, None] = {}  # last keys; changed by single calls of built-in functions
         self._inode = 0  # of the file that has them
-        self._thread = Pool(1, "pagoda-prompts")
+        self._writer = DeferredCall(self.flush, "pagoda-prompts", _PAUSE_SECONDS)
         self.reset()
         reset_in_child(self)
 
@@ -77,6 +76,7 @@ class PromptLog:
         self._waiting: dict[bytes, LoggedPrompt] = {}  # by last key
         self._waiting_bytes = 0
         self._lines.reset()
+        self._writer.reset()
 
     def append(self, namespace: bytes, chunk_tokens: int, keys: Sequence[bytes], tokens: Int32s) -> None:
         """Append a prompt that was stored, a moment later. `keys`: of its chunks from the first one on.
@@ -90,16 +90,14 @@ class PromptLog:
             return
         prompt = LoggedPrompt(namespace, chunk_tokens, keys, tokens.copy(), self._clock.time())
         with self._lock:
-            if not self._waiting:
-                self._thread.later(self.flush, _PAUSE_SECONDS)
             self._waiting[keys[-1]] = prompt
             self._waiting_bytes += size
+            self._writer.request()
         if self._waiting_bytes > self._most_bytes:  # more than the tier holds, in a moment
             self.flush()
 
-    def flush(self, pause_seconds: float = 0.0) -> None:
-        """Write what waits, after a pause. Never raises: what cannot be written is one log line in a while."""
-        time.sleep(pause_seconds)
+    def flush(self) -> None:
+        """Write what waits. Never raises: what cannot be written is one log line in a while."""
         with self._writing:
             with self._lock:
                 prompts, self._waiting, self._waiting_bytes = [*self._waiting.values()], {}, 0
@@ -112,7 +110,7 @@ class PromptLog:
 
     def close(self) -> None:
         """Write what waits, and end the thread. Idempotent."""
-        self._thread.shutdown(wait=False)
+        self._writer.close(0.0)
         self.flush()
 
     def _is_written(self, keys: Sequence[bytes]) -> bool:
@@ -137,7 +135,7 @@ class PromptLog:
                 gone = self._ledger.explain_miss(keys[-1]).reason
                 if gone is not Reason.CLEARED and not self._is_written(keys[4 * len(keys) // 5 :]):
                     head = _BODY.pack(size, len(keys), len(tokens), stored_at, namespace)
-                    body = b"".join((head, *keys, tokens.tobytes()))
+                    body = b"".join((head, *keys, tokens.data))
                     record = _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body)) + body
                     if file.write(record) < len(record):
                         raise OSError(errno.ENOSPC, "no space for a whole prompt", str(self._path))

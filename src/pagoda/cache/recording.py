@@ -25,7 +25,7 @@ from pagoda.cache.append_lines import append_lines
 from pagoda.clock import Clock
 from pagoda.fork import reset_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Event, begin
+from pagoda.threads import DeferredCall
 
 __all__ = ["CallKind", "RecordedCall", "Recorder", "RequestDetector"]
 
@@ -86,8 +86,8 @@ class Recorder:
         self._calls: deque[RecordedCall] = deque()
         self._keys = 0  # of the calls
         self._detector = RequestDetector()
-        self._woken, self._ending = Event(), Event()
-        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._writer = DeferredCall(self._write, "pagoda-record", _PAUSE_SECONDS)
         self._recorded = self._dropped = 0
         self._too_many = 0  # of those dropped, since the last round
 
@@ -104,7 +104,7 @@ class Recorder:
         """Note a call about the chunks of a prompt of `num_tokens` tokens from number `first` on."""
         call = RecordedCall(kind, counted, keys, first, num_tokens, round(self._clock.time() * 1000), parent)
         with self._lock:
-            if self._ending.is_set():
+            if self._closed:
                 return
             if len(self._calls) >= _MOST_CALLS or self._keys + len(keys) > _MOST_KEYS:
                 self._dropped += 1
@@ -112,9 +112,7 @@ class Recorder:
                 return
             self._calls.append(call)
             self._keys += len(keys)
-            if self._thread is None:
-                self._start()
-        self._woken.set()
+            self._writer.request()
 
     def stats(self) -> dict[str, object]:
         """Return the path, and how many requests this process recorded and how many calls it dropped."""
@@ -123,23 +121,8 @@ class Recorder:
     def close(self, timeout: float = 1.0) -> None:
         """Write the noted calls within `timeout` seconds, and end the thread. Idempotent."""
         with self._lock:
-            self._ending.set()
-            thread = self._thread
-        self._woken.set()
-        if thread is not None:
-            thread.join(timeout)
-
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="pagoda-record", daemon=True)
-        self._thread = thread if begin(thread) else None  # the next call tries again
-
-    def _run(self) -> None:
-        while not self._ending.is_set():
-            self._woken.wait()
-            self._woken.clear()
-            self._write()
-            self._ending.wait(_PAUSE_SECONDS)
-        self._write()
+            self._closed = True
+        self._writer.close(timeout)
 
     def _write(self) -> None:
         """Write the requests among the noted calls; the thread survives every error."""

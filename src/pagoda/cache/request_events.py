@@ -33,12 +33,12 @@ class RequestEvents:
         """Begin to tell, by `publisher`, which is closed with this. `scope`: of the cache's `PresentWeights`."""
         self.endpoint = publisher.endpoint
         self._publisher, self._scope, self._root = publisher, scope, scope()[0].root
+        self._lock = threading.Lock()  # what was asked under other weights is not heard after their change
         facts = BlockFacts(chunk_tokens, chunk_tokens)
         self._stored: StoredEvents | None = StoredEvents(
-            ledgers, self._root, facts, ChunkEventForm(facts), publisher, keeps_notes
+            ledgers, self._root, facts, ChunkEventForm(facts), publisher, keeps_notes, self.follow_weights
         )
         self._stored.start()
-        self._lock = threading.Lock()  # what was asked under other weights is not heard after their change
         reset_in_child(self)
 
     def reset(self) -> None:

@@ -35,7 +35,7 @@ from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, Done, Tier
 
-__all__ = ["RetrieveCall", "probed"]
+__all__ = ["RetrieveCall", "measure_again"]
 
 _COPY_BYTES = 256 << 20  # copied between two looks at the deadline
 _PAUSE_SECONDS = (0.0002, 0.005)  # between two looks at a chunk that another call is storing
@@ -44,13 +44,13 @@ _MOST_ROUNDS = 3  # times in a row that a chunk may disappear between two steps
 _ARRIVED_BYTES = 64 << 20  # copied out at once while reads are in flight
 
 
-def probed(resources: Resources, request: CacheRequest, run: Callable[[], Hit]) -> Hit:
-    """Return the answer of a look-up or retrieve. If it refused a slow tier, have it measured again in the background.
+def measure_again(resources: Resources, request: CacheRequest, hit: Hit) -> None:
+    """Have a tier measured again in the background that was too slow for a look-up or retrieve, whose answer is `hit`.
 
     So no request waits for the measurement: some of the chunks that it does not get are brought up to the host tier.
     """
-    hit, lower, host = run(), request.tiers.lower, resources.tiers.host
-    if hit.reason is Reason.NOT_WORTH_IT and host is not None:
+    lower, host = request.tiers.lower, resources.tiers.host
+    if host is not None:
         at, cost = hit.num_tokens // request.chunk_tokens, resources.load_cost
         if chunks := next(filter(None, (cost.take_probe(tier.name) for tier in lower)), 0):
             few = request._replace(
@@ -58,7 +58,6 @@ def probed(resources: Resources, request: CacheRequest, run: Callable[[], Hit]) 
                 keys=request.keys[at : at + chunks], first=request.first + at, parent=request.parent_of(at),
             )  # fmt: skip
             resources.executor.run_in_background(RetrieveCall(resources, few, None, False).run)
-    return hit
 
 
 class RetrieveCall:
@@ -95,17 +94,31 @@ class RetrieveCall:
 
     def run(self) -> Hit:
         """Serve as many leading chunks as the deadline allows."""
-        hit = self._refusal()
+        request, resources, host, kv = self._request, self._resources, self._tiers.host, self._kv
+        hit, loads = self._refusal(), dict[str, int]()
         if hit is None:
-            hit = self._serve_all()
+            if host is not None and kv is not None and kv.device_index is not None:
+                host.use_device(kv.device_index)  # before the first copy
+            with nullcontext() if host is None else host.copying():
+                if host is not None:
+                    self._stamp, self._prefetch_slots = host.ledger.stamp(), host.ledger.slots // 2
+                self._serve()
+            chunks = self._by_tier[host.name] if host is not None and kv is not None else 0
+            nbytes = chunks * resources.layout.chunk_bytes
+            loads = resources.counters.load_counts(chunks, nbytes, self._load_seconds)
+            why = self._reason, self._detail
+            if self._reason is Reason.ABSENT:
+                why = resources.explainer.explain(request, self._done, self._hint)
+            hit = request.hit(self._by_tier, *why)
         if self._counted:
-            tokens, root = (
-                self._request.length_tokens - self._request.start_tokens,
-                self._request.namespace.root,
-            )
-            self._resources.counters.count_request(
-                tokens, hit.by_tier, hit.reason, root, miss_counted=self._miss_counted
-            )
+            resources.counters.count_request(
+                len(hit.mask) - hit.start_tokens, hit.by_tier, hit.reason, request.namespace.root,
+                miss_counted=self._miss_counted, more=loads,
+            )  # fmt: skip
+        else:
+            resources.counters.add(loads)
+        if hit.reason is Reason.NOT_WORTH_IT:
+            measure_again(resources, request, hit)
         return hit
 
     def _refusal(self) -> Hit | None:
@@ -114,34 +127,20 @@ class RetrieveCall:
         if not request.keys:
             return request.hit_without_chunks()
         if resources.closed:
-            return request.hit({}, Reason.CLOSED, "the cache is closed")
+            return request.miss(Reason.CLOSED, "the cache is closed")
         if self._kv is None and host is None:
-            return request.hit({}, Reason.TIER_SKIPPED, "there is no host tier to prefetch into")
+            return request.miss(Reason.TIER_SKIPPED, "there is no host tier to prefetch into")
         load_cost = resources.load_cost
         if host is not None and self._chooses and not load_cost.is_worth_loading(host.name):
-            return request.hit({}, Reason.NOT_WORTH_IT, load_cost.refusal(host.name))
+            return request.miss(Reason.NOT_WORTH_IT, load_cost.refusal(host.name))
         minimum = resources.config.min_hit_tokens
         if minimum > len(request.keys) * request.chunk_tokens:
-            return request.hit({}, Reason.BELOW_MINIMUM, f"at least {minimum} tokens")
+            return request.miss(Reason.BELOW_MINIMUM, f"at least {minimum} tokens")
         if minimum:
             expected = expected_hit(resources, request)
             if expected.reason is Reason.BELOW_MINIMUM:
                 return expected
         return None
-
-    def _serve_all(self) -> Hit:
-        request, resources, host = self._request, self._resources, self._tiers.host
-        if host is not None and self._kv is not None and self._kv.device_index is not None:
-            host.use_device(self._kv.device_index)  # before the first copy
-        with nullcontext() if host is None else host.copying():
-            if host is not None:
-                self._stamp, self._prefetch_slots = host.ledger.stamp(), host.ledger.slots // 2
-            self._serve()
-        chunks = self._by_tier[host.name] if host is not None and self._kv is not None else 0
-        resources.counters.count_loads(chunks, chunks * resources.layout.chunk_bytes, self._load_seconds)
-        if self._reason is not Reason.ABSENT:
-            return request.hit(self._by_tier, self._reason, self._detail)
-        return request.hit(self._by_tier, *resources.explainer.explain(request, self._done, self._hint))
 
     def _serve(self) -> None:
         while self._done < self._end and self._reason is None:
@@ -212,8 +211,7 @@ class RetrieveCall:
         began = time.perf_counter()
         views = host.slab.views(slots.tolist())
         self._kv.from_slots(self._request.starts(self._done, self._done + count), views)
-        valid = host.ledger.still_valid(slots, generations)
-        good = count if valid.all() else int(valid.argmin())
+        good = [*host.ledger.still_valid(slots, generations).tolist(), False].index(False)
         self._served(good, host.name)
         seconds = time.perf_counter() - began
         self._load_seconds[host.name] = self._load_seconds.get(host.name, 0.0) + seconds
@@ -225,9 +223,25 @@ class RetrieveCall:
     # -- from lower tiers -----------------------------------------------------------------------------------------
 
     def _choose_lower_tier(self) -> tuple[Tier | None, int]:
-        """Return the first lower tier that has the next chunk and is worth loading, and how many it has in a row."""
+        """Return the first lower tier that has the next chunk and is worth loading, and how many it has in a row.
+
+        The run has one stamp in each tier, so that its tail stays older.
+        """
         for tier in self._tiers.lower:
-            found = self._match_lower(tier)
+            if self._done >= self._matched.get(tier.name, 0):
+                if tier.name not in self._stamps:
+                    self._stamps[tier.name] = recency_stamp(tier)
+                found = tier.find(
+                    self._request.keys[self._done : self._end],
+                    start=self._request.position_of(self._done),
+                    stamp=self._stamps[tier.name],
+                    namespace=self._request.namespace.root,
+                    deadline_seconds=self._deadline.remaining(),
+                )
+                self._matched[tier.name] = self._done + found
+                if not found and self._deadline.passed:
+                    self._silent = tier.name
+            found = self._matched[tier.name] - self._done
             if found and self._kv is None:
                 return self._limit_prefetch(tier, found)
             if found and (not self._chooses or self._resources.load_cost.is_worth_loading(tier.name)):
@@ -236,23 +250,6 @@ class RetrieveCall:
                 self._stop(Reason.NOT_WORTH_IT, self._resources.load_cost.refusal(tier.name))
                 return None, 0
         return None, 0
-
-    def _match_lower(self, tier: Tier) -> int:
-        """Return how many chunks `tier` has in a row from here; one stamp for the run, so that its tail stays older."""
-        if self._done >= self._matched.get(tier.name, 0):
-            if tier.name not in self._stamps:
-                self._stamps[tier.name] = recency_stamp(tier)
-            found = tier.find(
-                self._request.keys[self._done : self._end],
-                start=self._request.position_of(self._done),
-                stamp=self._stamps[tier.name],
-                namespace=self._request.namespace.root,
-                deadline_seconds=self._deadline.remaining(),
-            )
-            self._matched[tier.name] = self._done + found
-            if not found and self._deadline.passed:
-                self._silent = tier.name
-        return self._matched[tier.name] - self._done
 
     def _limit_prefetch(self, tier: Tier, found: int) -> tuple[Tier | None, int]:
         """Bring up no more than leases can keep: a longer prefetch would evict its own first chunks."""
@@ -265,8 +262,14 @@ class RetrieveCall:
 
     def _load(self, tier: Tier, stop: int) -> bool:
         """Load chunks [done, stop) from `tier`; return whether another call is storing the next one."""
-        destination, before, began = self._destination(), self._done, time.perf_counter()
-        pipeline = LoadPipeline(tier, destination, self._request, self._kv, self._served)
+        host, request, before, began = self._tiers.host, self._request, self._done, time.perf_counter()
+        destination: LoadDestination
+        if host is None or self._full or self._bypasses_writer():
+            destination = StagingDestination(self._resources.load_staging, self._deadline)
+        else:
+            lease = LEASE_SECONDS if self._kv is None else 0.0
+            destination = HostDestination(host, request, self._stamp, lease)
+        pipeline = LoadPipeline(tier, destination, request, self._kv, self._served)
         with self._resources.load_cost.measured(tier.name) as load:
             end = pipeline.run(self._done, stop)
             load.nbytes = (self._done - before) * tier.chunk_bytes
@@ -298,13 +301,6 @@ class RetrieveCall:
         access = Access(request.namespace.root, refs, end - begin, source=tier)
         for queue in self._resources.writeback:
             queue.note_access(access)
-
-    def _destination(self) -> LoadDestination:
-        host = self._tiers.host
-        if host is None or self._full or self._bypasses_writer():
-            return StagingDestination(self._resources.load_staging, self._deadline)
-        lease = LEASE_SECONDS if self._kv is None else 0.0
-        return HostDestination(host, self._request, self._stamp, lease)
 
     # -- ends and waits -------------------------------------------------------------------------------------------
 
@@ -466,7 +462,7 @@ class LoadPipeline:
     def _deliver(self, arrived: Sequence[LoadBuffer]) -> bool:
         """Commit, copy out, validate. After an exception `run` settles them: it may have come before the commit."""
         good = self._destination.commit(arrived)
-        self.committed += [buffer.reserved for buffer in arrived if buffer.reserved is not None]
+        self.committed += _reserved(arrived)
         if self._kv is not None and good:
             starts = self._request.starts(self._done, self._done + good)
             self._kv.from_slots(starts, [buffer.payload for buffer in arrived[:good]])
@@ -579,15 +575,15 @@ class HostDestination(LoadDestination):
         reserved = _reserved(buffers)
         committed = self._host.ledger.commit(reserved, deadline_seconds=self._deadline.last())
         self._host.ledger.count({"stored_bytes": sum(map(bool, committed)) * self._host.chunk_bytes})
-        good = _count_leading(committed)
+        good = [*map(bool, committed), False].index(False)
         if self._lease_seconds and good:
             self._host.ledger.lease(*columns_of(reserved[:good]), self._lease_seconds)
         return good
 
     def count_valid(self, buffers: Sequence[LoadBuffer]) -> int:
         """Compare generations, after the copy."""
-        reserved = _reserved(buffers)
-        return _count_leading(self._host.ledger.still_valid(*columns_of(reserved)).tolist())
+        valid = self._host.ledger.still_valid(*columns_of(_reserved(buffers)))
+        return [*valid.tolist(), False].index(False)
 
     def settle(self, buffer: LoadBuffer, ok: bool) -> None:
         """Commit a chunk that arrived late but whole; free the slot of one that did not."""
@@ -638,8 +634,3 @@ class StagingDestination(LoadDestination):
 
 def _reserved(buffers: Sequence[LoadBuffer]) -> list[Reserved]:
     return [buffer.reserved for buffer in buffers if buffer.reserved is not None]
-
-
-def _count_leading(flags: Sequence[int]) -> int:
-    """Return how many leading flags are true."""
-    return next((i for i, flag in enumerate(flags) if not flag), len(flags))

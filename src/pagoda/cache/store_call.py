@@ -73,7 +73,8 @@ class StoreCall:
         self._stamps = {tier.name: recency_stamp(tier) for tier in self._lower}
         with nullcontext() if host is None else host.copying():
             reason = self._store_below() if host is None else self._store(host)
-            reason = self._collect_refused() or reason
+            if self._sent:
+                reason = self._collect_refused() or reason
         if host is not None:
             host.ledger.count({"stored_bytes": self._on_host * host.chunk_bytes})
         prompts, tokens, text_alone = self._resources.prompt_log, request.tokens, not request.items
@@ -104,6 +105,7 @@ class StoreCall:
             reason = self._store_through_staging(moment)
             if reason not in _NOTHING_LEFT:
                 self._admit_all = True
+                self._collect_refused()
                 reason = self._store_in_host(host)
         if self._overflows and reason not in _NOTHING_LEFT and not self._deadline.passed:
             reason = self._store_through_staging(self._deadline)
@@ -114,15 +116,14 @@ class StoreCall:
     def _store_in_host(self, host: HostTier) -> Reason | None:
         """Copy what the host tier lacks into its slots, up to the first refusal; return its reason."""
         request, ledger = self._request, host.ledger
-        self._collect_refused()
         at = max(0, self._fate.find(_LEFT))
         have = ledger.match_prefix(
             request.keys[at:], start=request.position_of(at), namespace=request.namespace.root, stamp=self._stamp,
             asked=False, deadline_seconds=self._deadline.remaining(),
         )  # fmt: skip
         where = have.slots, have.generations
-        unknown = self._lower and not all(queue.is_settled(*where) for queue in self._queues)
-        refs = refs_in_slots(request, at, *where) if unknown else []
+        known = not (have.slots.size and self._lower) or all(q.is_settled(*where) for q in self._queues)
+        refs = [] if known else refs_in_slots(request, at, *where)
         if have.reason in (Reason.LEDGER_BUSY, Reason.IO_ERROR):
             return have.reason
         self._fate[at : at + len(have.slots)] = bytes([_PRESENT]) * len(have.slots)
@@ -262,8 +263,6 @@ class StoreCall:
 
     def _collect_refused(self) -> Reason | None:
         """Note which chunks no tier below has stored; return the reason of the first."""
-        if not self._sent:
-            return None
         lost = [(index, staged.refused) for index, staged in self._sent if staged.refused is not None]
         for index, _ in lost:
             self._fate[index] = _LEFT

@@ -239,11 +239,11 @@ class WriteBackQueue:
 
     def note_access(self, access: Access) -> None:
         """Note that chunks were served; the thread soon tells the tier."""
-        stamp = recency_stamp(self.tier)
         if access.source is self.tier and isinstance(self.tier, DiskTier):
             return  # it keeps recency itself, and noted this access when it was asked
         if access.where is not None and self._is_known(*access.where).all():
             return
+        stamp = recency_stamp(self.tier)
         with self._changed:
             if self._closed:
                 return
@@ -424,8 +424,19 @@ class WriteBackQueue:
                 self._drop(left, Reason.IO_ERROR)
 
     def _to_write(self, batch: _WriteBatch) -> list[ChunkRef]:
-        """Return the chunks of a batch that the tier lacks, that are in host slots and are to be written now."""
-        lacking = [ref for ref in self._missing(batch) if ref.slot >= 0]
+        """Touch what the tier has of a batch, and wait for it; return what it lacks and is to be written now."""
+        lacking: list[ChunkRef] = []
+        for run in runs(batch.refs, len(batch.refs), follows):
+            keys = [ref.key for ref in run]
+            present = self.tier.touch(
+                keys, namespace=batch.namespace, start=run[0].position, stamp=batch.stamp, asked=batch.asked
+            )
+            if present is None:  # stored chunks are offered all the same: the tier says why it refuses them
+                lacking += [] if batch.asked else run
+                continue
+            self.settle(list(compress(run, present)))
+            lacking += [ref for ref, there in zip(run, present, strict=True) if not there]
+        lacking = [ref for ref in lacking if ref.slot >= 0]  # the others are names only
         if not batch.asked or not lacking:
             return lacking
         assert self._host is not None  # they are in its slots
@@ -523,21 +534,6 @@ class WriteBackQueue:
                 self._changed.notify_all()
 
     # -- what the tier has ----------------------------------------------------------------------------------------
-
-    def _missing(self, batch: _WriteBatch) -> list[ChunkRef]:
-        """Touch what the tier has of a batch; return what it lacks. Waits for the tier."""
-        lacking: list[ChunkRef] = []
-        for run in runs(batch.refs, len(batch.refs), follows):
-            keys = [ref.key for ref in run]
-            present = self.tier.touch(
-                keys, namespace=batch.namespace, start=run[0].position, stamp=batch.stamp, asked=batch.asked
-            )
-            if present is None:  # stored chunks are offered all the same: the tier says why it refuses them
-                lacking += [] if batch.asked else run
-                continue
-            self.settle(list(compress(run, present)))
-            lacking += [ref for ref, there in zip(run, present, strict=True) if not there]
-        return lacking
 
     def _is_known(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
         """Return for each of these slots whether the tier need not be asked about its chunk."""

@@ -129,8 +129,10 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
     from pagoda.metrics import Reason
     from pagoda.tiers.remote.store_client import ListingTimeout, RefusedError
 
+    place = ""
     try:
-        link = spec.engine().connection()
+        client = spec.engine()
+        place, link = f"{client.address}: ", client.connection()
         try:
             return question(link.open(time.monotonic() + patience(spec)))
         finally:
@@ -143,7 +145,7 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
         late = f"no answer within {patience(spec):g} s; does it run, and is it let through?"
         raise Unanswered(spec, late) from None
     except RefusedError as refusal:
-        said = str(refusal).rstrip(".")
+        said = str(refusal).removeprefix(place).rstrip(".")
         if refusal.contained:
             raise Unanswered(spec, said) from None
         if (
@@ -152,7 +154,7 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
             said += "; check the password and the rights of its user"
         raise Unanswered(spec, f"refuses: {said}") from None
     except OSError as trouble:
-        said = str(trouble.strerror or trouble).rstrip(".")
+        said = str(trouble.strerror or trouble).removeprefix(place).rstrip(".")
         raise Unanswered(spec, f"{said}; does it run there?") from None
     except PagodaError as trouble:
         raise Unanswered(spec, str(trouble)) from None

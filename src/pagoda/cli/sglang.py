@@ -29,7 +29,10 @@ from pagoda.cli.engine_start import (
 from pagoda.config import Config
 
 BACKEND, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
-STORAGE = {"backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache"}
+STORAGE = {
+    "backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache",
+    "hicache_storage_pass_prefix_keys": True,  # else what many prompts begin with is evicted first
+}  # fmt: skip
 
 _ENABLE = "--enable-hierarchical-cache"
 _SERVER = ("-m", "sglang.launch_server")

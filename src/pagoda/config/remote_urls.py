@@ -13,7 +13,7 @@ from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
 from pagoda.config.sizes import AUTO, parse_size
 from pagoda.errors import ConfigError
-from pagoda.url_parts import split_url
+from pagoda.url_parts import place_of, split_url
 
 if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient
@@ -210,19 +210,23 @@ def split(text: str) -> tuple[str, ...]:
     return tuple(part for part in _NEXT.split(text.strip()) if part)
 
 
+def _urls_of(value: object, needed: str) -> tuple[str, ...]:
+    """Return the URLs of a text or a list. Raises ConfigError, which says what is needed, for anything else."""
+    if isinstance(value, str):
+        value = split(value)
+    if not isinstance(value, list | tuple) or not all(isinstance(url, str) for url in value):
+        raise ConfigError(needed)
+    return tuple(url.strip() for url in value if url.strip())
+
+
 def tuple_of(value: object) -> tuple[str, ...]:
     """Return the option `remote` as it is kept: checked URLs, top down.
 
     Raises:
         ConfigError: one of them cannot stand, or two tiers have one name.
     """
-    if isinstance(value, str):
-        value = split(value)
-    if not isinstance(value, list | tuple) or not all(isinstance(url, str) for url in value):
-        raise ConfigError(
-            "remote: a URL such as 'redis://host:6379/0' is needed, or a list of them, top down"
-        )
-    urls = tuple(url.strip() for url in value if url.strip())
+    needed = "remote: a URL such as 'redis://host:6379/0' is needed, or a list of them, top down"
+    urls = _urls_of(value, needed)
     seen: set[str] = set()
     for url in urls:
         name = parse(url).name
@@ -253,11 +257,7 @@ def peers_of(value: object) -> tuple[str, ...]:
     Raises:
         ConfigError: one of them cannot stand or is given twice.
     """
-    if isinstance(value, str):
-        value = split(value)
-    if not isinstance(value, list | tuple) or not all(isinstance(url, str) for url in value):
-        raise ConfigError("peers: a list of URLs of pagoda serve is needed, such as ['http://a:7777']")
-    urls = tuple(url.strip() for url in value if url.strip())
+    urls = _urls_of(value, "peers: a list of URLs of pagoda serve is needed, such as ['http://a:7777']")
     seen: set[str] = set()
     for url in urls:
         place = redacted(parse_peer(url).url)
@@ -399,7 +399,8 @@ def _check_place(scheme: str, parts: SplitResult, shape: str) -> None:
             raise ValueError(f"a cluster has no numbers of databases; {shape}")
         for host in (names := hosts.split(",")):
             _check_place(one, parts._replace(netloc=f"{credentials}{at}{host}"), shape)
-        if len({name.lower() for name in names}) < len(names):
+        default_port = 26379 if kind == "sentinel" else 6379
+        if len({place_of(name, default_port) for name in names}) < len(names):
             raise ValueError(f"a host is given twice; {shape}")
         return
     try:

@@ -7,6 +7,8 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from pagoda.keys import KEY_BYTES
+
 __all__ = ["LOCAL", "BlockFacts", "ChunkNote", "EventForm", "NoteMaker", "runs"]
 
 LOCAL = "LOCAL"  # an event's locality: stored on the machine of the engine that tells it
@@ -25,6 +27,11 @@ class BlockFacts(msgspec.Struct, frozen=True):
     def blocks(self) -> int:
         """How many blocks a chunk has."""
         return self.chunk_tokens // self.block_tokens
+
+    def fits(self, note: ChunkNote) -> bool:
+        """Whether a note is of one chunk of this engine: hashes of all its blocks, and all its tokens or none."""
+        whole = bool(note.hashes) and not len(note.hashes) % self.blocks
+        return whole and len(note.root) == KEY_BYTES and len(note.tokens) in (0, 4 * self.chunk_tokens)
 
 
 class ChunkNote(msgspec.Struct, array_like=True, omit_defaults=True):

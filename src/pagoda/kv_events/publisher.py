@@ -24,7 +24,8 @@ except ImportError as missing:
 
 __all__ = ["EventPublisher"]
 
-_MOST_BEHIND = 100_000  # messages that wait for one slow router; it misses what comes then
+_MOST_BEHIND_BYTES = 128 << 20  # that wait for one slow router; it misses what comes then
+_FEWEST_BEHIND = 256  # messages
 _SUBSCRIBES = b"\1"  # begins what an XPUB socket receives of a subscription; the end of one begins with zero
 _GIVEN_UP_SECONDS = 0.5  # for the endpoint of a publisher that was closed
 
@@ -35,10 +36,13 @@ class EventPublisher:
     cleared = 0
     is_full = False
 
-    def __init__(self, endpoint: str, topic: str = "", rank: int | None = None) -> None:
+    def __init__(
+        self, endpoint: str, topic: str = "", rank: int | None = None, *, message_bytes: int
+    ) -> None:
         """Listen on `endpoint`, such as "tcp://*:5557". `rank`: this engine's data-parallel rank, for the messages.
 
-        Raises ConfigError if it cannot be used.
+        `message_bytes`: of the largest of them, about: so it is known how many may wait for a slow router.
+        Raises ConfigError if the endpoint cannot be used.
         """
         self._topic, self._rank = topic.encode(), rank
         # numbers that rise over restarts: a router leaves out those that it has seen
@@ -49,7 +53,7 @@ class EventPublisher:
         )  # a PUB socket that says who subscribes
         try:
             self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.SNDHWM, _MOST_BEHIND)
+            self._socket.setsockopt(zmq.SNDHWM, max(_FEWEST_BEHIND, _MOST_BEHIND_BYTES // message_bytes))
             self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
             if "[" in endpoint:
                 self._socket.setsockopt(zmq.IPV6, 1)

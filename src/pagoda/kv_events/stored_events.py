@@ -12,20 +12,19 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from pagoda.kv_events.notes import BlockFacts, ChunkNote, EventForm, NoteMaker, runs
-from pagoda.kv_events.tier_difference import Slots, TierDifference
+from pagoda.kv_events.tier_difference import PIECE, Slots, TierDifference
 from pagoda.ledger import Ledger, Outcome, Present, Reserved
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Event, begin
 
-__all__ = ["MEDIA", "Outlet", "StoredEvents"]
+__all__ = ["MEDIA", "Outlet", "StoredEvents", "largest_message"]
 
 log = guarded_logger("pagoda.events")
 
@@ -38,8 +37,14 @@ _REST = 6  # times the processor's time of a piece: a seventh of a processor at 
 _MOST_TELLING = 0.05  # seconds of the processor for what is new in a tier; then what is gone has its turn
 _PAUSE_SECONDS = 0.002  # at least, between two pieces
 _REMEMBERED = 4096  # notes of chunks that are being stored or loaded: some MiB
+_TOKEN_BYTES = 5  # of a token id in a message, at most
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ChunkNote).decode
+
+
+def largest_message(chunk_tokens: int) -> int:
+    """Return the bytes of the largest messages, nearly all of which are token ids. Pure."""
+    return PIECE * chunk_tokens * _TOKEN_BYTES
 
 
 class Outlet(Protocol):
@@ -74,12 +79,15 @@ class StoredEvents:
         form: EventForm,
         outlet: Outlet,
         keeps_notes: bool = True,
+        follow: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare; `start` begins. `ledgers`: of the local tiers, by name; `root`: of the engine's namespace.
 
         Without `keeps_notes` no token ids are left beside the tiers: a restarted engine tells of no earlier chunk.
+        `follow` is called before each comparison: it calls `renew` if other processes have changed the weights.
         """
         self._facts, self._form, self._outlet, self._keeps_notes = facts, form, outlet, keeps_notes
+        self._follow = follow
         self._tiers = [TierDifference(MEDIA[name], ledger, form) for name, ledger in ledgers.items()]
         self._lock = threading.Lock()
         self._roots = {root}  # of which there was a request; the thread reads it without the lock
@@ -108,11 +116,11 @@ class StoredEvents:
         ]
         notes = self._remember(make, root, [(chunk, one.key) for chunk, one in there])
         written = [
-            (one.slot, one.key, notes[one.key])
+            (one.slot, one.generation, one.key, notes[one.key])
             for _, one in there
             if isinstance(one, Reserved) and one.key in notes
         ]
-        self._write(next(tier.notes for tier in self._tiers if tier.medium == MEDIA["host"]), written)
+        self._write(next(tier for tier in self._tiers if tier.medium == MEDIA["host"]), written)
 
     def found(self, make: NoteMaker, root: bytes, first: int, keys: Sequence[bytes]) -> None:
         """Keep the notes of chunks that a request found in the tiers: routers hear of those that had none."""
@@ -154,14 +162,17 @@ class StoredEvents:
                 self._told_of.discard(fresh.popitem(last=False)[0])
         return notes | made
 
-    def _write(self, notes: ChunkNotes, written: Sequence[tuple[int, bytes, ChunkNote]]) -> None:
-        if not self._keeps_notes:
-            return
-        encoded = [(slot, key, _encode(note)) for slot, key, note in written]
+    def _write(self, tier: TierDifference, written: Sequence[tuple[int, int, bytes, ChunkNote]]) -> None:
+        """Write notes of a tier, each with slot, generation and key; what was cleared meanwhile leaves none."""
+        encoded = [(slot, key, _encode(note)) for slot, _, key, note in written] if self._keeps_notes else []
         fitting = [row for row in encoded if len(row[2]) <= MOST_NOTE_BYTES]
+        if not fitting:
+            return
         try:
-            if fitting:
-                notes.write(fitting)
+            tier.notes.write(fitting)
+            valid = tier.ledger.is_valid
+            if gone := [(slot, key) for slot, number, key, _ in written if not valid(slot, number)]:
+                tier.notes.erase(gone)
         except OSError as error:
             self._lines.warn(
                 log, Reason.IO_ERROR, f"routers will not hear of chunks after a restart: {error}"
@@ -185,6 +196,7 @@ class StoredEvents:
                     cleared = self._outlet.cleared
                     for tier in self._tiers:
                         tier.tell_again()
+                self._follow()
                 if self._round() and not whole:
                     whole, pause = True, _RETELL_SHARE * (time.monotonic() - retold)
                 pause = min(max(pause, _RETELL_SECONDS), _LONGEST_RETELL_SECONDS)
@@ -222,13 +234,10 @@ class StoredEvents:
         lacking = {key: slot for (slot, key), note in zip(places, notes, strict=True) if note is None}
         if lacking:
             others = self._notes_elsewhere(tier, lacking)
-            self._write(tier.notes, [(lacking[key], key, note) for key, note in others.items()])
+            found = [(lacking[key], key, note) for key, note in others.items()]
+            self._write(tier, [(slot, tier.generation_of(slot), key, note) for slot, key, note in found])
             notes = [note or others.get(key) for (_, key), note in zip(places, notes, strict=True)]
         mine = tier.settle(slots, notes, roots)
-        columns = tier.ledger.columns
-        if gone := [(slot, key) for key, slot in lacking.items() if not columns.has(slot, key)]:
-            with suppress(OSError):  # it was cleared meanwhile: the note that was just written goes as well
-                tier.notes.erase(gone)
         self._send([self._form.stored(run, tier.medium) for run in runs(mine, self._facts)])
 
     def _notes_elsewhere(self, tier: TierDifference, keys: Iterable[bytes]) -> dict[bytes, ChunkNote]:
@@ -246,17 +255,21 @@ class StoredEvents:
         try:
             return [None if note is None else self._decoded(note) for note in notes.read(places)]
         except OSError as trouble:
-            self._warn_of_note(trouble)
+            self._warn_of_note(str(trouble))
             return [None] * len(places)
 
     def _decoded(self, note: bytes) -> ChunkNote | None:
         try:
-            return _decode(note)
-        except msgspec.DecodeError as trouble:  # of another version
-            self._warn_of_note(trouble)
-            return None
+            found = _decode(note)
+            if self._facts.fits(found):
+                return found
+            trouble = "a note has other sizes"
+        except msgspec.DecodeError as error:
+            trouble = str(error)
+        self._warn_of_note(trouble)  # of another version
+        return None
 
-    def _warn_of_note(self, trouble: Exception) -> None:
+    def _warn_of_note(self, trouble: str) -> None:
         why = f"routers hear of chunks only when they are found: {trouble}"
         self._lines.warn(log, Reason.IO_ERROR, why)
 

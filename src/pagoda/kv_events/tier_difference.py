@@ -12,9 +12,9 @@ from pagoda.ledger import Ledger
 from pagoda.ledger.chunk_notes import ChunkNotes
 from pagoda.ledger.columns import NOT_READY, marks_of
 
-__all__ = ["Slots", "TierDifference"]
+__all__ = ["PIECE", "Slots", "TierDifference"]
 
-_PIECE = 8  # chunks told at once: less than a millisecond of the interpreter's lock
+PIECE = 8  # chunks told at once: less than a millisecond of the interpreter's lock
 _ROWS = 1 << 16  # compared at once
 _MOST_SORTED = 4096
 
@@ -32,7 +32,7 @@ class TierDifference:
         self._generation = np.zeros(slots, np.uint64)  # of the chunk that `_state` is about
         self._state = np.zeros(slots, np.uint8)
         self._hashes: dict[int, bytes] = {}  # of the chunks that routers hold to be there, by slot
-        self._others: dict[int, bytes] = {}  # by slot: a namespace of which this engine has seen no request
+        self._marks = np.zeros(slots, np.uint64)  # of a namespace of which this engine has seen no request
         self._before: dict[bytes, int] = {}  # slots told in the last round and in this one, by the hashes
         self._just: dict[bytes, int] = {}
 
@@ -43,7 +43,6 @@ class TierDifference:
     def drop_told(self) -> None:
         """Compare everything anew, with other namespaces: what was told is removed unless it is told again."""
         self._generation[:] = 0
-        self._others.clear()
 
     def look_again(self, keys: Sequence[bytes] | set[bytes]) -> None:
         """Look again at slots without a note: there may be one now."""
@@ -62,8 +61,8 @@ class TierDifference:
             if not len(changed):
                 continue
             gone = [slot for slot in changed.tolist() if slot in self._hashes]
-            for at in range(0, len(gone), _PIECE):
-                hashes = [self._hashes.pop(slot) for slot in gone[at : at + _PIECE]]
+            for at in range(0, len(gone), PIECE):
+                hashes = [self._hashes.pop(slot) for slot in gone[at : at + PIECE]]
                 # a chunk that was stored again in another slot before this one was seen to be free
                 told = [
                     one
@@ -77,9 +76,8 @@ class TierDifference:
 
     def meet(self, roots: set[bytes]) -> None:
         """Look again at the slots of namespaces of which this engine has seen its first request."""
-        for slot in [slot for slot, root in self._others.items() if root in roots] if roots else ():
-            del self._others[slot]
-            self._state[slot] = _WAITS
+        if roots:
+            self._state[(self._state == _OTHERS) & np.isin(self._marks, marks_of(list(roots)))] = _WAITS
 
     def new(self) -> Iterator[Slots]:
         """Return slots to be told, in pieces: chunks used last first, and of one prompt from its first chunk on."""
@@ -89,12 +87,16 @@ class TierDifference:
             uses = last_use[ready]
             ready = ready[uses >= np.partition(uses, -_MOST_SORTED)[-_MOST_SORTED]]
         ready = ready[np.argsort(-last_use[ready], kind="stable")]
-        for at in range(0, len(ready), _PIECE):
-            yield ready[at : at + _PIECE]
+        for at in range(0, len(ready), PIECE):
+            yield ready[at : at + PIECE]
 
     def places(self, slots: Slots) -> list[tuple[int, bytes]]:
         """Return these slots with their keys."""
         return [(slot, self.ledger.columns.key_of(slot)) for slot in slots.tolist()]
+
+    def generation_of(self, slot: int) -> int:
+        """Return the generation of the chunk that is told of in a slot."""
+        return int(self._generation[slot])
 
     def settle(self, slots: Slots, notes: Sequence[ChunkNote | None], roots: set[bytes]) -> list[ChunkNote]:
         """Note what becomes of these slots: told, or of another namespace, or without a note. Return what is told.
@@ -106,12 +108,11 @@ class TierDifference:
         for slot, note, same in zip(slots.tolist(), notes, still, strict=True):
             if not same:
                 continue
-            self._others.pop(slot, None)
             if note is None:
                 self._state[slot] = _NO_NOTE
             elif note.root not in roots:
                 self._state[slot] = _OTHERS
-                self._others[slot] = note.root
+                self._marks[slot] = marks_of([note.root])[0]
             else:
                 self._state[slot] = _TOLD
                 self._hashes[slot] = note.hashes

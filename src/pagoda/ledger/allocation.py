@@ -105,7 +105,7 @@ def reserve(
         if isinstance(outcome, Present) and link is not None:
             transaction.links[outcome.slot] = link
         outcomes.append(outcome)
-        link = (outcome.slot, outcome.generation) if isinstance(outcome, Reserved | Present) else None
+        link = None if isinstance(outcome, Busy | Refused) else (outcome.slot, outcome.generation)
     transaction.owed[transaction.member] += made
     if number:
         transaction.add_to_namespace(number, reservations=made)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from pagoda.config.remote_urls import parse
-from pagoda.errors import ConfigError
+from pagoda.url_parts import split_url
 
 __all__ = ["IN_URLS", "START_SERVER", "Untranslated", "is_own_server", "translated"]
 
@@ -36,24 +36,27 @@ def translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
     Raises:
         Untranslated: there is no such engine here.
     """
-    scheme = url.partition("://")[0].lower()
-    if scheme == "s3":
-        found, used = _s3(url, fields)
-    elif scheme in ("valkey", "resp"):
-        found, used = _valkey(url, fields)
-    elif scheme == "lm":
-        found, used = f"http://{urlsplit(url).netloc}?server=pagoda", []
-    elif scheme in _OURS:
-        found, used = url, []
-    else:
-        unknown = f"this engine is not known here; use Redis, Valkey or an object store: {_REDIS}"
-        reason = _REASONS.get(scheme, unknown)
-        raise Untranslated(f"{scheme}://: {reason}" if scheme != url.lower() else reason)
     try:
+        found, used = _translated(url, fields)
         parse(found)
-    except ConfigError as trouble:
+    except ValueError as trouble:
         raise Untranslated(str(trouble)) from None
     return found, used
+
+
+def _translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
+    scheme = url.partition("://")[0].lower()
+    if scheme == "s3":
+        return _s3(url, fields)
+    if scheme in ("valkey", "resp"):
+        return _valkey(url, fields)
+    if scheme == "lm":
+        return f"http://{split_url(url).netloc}?server=pagoda", []
+    if scheme in _OURS:
+        return url, []
+    unknown = f"this engine is not known here; use Redis, Valkey or an object store: {_REDIS}"
+    reason = _REASONS.get(scheme, unknown)
+    raise Untranslated(f"{scheme}://: {reason}" if scheme != url.lower() else reason)
 
 
 def is_own_server(url: str) -> bool:
@@ -62,7 +65,7 @@ def is_own_server(url: str) -> bool:
 
 
 def _s3(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
-    host = urlsplit(url).netloc
+    host = split_url(url).netloc
     region = str(fields.get("s3_region", ""))
     bucket, dot, server = host.partition(".")
     amazon = _AMAZON.fullmatch(host)
@@ -81,7 +84,7 @@ def _s3(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
 
 def _valkey(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
     is_cluster = str(fields.get("valkey_mode", "standalone")).lower() == "cluster"
-    place = urlsplit(url).netloc
+    place = split_url(url).netloc
     user = quote(str(fields.get("valkey_username", "")), safe="")
     password = quote(str(fields.get("valkey_password", "")), safe="")
     database = str(fields.get("valkey_database", ""))

@@ -176,8 +176,10 @@ def flat_bytes(array: npt.NDArray[np.generic]) -> Bytes:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def check_sizes(name: str, arrays: Iterable[Bytes], chunk_bytes: int) -> None:
-    """Raise ValueError if one of `arrays` cannot hold a chunk."""
+def check_sizes(name: str, arrays: Sequence[Bytes], chunk_bytes: int, keys: int | None = None) -> None:
+    """Raise ValueError if one of `arrays` cannot hold a chunk, or if there are not as many as `keys`."""
+    if keys not in (None, len(arrays)):
+        raise ValueError(f"{keys} keys and {len(arrays)} {name}s: need one {name} a key")
     for array in arrays:
         if array.dtype != np.uint8 or array.ndim != 1 or array.nbytes < chunk_bytes:
             raise ValueError(

@@ -39,11 +39,11 @@ class BlockingCalls(ABC):
         """See Tier.contains."""
 
     @abstractmethod
-    def _load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], start: int | None, namespace: bytes | None,
-        deadline_seconds: float | None,
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes | None,
+        deadline_seconds: float | None = None,
     ) -> list[Future[Done]]:  # fmt: skip
-        """Load chunks; a position or namespace of None is not compared."""
+        """See Tier.load; a namespace of None is not compared."""
 
     @abstractmethod
     def _drop_reason(self) -> Reason | None:
@@ -61,16 +61,6 @@ class BlockingCalls(ABC):
         if reason is not Reason.LEDGER_BUSY:  # which the ledger counts
             self._count(f"miss_{reason}")
         return completed_future(False, reason)
-
-    def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes,
-        deadline_seconds: float | None = None,
-    ) -> list[Future[Done]]:  # fmt: skip
-        """Read verified chunks directly into `buffers`. See Tier.load."""
-        if len(keys) != len(buffers):
-            raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers: need one buffer a key")
-        check_sizes("buffer", buffers, self.chunk_bytes)
-        return self._load(keys, buffers, start, namespace, deadline_seconds)
 
     def put(
         self,
@@ -142,7 +132,7 @@ class BlockingCalls(ABC):
 
     def _start_get(self, key: bytes, namespace: bytes | None) -> tuple[Bytes, Future[Done]]:
         buffer = aligned(self.slot_bytes)
-        return buffer, self._load([key], [buffer], None, namespace, None)[0]
+        return buffer, self.load([key], [buffer], start=None, namespace=namespace)[0]
 
     def _loaded_or_none(self, buffer: Bytes, future: Future[Done]) -> Bytes | None:
         return buffer[: self.chunk_bytes] if self._result(future).ok else None

@@ -237,7 +237,7 @@ class HostTier(BlockingCalls):
         self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
     ) -> list[Future[Done]]:
         """Copy chunks into slots, run by run. The futures are done when it returns. See Tier.save."""
-        check_sizes("payload", (chunk.payload for chunk in chunks), self.chunk_bytes)
+        check_sizes("payload", [chunk.payload for chunk in chunks], self.chunk_bytes)
         try:
             with self.copying():
                 return self._save_all(chunks, namespace, stamp)
@@ -298,11 +298,12 @@ class HostTier(BlockingCalls):
             self.ledger.abort(outcomes, self.deadline_seconds)
             raise
 
-    def _load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], start: int | None, namespace: bytes | None,
-        deadline_seconds: float | None,
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes | None,
+        deadline_seconds: float | None = None,
     ) -> list[Future[Done]]:  # fmt: skip
-        """Copy chunks out of slots, then validate them. The futures are done when it returns."""
+        """Copy chunks out of slots, then validate them. The futures are done when it returns. See Tier.load."""
+        check_sizes("buffer", buffers, self.chunk_bytes, len(keys))
         if self._closed:
             return [completed_future(False, Reason.CLOSED) for _ in keys]
         stamp = self.ledger.stamp()

@@ -100,27 +100,27 @@ class IoQueue:
         self._batch = 0  # the number of the last batch of writes that was taken
         self._closed = False
 
-    def add_write(self, write: WriteRequest) -> WriteRequest | Reason:
-        """Queue a write. Returns it, or the outstanding write of the same key, or why it was not queued."""
-        with self._changed:
-            if self._closed:
-                return Reason.CLOSED
-            twin = self._outstanding_writes.get(write.chunk.key)
-            if twin is not None and twin.cancelled is None:
-                return twin
-            if twin is not None:  # its key was removed while it is being written
-                return Reason.BUSY
-            if len(self._outstanding_writes) >= self._write_chunks:
-                return Reason.QUEUE_FULL
-            self._outstanding_writes[write.chunk.key] = write
-            self._writes.append(write)
-            self._changed.notify_all()  # some of the waiting threads only read, so one is not enough
-            return write
-
     def add_writes(self, writes: Iterable[WriteRequest]) -> list[WriteRequest | Reason]:
-        """Queue some writes before a worker takes any of them, so that it takes many at once. As `add_write`."""
+        """Queue some writes before a worker takes any of them, so that it takes many at once.
+
+        Returns for each the write itself, or the outstanding one of the same key, or why it was not queued.
+        """
+        added: list[WriteRequest | Reason] = []
         with self._changed:
-            return [self.add_write(write) for write in writes]
+            for write in writes:
+                twin = self._outstanding_writes.get(write.chunk.key)
+                if self._closed:
+                    added.append(Reason.CLOSED)
+                elif twin is not None:  # BUSY: its key was removed while it is being written
+                    added.append(twin if twin.cancelled is None else Reason.BUSY)
+                elif len(self._outstanding_writes) >= self._write_chunks:
+                    added.append(Reason.QUEUE_FULL)
+                else:
+                    self._outstanding_writes[write.chunk.key] = write
+                    self._writes.append(write)
+                    added.append(write)
+            self._changed.notify_all()  # some of the waiting threads only read, so one is not enough
+        return added
 
     def add_read(self, read: ReadRequest) -> Reason | None:
         """Queue a read, or attach it to one of the same chunk. Returns why it was not queued; None: it was."""
@@ -522,7 +522,7 @@ class QueuedTier(BlockingCalls):
         self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
     ) -> list[Future[Done]]:
         """Queue chunks, which are written directly from their payloads; never waits for space. See Tier.save."""
-        check_sizes("payload", (chunk.payload for chunk in chunks), self.chunk_bytes)
+        check_sizes("payload", [chunk.payload for chunk in chunks], self.chunk_bytes)
         refusal = self._refusal()
         if refusal is not None:
             return [self._dropped(refusal) for _ in chunks]
@@ -545,10 +545,12 @@ class QueuedTier(BlockingCalls):
     def _stored(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int) -> Iterator[bool]:
         """Say of each chunk whether it is known to be stored: it takes no place in the queue from others."""
 
-    def _load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], start: int | None, namespace: bytes | None,
-        deadline_seconds: float | None,
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes | None,
+        deadline_seconds: float | None = None,
     ) -> list[Future[Done]]:  # fmt: skip
+        """Queue reads of chunks directly into `buffers`. See Tier.load."""
+        check_sizes("buffer", buffers, self.chunk_bytes, len(keys))
         refusal = self._refusal()
         if refusal is not None:
             return [self._missed(refusal) for _ in keys]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,25 +25,38 @@ _REMEDY = "give the checkpoint's hash as `weights` in --hicache-storage-backend-
 _CONFIGS = ("config.json", "hf_quant_config.json")
 # settings of SGLang's ServerArgs that change what KV is computed for the same tokens, or may
 _SETTINGS = (
-    "attention_backend", "context_length", "custom_weight_loader", "decode_attention_backend", "device",
-    "dllm_algorithm", "dtype", "enable_deterministic_inference", "enable_hisparse", "enable_int8_mamba_checkpoint",
-    "enable_linear_replayssm", "enable_mamba_cache_stochastic_rounding", "enable_multi_layer_eagle",
-    "enable_multimodal", "enable_precise_embedding_interpolation", "enable_quant_communications", "enable_tf32_matmul",
-    "experts_shared_outer_loras", "flashinfer_mxfp4_moe_precision", "forward_hooks", "image_processor_backend",
-    "is_embedding", "json_model_override_args", "kt_method", "kt_num_gpu_experts", "kv_cache_dtype",
-    "language_model_only", "language_only", "linear_attn_backend", "linear_attn_decode_backend",
-    "linear_attn_prefill_backend", "load_format", "mamba_backend", "mamba_cache_philox_rounds", "mamba_ssm_dtype",
-    "mm_attention_backend", "mm_process_config", "model_config_parser", "model_impl", "model_loader_extra_config",
-    "modelopt_quant", "prefill_attention_backend", "prefill_kv_cache_dequant_dtype", "quantization",
+    "attention_backend", "context_length", "cp_strategy", "custom_weight_loader", "decode_attention_backend",
+    "deepep_dispatcher_output_dtype", "device", "disable_hybrid_swa_memory", "dllm_algorithm", "dtype",
+    "enable_cp_decode_attn_tp", "enable_decoder_swa_bounded_replay", "enable_deepseek_v4_fp4_indexer",
+    "enable_deterministic_inference", "enable_dsa_cache_layer_split", "enable_encoder_swa_bounded_replay",
+    "enable_hisparse", "enable_int8_mamba_checkpoint", "enable_linear_replayssm",
+    "enable_mamba_cache_stochastic_rounding", "enable_mis", "enable_multi_layer_eagle", "enable_multimodal",
+    "enable_precise_embedding_interpolation", "enable_quant_communications", "enable_tf32_matmul",
+    "enable_w4a4_mxfp4_megamoe", "experts_shared_outer_loras", "flashinfer_a2a_dispatch_type",
+    "flashinfer_mxfp4_moe_precision", "forward_hooks", "hisparse_config", "image_processor_backend",
+    "is_embedding", "json_model_override_args", "kt_max_deferred_experts_per_token", "kt_method",
+    "kt_num_gpu_experts", "kv_cache_dtype", "language_model_only", "language_only", "linear_attn_backend",
+    "linear_attn_decode_backend", "linear_attn_prefill_backend", "load_format", "mamba_backend",
+    "mamba_cache_philox_rounds", "mamba_ssm_dtype", "mm_attention_backend", "mm_process_config",
+    "model_config_parser", "model_impl", "model_loader_extra_config", "modelopt_quant",
+    "prefill_attention_backend", "prefill_kv_cache_dequant_dtype", "qsa_indexer_dtype", "quantization",
     "quantize_and_serve", "rl_on_policy_target", "rl_quant_profile", "speculative_algorithm",
     "speculative_draft_kv_cache_dtype", "speculative_draft_model_quantization", "speculative_draft_sink_size",
-    "speculative_draft_window_size", "trust_remote_code", "weight_version",
+    "speculative_draft_window_size", "speculative_enable_w4a4_mxfp4_megamoe", "trust_remote_code",
+    "weight_version",
 )  # fmt: skip
 # those that are the path of a file or a directory, which is named by its content
 _FILES = (
     "decrypted_config_file", "decrypted_draft_config_file", "dllm_algorithm_config", "kt_weight_path",
     "modelopt_checkpoint_restore_path", "quantization_param_path", "uno_lora_path",
 )  # fmt: skip
+
+# SGLang has more than 700 environment variables. Those whose name has one of these words change values or bytes
+# of KV, or may: precisions, layouts of pools, attention that is an approximation, other code for a model.
+_ENVIRONMENT = re.compile(
+    "^(SGL|FLASHINFER|USE|DEEP_).*(ATTENTION|ATTN|BF16|DSA|DSV4|DTYPE|FP16|FP32|FP4|FP8|HND|IGNORED_LAYERS|INDEX|INT8|"
+    "LAYOUT|MLA|MODEL_ARCH|MODEL_PACKAGE|MXFP|QUANT|ROPE|SOFTMAX|SPARSE|TOPK)"
+)
 
 
 class EngineFacts(NamedTuple):
@@ -61,14 +75,14 @@ def engine_facts(options: StorageOptions) -> EngineFacts:
     args = _server_args()
     settings = {name: getattr(args, name, None) for name in _SETTINGS}
     settings |= {name: _content(name, value) for name in _FILES if (value := getattr(args, name, None))}
-    settings["hnd"] = os.environ.get("SGLANG_USE_HND_KVCACHE")  # another order of heads and tokens
+    settings["environment"] = {name: value for name, value in os.environ.items() if _ENVIRONMENT.match(name)}
     try:
         values = json.dumps(plain([_release(), _weights(args, options), settings]), sort_keys=True)
     except ConfigError:
         raise
     except ValueError as unstable:
         raise ConfigError(str(unstable)) from None
-    model = str(getattr(args, "model_path", "")).rstrip("/").rsplit("/", 1)[-1]
+    model = str(getattr(args, "model_path", None) or "").rstrip("/").rsplit("/", 1)[-1]
     return EngineFacts(model, values, _adapters(getattr(args, "lora_paths", None) or ()))
 
 

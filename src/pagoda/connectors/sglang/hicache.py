@@ -32,7 +32,7 @@ __all__ = ["PagodaHiCache"]
 log = guarded_logger("pagoda.sglang")
 T = TypeVar("T")
 
-_MOST_LOOKS = 256  # at single pages of a window in one question
+_MOST_LOOKS = 256  # at windows of a pool in one question
 _REPLICATED = (
     "MLATokenToKVPoolHost",
     "DSAIndexerPoolHost",
@@ -77,14 +77,20 @@ class PagodaHiCache(HiCacheStorage):
         self._engine: EngineFacts | None = None  # read once, for all pools
         self._version: str | None = None  # of the weights; None: those of the files
         self._lines = RateLimitedLog()
+        self._said_no_prefix = False
         self._metrics = StorageMetrics()
 
     # ---- the pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take note of the pool of the KV."""
+        """Open the cache of the KV's pool. Raises ConfigError or StoreError, which say what to do.
+
+        Of the three calls of an attachment this is the one whose failure SGLang takes back: after a later one it takes
+        the storage for attached, and refuses another until it is detached.
+        """
         self.mem_pool_host = mem_pool_host
         self._registered[str(PoolName.KV)] = mem_pool_host
+        self._open(str(PoolName.KV), mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Take note of a pool; one that comes late is stored if it can be."""
@@ -97,10 +103,11 @@ class PagodaHiCache(HiCacheStorage):
                 self._failed(Reason.IO_ERROR, f"pages of the pool {name!r} are not stored: {trouble}")
 
     def on_host_pools_registered(self) -> None:
-        """Open the caches. Raises ConfigError or StoreError, which say what to do; then none stays open."""
+        """Open the caches of the other pools. Raises as `register_mem_pool_host`; then none stays open."""
         try:
             for name, pool in self._registered.items():
-                self._open(name, pool)
+                if name not in self._pools:
+                    self._open(name, pool)
         except BaseException:
             self.close()
             raise
@@ -113,7 +120,7 @@ class PagodaHiCache(HiCacheStorage):
             self._engine = engine_facts(self._options)
         kv_dtype = str(pool.dtype).removeprefix("torch.")
         namespace = namespace_of(self._engine, self._storage, kv_dtype, self._options.salt, sharded=sharded)
-        facts = {"sglang": sglang.__version__, "model": self._storage.model_name}
+        facts = {"sglang": sglang.__version__}
         page_tokens = int(self._registered[str(PoolName.KV)].page_size)
         pages = PoolPages(name, pool, page_tokens, facts)
         config = self._options.config
@@ -137,7 +144,17 @@ class PagodaHiCache(HiCacheStorage):
         return self._get(str(PoolName.KV), keys, host_indices, extra_info)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Store pages: in the host tier when this returns, in the lower tiers some time later."""
+        """Store pages: in the host tier when this returns, in the lower tiers some time later.
+
+        If SGLang does not say what they follow, what many prompts begin with seems unused, because it is in SGLang's
+        own pools, and is evicted first. Then no prompt hits after a restart.
+        """
+        if not self._said_no_prefix and getattr(extra_info, "prefix_keys", None) is None:
+            self._said_no_prefix = True
+            log.warning(
+                "SGLang does not say which pages follow which: what many prompts begin with is evicted first. Set "
+                "hicache_storage_pass_prefix_keys to true in --hicache-storage-backend-extra-config"
+            )
         return self._set(str(PoolName.KV), keys, host_indices, extra_info)
 
     # ---- pages of several pools
@@ -163,32 +180,49 @@ class PagodaHiCache(HiCacheStorage):
 
     def _usable(self, keys: Sequence[str], transfers: Sequence[Any], extra_info: Any) -> Any:
         kv = self._stored(str(PoolName.KV), keys, extra_info)
-        hits, usable = {PoolName.KV: kv}, set(range(1, kv + 1))
+        hits, usable = ({PoolName.KV: kv} if kv else {}), set(range(1, kv + 1))
         for transfer in transfers:
+            if not usable:
+                break  # what was not asked for gets no number: SGLang would take 0 for an answer
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue  # never decides a hit
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
-                ends = self._ends(str(transfer.name), keys[:kv], window, extra_info) & usable
+                ends = self._ends(str(transfer.name), keys[:kv], window, extra_info)
             else:
                 ends = set(
                     range(1, self._stored(str(transfer.name), keys[:kv], extra_info, counted=False) + 1)
                 )
-            hits[transfer.name] = max(ends, default=0)
+            if ends:
+                hits[transfer.name] = max(ends)
             usable &= ends
         return PoolTransferResult(max(usable, default=0), hits, sorted(usable))
 
     def _ends(self, name: str, keys: Sequence[str], window: int, extra_info: Any) -> set[int]:
-        """Return prefixes whose last `window` pages a pool has, the longest first, as far as a bounded search finds."""
+        """Return prefixes whose last `window` pages a pool has, the longest first, as far as a bounded search finds.
+
+        A look is at the pages of the window that are not known to be there. Of these it finds the first that is
+        missing, and no window that has this page can be whole.
+        """
         pool = self._pools.get(name)
         deadline = Deadline(pool.cache.config.deadline_seconds if pool is not None else 0.0)
-        here: set[int] = set()
-        for at in range(len(keys) - 1, max(-1, len(keys) - 1 - _MOST_LOOKS), -1):
-            if deadline.passed:
-                break
-            if self._stored(name, [keys[at]], extra_info, after=at, counted=False):
-                here.add(at)
-        return {end for end in range(1, len(keys) + 1) if here.issuperset(range(max(0, end - window), end))}
+        found: set[int] = set()
+        end = known = len(keys)  # pages [known, end) are there
+        looks = 0
+        while end > 0:
+            begin = max(0, end - window)
+            here = known - begin
+            if here > 0:
+                if looks == _MOST_LOOKS or deadline.passed:
+                    break
+                looks += 1
+                here = self._stored(name, keys[begin:known], extra_info, after=begin, counted=False)
+            if begin + here < known:
+                end = known = begin + here
+                continue
+            found.add(end)
+            known, end = begin, end - 1
+        return found
 
     # ---- calls of a cache
 

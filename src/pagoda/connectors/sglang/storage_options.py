@@ -67,6 +67,11 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             "host_size = 0: pages pass through the host tier to the tiers below; set host_size, such as '8GiB'"
         )
+    if config.min_hit_tokens:
+        raise ConfigError(
+            f"min_hit_tokens = {config.min_hit_tokens}: SGLang loads a prompt in parts, and short parts would never "
+            "hit; leave it 0 under SGLang, whose own prefetch_threshold does this for whole prompts"
+        )
 
 
 def check_version(version: str, allow_untested: bool) -> None:

@@ -79,12 +79,22 @@ class EngineWeights:
         log.info("the weights are %r: chunks are shared with all engines of this version", named)
 
     def falls_asleep(self, engine: Any) -> None:
-        """Note, before a sleep that keeps the weights, what they are."""
+        """Note, before a sleep that keeps the weights, what they are.
+
+        An engine that sleeps already sleeps on: its weights are in no memory that could be read.
+        """
+        if "weights" in engine.model_executor.sleeping_tags:
+            self._sleeps = self._slept
+            return
         read = partial(engine.model_executor.collective_rpc, sampled_weights)
         try:
             self._sleeps = _Asleep(self.version, read(), read)
         except Exception as trouble:  # noqa: BLE001  # a boundary: the engine sleeps all the same
             log.warning("chunks will not hit after this sleep: %s: %s", type(trouble).__name__, trouble)
+
+    def stays_awake(self) -> None:
+        """Note that a sleep failed: the next reset does not belong to it."""
+        self._sleeps = None
 
     def settle(self) -> None:
         """Return to the version from before a sleep if the weights are the same: before anything is computed again.
@@ -192,7 +202,12 @@ def _sleep(method: Callable[..., Any], engine: Any, level: int = 1, *args: Any, 
     if level == 1:
         for weights in _weights_of(engine):
             weights.falls_asleep(engine)
-    return method(level, *args, **kwargs)
+    try:
+        return method(level, *args, **kwargs)
+    except Exception:
+        for weights in _weights_of(engine):
+            weights.stays_awake()
+        raise
 
 
 _WATCHED: dict[str, Callable[..., Any]] = {

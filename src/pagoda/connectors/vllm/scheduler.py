@@ -110,7 +110,8 @@ class PagodaScheduler:
             keeps, ledgers = self._options.config.prompt_log, self._slots.ledgers
             root = self._lookups.root()
             self._events = StoredEvents(ledgers, root, facts, self._form, self._outlet, keeps)
-            self._events.start()
+            if self._loads_any:  # else the tiers save this engine no work: it only leaves notes for others
+                self._events.start()
 
     # ---- what is cached
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Self
 
 from pagoda.errors import ConfigError
-from pagoda.tiers.remote.redis import RedisAddress, RedisConnection, RedisNames
+from pagoda.tiers.remote.redis import RedisConnection, RedisNames
+from pagoda.tiers.remote.redis_address import RedisAddress
 from pagoda.tiers.remote.resp import NUMBER, Reply, ReplyShape, command
 
 PERIOD_SECONDS = 600  # machines announce each chunk at least once in it

@@ -13,10 +13,12 @@ from urllib.parse import urlunsplit
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.remote.redis import HOST, RedirectError, RedisClient, RedisConnection
+from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
+from pagoda.tiers.remote.redis_address import HOST
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient
 from pagoda.tiers.remote.resp import NUMBER, ErrorReply, Reply, ReplyShape, RespConnection, command
 from pagoda.tiers.remote.store_client import RefusedError
+from pagoda.url_parts import place_of
 
 _SLOTS = 1 << 14
 _SLOTS_SHAPE = ReplyShape(b":$*", 255, items=1 << 16, depth=5)
@@ -221,9 +223,9 @@ class RedisClusterClient(RedisNodesClient):
         owners: list[RedisNode | None] = [None] * _SLOTS
         for first, last, host, port in ranges:
             name = f"[{host}]" if ":" in host else host or asked.place.rpartition(":")[0]
-            place = f"{name}:{port}".lower()
+            place = place_of(f"{name}:{port}", port)
             if place not in known:
-                known[place] = RedisNode(self._client_of(self._url_of(place)), self._clock)
+                known[place] = RedisNode(self._client_of(self._url_of(f"{name}:{port}")), self._clock)
             owners[first : last + 1] = [known[place]] * (last + 1 - first)
         self._owners, self.nodes = owners, list(dict.fromkeys(node for node in owners if node is not None))
         self.version += 1

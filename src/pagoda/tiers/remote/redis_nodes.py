@@ -34,7 +34,7 @@ from pagoda.tiers.remote.redis import ChunkUse, RedirectError, RedisClient, Redi
 from pagoda.tiers.remote.redis_lives import LIFE_SECONDS
 from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
 from pagoda.tiers.remote.store_urls import node_urls
-from pagoda.url_parts import split_url
+from pagoda.url_parts import place_of, split_url
 
 _FAILURES, _REST_SECONDS = 2, 0.25  # after these a node is left out until it answers a probe
 _REFUSALS, _REFUSED_SECONDS = 4, 5.0  # after these nothing is written to a node for a while
@@ -46,6 +46,7 @@ _MOST_THREADS = 32  # that ask nodes at the same time
 _logger = guarded_logger("pagoda.tiers.remote")
 _T = TypeVar("_T")
 _Calls = Mapping["RedisNode", Callable[[RedisConnection], _T]]
+_Touched = tuple[list[bool], RefusedError | None]
 
 
 class RedisNode:
@@ -53,8 +54,7 @@ class RedisNode:
 
     def __init__(self, client: RedisClient, clock: Clock) -> None:
         self.client = client
-        host, _, port = client.address.partition("://")[2].rpartition("/")[0].lower().rpartition(":")
-        self.place = f"{host.rstrip('.')}:{port}"  # in one spelling of several
+        self.place = place_of(client.address.partition("://")[2].rpartition("/")[0], 6379)
         self.seed = np.frombuffer(hashlib.blake2b(self.place.encode(), digest_size=8).digest(), "<u8")[0]
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
         self.write_breaker = CircuitBreaker(clock, _REFUSALS, _REFUSED_SECONDS)
@@ -80,18 +80,20 @@ class RedisNode:
             ended, self.lines = self.lines, set()
             for line in list(ended):
                 line.connection.abort()
-        return self._contained(error)
+        return self.contain(error)
 
     def refused_write(self, refusal: RefusedError) -> RefusedError:
         """Count and log that the node stores nothing; return the drop."""
         self.last_refusal = refusal.reason
         self.write_breaker.record_failure()
-        return self._contained(refusal)
+        return self.contain(refusal)
 
-    def _contained(self, error: Exception) -> RefusedError:
+    def contain(self, error: Exception) -> RefusedError:
+        """Log what the node did wrong; return the refusal that says nothing about the other nodes."""
         reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
         reason = error.reason if isinstance(error, RefusedError) else reason
-        text = f"{self.client.address}: {type(error).__name__}: {error}"
+        place = f"{self.client.address}: "
+        text = f"{place}{type(error).__name__}: {str(error).removeprefix(place)}"
         self._log.warn(_logger, reason, f"{text}: the other nodes are used as before")
         return RefusedError(reason, text, contained=True)
 
@@ -277,15 +279,28 @@ class RedisNodesConnection:
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
     ) -> list[bool]:
-        """Update recency and extend lives; return which keys are present on nodes that answer."""
+        """Update recency and extend lives; return which keys are present on nodes that answer.
+
+        A node that refuses is asked which leading ones it has.
+        """
         ranked = dict(zip(keys, ranks or [0] * len(keys), strict=True))
 
-        def touch(line: RedisConnection, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
-            return line.touch(namespace, keys, until, [ranked[key] for key in keys])
+        def touch(line: RedisConnection, namespace: bytes, keys: Sequence[bytes], until: float) -> _Touched:
+            try:
+                return line.touch(namespace, keys, until, [ranked[key] for key in keys]), None
+            except RedirectError:
+                raise
+            except RefusedError as refusal:
+                if refusal.reconnect:
+                    raise
+                found = line.find(namespace, keys, until)
+                return [True] * found + [False] * (len(keys) - found), refusal
 
         shares, touched = self._ask_for(keys, touch, namespace, until)
         here = [False] * len(keys)
-        for node, present in touched.items():
+        for node, (present, refusal) in touched.items():
+            if refusal is not None:
+                node.contain(refusal)
             for at, is_here in zip(shares[node], present, strict=True):
                 here[at] = is_here
         return here
@@ -462,6 +477,8 @@ class RedisNodesConnection:
     ) -> dict[RedisNode, _T]:
         """Call nodes at the same time; return the results of those that answer. The others count as failed.
 
+        A refusal by all nodes there are is raised as it is. If none answers, one by some of them is contained.
+
         `patience_seconds`: how long all of them are waited for; None: as long as a look-up may take. Where none answers
         in the time that is usual in one network, the first answer shows how far away they are.
         """
@@ -476,6 +493,7 @@ class RedisNodesConnection:
         now = time.monotonic()
         wait(futures.values(), min(until - now, now - begun))
         answers, ended = {}, {node: future for node, future in futures.items() if future.done()}
+        refusals: list[RefusedError] = []
         for node in futures.keys() - ended.keys():
             futures[node].cancel()  # if no thread has begun with it
             if (line := self._lines.pop(node, None)) is not None:
@@ -484,8 +502,13 @@ class RedisNodesConnection:
         for node, future in ended.items():
             if (error := future.exception()) is None:
                 answers[node] = future.result()
-            elif not isinstance(error, RefusedError) or not (error.contained or error.reconnect):
+            elif not isinstance(error, RefusedError):
                 raise error
+            elif not (error.contained or error.reconnect):
+                refusals.append(error)
+                contained = node.failed(error)
+        if refusals and not answers:
+            raise refusals[0] if len(refusals) == len(self._client.nodes) else contained
         return answers
 
     def _submit(self, node: RedisNode, call: Callable[[RedisConnection], _T], until: float) -> Future[_T]:

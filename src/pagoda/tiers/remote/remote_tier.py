@@ -389,12 +389,18 @@ class RemoteStore(WorkerBackend):
             self._counts.update(counts)
 
     def record_error(self, error: Exception, what: str, *, rests: bool = True) -> Reason:
-        """Log that something failed and return the reason to report. OSErrors count for the breaker."""
+        """Log that something failed and return the reason to report. OSErrors count for the breaker.
+
+        A call that `interrupt` broke off is no failure of the store.
+        """
         if isinstance(error, OSError):
+            if self._stopped:
+                return Reason.CLOSED
             self.breaker.record_failure(rests=rests)
             self.queries.wake()
         reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
-        self.log_reason(reason, f"{what} failed: {type(error).__name__}: {error}")
+        said = str(error).removeprefix(f"{self.client.address}: ")
+        self.log_reason(reason, f"{what} failed: {type(error).__name__}: {said}")
         return reason
 
     def close(self) -> None:

@@ -121,7 +121,7 @@ class PagodaHybridConnector(OffloadingConnector):
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Log the prompt, for `pagoda explain`, and do what vLLM does."""
         manager: PagodaOffloadingManager = self.scheduler.manager
-        manager.log_prompt(request, self.scheduler.config.tokens_per_hash)
+        manager.request_ended(request, self.scheduler.config.tokens_per_hash)
         late, parameters = super().request_finished(request, block_ids)
         return late, parameters
 

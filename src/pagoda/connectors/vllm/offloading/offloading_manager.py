@@ -64,6 +64,7 @@ class _Request:
     stamp: int | None = None
     loads: bool = True  # False: a load of it failed, so vLLM computes it
     stores: bool = True  # False: it is unknown which weights computed which part of it
+    ended: bool = False  # vLLM stores the rest of it with its next step
     kept: dict[int, int] = field(
         default_factory=dict
     )  # group -> so many chunks reach to the last found or reserved
@@ -252,12 +253,14 @@ class PagodaOffloadingManager(OffloadingManager):
         self._requests.pop(req_context.req_id, None)
         self._questions.finished(req_context.req_id)
 
-    def log_prompt(self, request: Any, hash_tokens: int) -> None:
-        """Log what was stored of a request that has ended, with the keys of the first group that is a chain.
+    def request_ended(self, request: Any, hash_tokens: int) -> None:
+        """Note that a request has ended; log what was stored of it, with the keys of the first group that is a chain.
 
         On a thread. Not with a salt: it is part of vLLM's hashes, and the namespace is the same.
         """
         known = self._requests.get(request.request_id)
+        if known is not None:
+            known.ended = True
         chains = [number for number, index in self._numbers.items() if self._groups[index].window is None]
         plain = not request.mm_features and request.prompt_embeds is None and not request.cache_salt
         if known is None or not known.stores or not chains or not plain or self._closed:
@@ -290,7 +293,7 @@ class PagodaOffloadingManager(OffloadingManager):
     def _take_version(self, version: str, fresh: bool) -> None:
         """Use the chunks of other weights from now on; see EngineWeights."""
         for name, request in self._requests.items():
-            if fresh:
+            if fresh and not request.ended:  # nothing of it is computed
                 self._requests[name] = _Request()
             else:
                 request.stores = False
