@@ -171,6 +171,8 @@ def test_every_token_is_exact_recomputed_or_reused(policy: str, house: House) ->
     assert found.columns == total - 1
     assert found.hit.by_tier == {"host": total - len(question)}
     assert found.hit.mask.sum() == found.hit.num_tokens == total - len(question)
+    assert found.hit.exact.nonzero()[0].tolist() == list(range(40))
+    assert found.hit.exact_tokens == 40
     assert [hit.num_tokens for hit in blend.documents] == list(LENGTHS)
     nothing = cached.blend(documents, question, recompute=0.0, policy=policy).blend
     assert nothing.exact_tokens == 40

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.keys import Int32s, Item, as_token_ids
 from pagoda.quality_verdict import QualityState, Setting, require_quality
 
-__all__ = ["Blended", "Blender", "as_documents"]
+__all__ = ["Blended", "BlendedHit", "Blender", "as_documents", "hit_of"]
 
 _PADDING = blake3(b"", derive_key_context="PagodaKV padding after a document").digest()
 
@@ -82,6 +82,40 @@ class Blended:
     def reused_tokens(self) -> int:
         """How many tokens have the KV of their document alone."""
         return int(self.reused.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class BlendedHit(Hit):
+    """The hits of all documents of a prompt as one: `mask` has the tokens that came from tiers, wherever they are."""
+
+    exact_prefix: int = 0  # up to which position KV is exact where it was put
+
+    @property
+    def exact(self) -> Bools:
+        """`mask`, with True only for the tokens served whose KV is what a full prefill computes."""
+        return self.mask & (np.arange(len(self.mask)) < self.exact_prefix)
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many tokens are in `exact`."""
+        return int(self.exact.sum())
+
+
+def hit_of(blended: Blended) -> BlendedHit:
+    """Return the hits of a prompt's documents as one, with the first reason for a miss. Pure.
+
+    A token that was computed again counts, because its KV was loaded; `Blended` says which ones were.
+    """
+    mask, by_tier = np.zeros(len(blended.tokens), np.bool_), dict[str, int]()
+    for start, hit in zip(blended.starts, blended.documents, strict=False):
+        mask[start : start + hit.num_tokens] = True
+        for tier, count in hit.by_tier.items():
+            by_tier[tier] = by_tier.get(tier, 0) + count
+    missed = [(number, hit) for number, hit in enumerate(blended.documents) if hit.reason is not None]
+    reason = missed[0][1].reason if missed else None
+    detail = f"documents[{missed[0][0]}]: {missed[0][1].detail}" if missed else ""
+    # only the first document is where it was computed
+    return BlendedHit(int(mask.sum()), by_tier, mask, reason, detail, exact_prefix=blended.starts[1])
 
 
 class _Loaded(NamedTuple):
@@ -210,21 +244,6 @@ class Blender:
             tokens, starts, exact, ~exact & ~mask, mask, computed, [one.hit for one in loaded], seconds, state
         )
         return dynamic_cache(self._model, self._seen, planes, [BatchRow(tokens, 0)], total - 1), blended
-
-    def hit(self, blended: Blended) -> Hit:
-        """Return the hits of all documents as one: the tokens that came from tiers, and the first reason for a miss."""
-        mask, by_tier = np.zeros(len(blended.tokens), np.bool_), dict[str, int]()
-        for start, hit in zip(blended.starts, blended.documents, strict=False):
-            mask[start : start + hit.num_tokens] = True
-            for tier, count in hit.by_tier.items():
-                by_tier[tier] = by_tier.get(tier, 0) + count
-        missed = [(number, hit) for number, hit in enumerate(blended.documents) if hit.reason is not None]
-        reason, detail = (
-            (missed[0][1].reason, f"documents[{missed[0][0]}]: {missed[0][1].detail}")
-            if missed
-            else (None, "")
-        )
-        return Hit(int(mask.sum()), by_tier, mask, reason, detail)
 
     # ---- documents alone
 
@@ -413,8 +432,8 @@ def _without_padding(hit: Hit, length: int) -> Hit:
     """Return the hit of a padded chain as one of its `length` tokens."""
     extra = hit.num_tokens - length
     if extra <= 0:
-        return Hit(hit.num_tokens, hit.by_tier, hit.mask[:length], hit.reason, hit.detail)
+        return replace(hit, mask=hit.mask[:length])
     by_tier = dict(hit.by_tier)
     last = next(reversed(by_tier))  # tiers serve in order: the padded chunk came from the last one
     by_tier[last] -= extra
-    return Hit(length, by_tier, hit.mask[:length], hit.reason, hit.detail)
+    return replace(hit, num_tokens=length, by_tier=by_tier, mask=hit.mask[:length])

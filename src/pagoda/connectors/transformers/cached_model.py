@@ -267,7 +267,7 @@ class CachedModel:
         Raises ValueError for a model whose K cannot be moved and for wrong arguments, ConfigError (a ValueError)
         without a verdict. Thread-safe as far as the model is. Sources: CacheBlend (EuroSys 2025), EPIC (ICML 2025).
         """
-        from pagoda.connectors.transformers.blending import as_documents
+        from pagoda.connectors.transformers.blending import as_documents, hit_of
 
         began = time.perf_counter()
         pieces, chosen_by = as_documents(documents, question, tokenizer), policy_named(policy)
@@ -290,7 +290,7 @@ class CachedModel:
             pieces, chosen_by, state, ready[1], lambda: store and stamp_of(self.model) == stamp
         )
         tokens = len(blended.tokens) - 1
-        return Prefix(kv, tokens, [tokens], [blender.hit(blended)], time.perf_counter() - began, blended)
+        return Prefix(kv, tokens, [tokens], [hit_of(blended)], time.perf_counter() - began, blended)
 
     def stats(self) -> dict[str, Any]:
         """Return `Cache.stats` of the prompts' cache; of the documents' under "documents", once there are any.
