@@ -16,7 +16,8 @@ from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
-from pagoda.quality_verdict import Bounds, Figures, Interval, Result, objections, write_verdict
+from pagoda.quality.write_verdict import write_verdict
+from pagoda.quality_verdict import Bounds, Figures, Interval, Result, objections
 from pagoda.transfer import BlockKV
 from testbed.servers import Server, redis_server
 from tests.cache.kit import CHUNK, KV, config_of, prompt

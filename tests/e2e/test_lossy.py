@@ -13,7 +13,8 @@ from pagoda.codec import codec_setting
 from pagoda.config import Config
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
 from pagoda.errors import ConfigError
-from pagoda.quality_verdict import Bounds, Figures, Interval, Result, write_verdict
+from pagoda.quality.write_verdict import write_verdict
+from pagoda.quality_verdict import Bounds, Figures, Interval, Result
 from tests.e2e.tiny import VOCABULARY, llama
 
 CHUNK = 32
