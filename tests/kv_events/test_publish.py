@@ -18,7 +18,7 @@ import zmq
 from pagoda.cache import Cache
 from pagoda.errors import ClosedError, ConfigError
 from pagoda.keys import Item, Namespace
-from pagoda.kv_events.messages import BlockRemoved
+from pagoda.kv_events.event_types import BlockRemoved
 from pagoda.kv_events.publisher import EventPublisher
 from pagoda.ledger import admin
 from testbed.servers import free_port
