@@ -41,24 +41,41 @@ def samples(nbytes: int, seconds: float) -> Iterator[Sample]:
     Layer 0 is left out: its values depend on one token only, so they repeat more than those of any other layer, and
     layer 0 is only a small part of a model with more layers.
     """
+    model, tokens, cut = _begun()
+    name = f"{_kind(model)}; random weights (held-out loss {_loss(model, tokens[cut:]):.2f})"
+    yield Sample("random", name, chunks_of(model, tokens[cut:], nbytes))
+    name = f"{_kind(model)}; {_trained(model, tokens, cut, seconds)}"
+    yield Sample("trained", name, chunks_of(model, tokens[cut:], nbytes))
+
+
+def trained(seconds: float) -> tuple[str, transformers.LlamaForCausalLM, Tokens]:
+    """Return the trained model, what it is, and the tokens that it was not trained on."""
+    model, tokens, cut = _begun()
+    how = _trained(model, tokens, cut, seconds)
+    return f"{_kind(model)}; {how}", model, tokens[cut:]
+
+
+def _begun() -> tuple[transformers.LlamaForCausalLM, Tokens, int]:
     torch.set_num_threads(1)  # on a busy machine a second thread would only wait
-    text = _text()
-    tokens = _tokens(text)
-    cut = int(len(tokens) * (1 - HELD_OUT))
-    model = _model()
-    kind = (
+    tokens = _tokens(_text())
+    return _model(), tokens, int(len(tokens) * (1 - HELD_OUT))
+
+
+def _kind(model: transformers.LlamaForCausalLM) -> str:
+    return (
         f"Llama, {sum(each.numel() for each in model.parameters()) / 1e6:.1f} M parameters, {LAYERS} layers, "
         f"{HEADS} KV heads of {DIM}, {WORDS} BPE tokens; layers 1-{LAYERS - 1}, computed in fp32, rounded to bf16"
     )
-    name = f"{kind}; random weights (held-out loss {_loss(model, tokens[cut:]):.2f})"
-    yield Sample("random", name, _chunks(model, tokens[cut:], nbytes))
+
+
+def _trained(model: transformers.LlamaForCausalLM, tokens: Tokens, cut: int, seconds: float) -> str:
+    """Train, and say how."""
     began = time.process_time()
     steps = _train(model, tokens[:cut], began + seconds)
     took = time.process_time() - began
     text_of = "the text of the standard library"
     how = f"trained {steps} steps of 2,048 tokens, {took:.0f} s of processor time, on {text_of}"
-    name = f"{kind}; {how} (held-out loss {_loss(model, tokens[cut:]):.2f})"
-    yield Sample("trained", name, _chunks(model, tokens[cut:], nbytes))
+    return f"{how} (held-out loss {_loss(model, tokens[cut:]):.2f})"
 
 
 def _text() -> list[str]:
@@ -116,7 +133,7 @@ def _loss(model: transformers.LlamaForCausalLM, tokens: Tokens) -> float:
 
 
 @torch.no_grad()
-def _chunks(model: transformers.LlamaForCausalLM, tokens: Tokens, nbytes: int) -> list[Bytes]:
+def chunks_of(model: transformers.LlamaForCausalLM, tokens: Tokens, nbytes: int) -> list[Bytes]:
     """Compute chunks in the cache's layout: layer by layer, K then V, each [heads, chunk tokens, dim] in bf16."""
     shape = (PROMPT_TOKENS // CHUNK_TOKENS, LAYERS - 1, 2, HEADS, CHUNK_TOKENS, DIM)
     prompt_bytes = 2 * int(np.prod(shape))

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO
 
 from harness import Figure, Runs, ratios, report, say
-from remote_links_engine import CODECS, QUESTION_TOKENS, REDIS_PORT, Model, Stored
+from remote_links_engine import CODECS, LOSSY_CODECS, QUESTION_TOKENS, REDIS_PORT, Model, Stored
 
 sys.path.append(str(Path(__file__).parents[1]))  # for testbed
 
@@ -43,6 +43,20 @@ ANSWER_SECONDS = 900.0
 # one with the usual work for its KV, and one with so little work for its KV that computing may be faster
 MODELS = (
     Model("70M", 768, 9, 2048, heads=12, kv_heads=12, head_dim=64, document_tokens=1024, chunk_tokens=256),
+    # KV of 16 bits, which lossy codecs are for; random weights say nothing about what they do to answers
+    Model(
+        "70M bf16",
+        768,
+        9,
+        2048,
+        heads=12,
+        kv_heads=12,
+        head_dim=64,
+        document_tokens=1024,
+        chunk_tokens=256,
+        dtype="bfloat16",
+        codecs=(*CODECS, *LOSSY_CODECS),
+    ),
     Model("wide", 64, 8, 128, heads=4, kv_heads=4, head_dim=128, document_tokens=1024, chunk_tokens=256),
 )
 TITLE = (
@@ -138,13 +152,13 @@ class Engine:
         return json.loads(line)
 
 
-def cells_of(model: str, link: str, answer: dict[str, object], stored: Stored) -> list[Cell]:
+def cells_of(model: Model, link: str, answer: dict[str, object], stored: Stored) -> list[Cell]:
     """Return one cell per codec."""
     runs = answer["runs"]
     wire, computed = runs["wire"], runs["computed"]
     return [
         Cell(
-            model,
+            model.name,
             link,
             codec,
             statistics.median(stored.kv_bytes * 8 / each / 1e9 for each in wire),
@@ -158,7 +172,7 @@ def cells_of(model: str, link: str, answer: dict[str, object], stored: Stored) -
             {"wire": wire, "computed": computed, **{k: runs[f"{k} {codec}"] for k in ("loaded", "rule")}},
             answer["rates"][codec],
         )
-        for codec in CODECS
+        for codec in model.codecs
     ]
 
 
@@ -175,8 +189,8 @@ def measured(quick: bool, shm: Path) -> tuple[list[Cell], dict[str, Stored]]:
                 say(f"{model.name}: {link} ...")
                 cable.shape(bits_per_second)
                 answer = engine.rounds(3 if quick else 5)
-                cells += cells_of(model.name, link, answer, engine.stored)
-                for cell in cells[-len(CODECS) :]:
+                cells += cells_of(model, link, answer, engine.stored)
+                for cell in cells[-len(model.codecs) :]:
                     say("  ".join(cell.row))
             engine.close()
     return cells, stored
@@ -225,6 +239,27 @@ def figures_of(cells: Sequence[Cell]) -> list[Figure]:
         key = key.lower().replace(" ", "").replace("/s", "")
         note = f"{cell.loaded_seconds:.3f} s loaded against {cell.computed_seconds:.3f} s computed; rule: {cell.rule}"
         found.append(Figure(f"{key}_vs_computed", cell.loaded_vs_computed, None, "times", cell.runs, note))
+    return found + lossy_figures(cells)
+
+
+def lossy_figures(cells: Sequence[Cell]) -> list[Figure]:
+    """Return how much longer a load takes with zstd than with each lossy codec, round by round."""
+    zstd = {(cell.model, cell.link): cell for cell in cells if cell.codec == "zstd"}
+    found = []
+    for cell in cells:
+        if cell.codec in LOSSY_CODECS:
+            paired = ratios(zstd[cell.model, cell.link].runs["loaded"], cell.runs["loaded"])
+            key = "_".join(["ttft", cell.model, cell.link, "zstd_vs", cell.codec])
+            runs = {"ratio": [round(each, 3) for each in paired]}
+            found.append(
+                Figure(
+                    key.lower().replace(" ", "").replace("/s", ""),
+                    statistics.median(paired),
+                    None,
+                    "times",
+                    runs,
+                )
+            )
     return found
 
 
@@ -234,7 +269,7 @@ def described(stored: dict[str, Stored]) -> list[str]:
     for name, each in stored.items():
         sizes = ", ".join(f"{nbytes / 1e6:.0f} MB as {codec}" for codec, nbytes in each.redis_bytes.items())
         lines.append(
-            f"{name}: a Llama of {each.parameters / 1e6:.1f} million random weights, fp32, on one thread of the CPU; "
+            f"{name}: a Llama of {each.parameters / 1e6:.1f} million random weights on one thread of the CPU; "
             f"a prompt of {each.reused_tokens + QUESTION_TOKENS} tokens of which {each.reused_tokens} are in Redis: "
             f"{each.kv_bytes / 1e6:.0f} MB of KV in chunks of {each.chunk_bytes / (1 << 20):.1f} MiB ({sizes}, by "
             "Redis' own account)"

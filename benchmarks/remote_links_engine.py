@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 
 RAW_PORT, REDIS_PORT = 7000, 6379
 CODECS = ("raw", "zstd")
+LOSSY_CODECS = ("q8", "q4", "qzstd")
 QUESTION_TOKENS = 90  # what is left to compute on a hit
 PATIENCE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama with random weights in fp32, and its prompt."""
+    """A Llama with random weights, and its prompt."""
 
     name: str
     hidden: int
@@ -55,6 +56,8 @@ class Model:
     head_dim: int
     document_tokens: int
     chunk_tokens: int
+    dtype: str = "float32"
+    codecs: tuple[str, ...] = CODECS
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,12 @@ class Reader:
         room = 2 * engine.kv_bytes + 64 * MIB
         self._host = HostTier.open(engine.layout, root / f"{codec}-{worth_it}", room)
         config = Config(
-            chunk_tokens=engine.layout.chunk_tokens, worth_it=worth_it, deadline_seconds=PATIENCE_SECONDS
+            chunk_tokens=engine.layout.chunk_tokens,
+            worth_it=worth_it,
+            deadline_seconds=PATIENCE_SECONDS,
+            unchecked=True,
         )
+        self._may_differ = codec in LOSSY_CODECS
         tiers = [self._host, engine.remote(codec)]
         self.cache = Cache(config, namespace=engine.namespace, layout=engine.layout, tiers=tiers)
         self.cached = CachedModel(engine.model, cache=self.cache)
@@ -121,7 +128,7 @@ class Reader:
             raise RuntimeError(f"only a part came from the store: {hit}")
         if not hit.by_tier and hit.reason != "not_worth_it":
             raise RuntimeError(f"no hit: {hit}")
-        if out[0, -1].item() != self._engine.first_token:
+        if out[0, -1].item() != self._engine.first_token and not self._may_differ:
             raise RuntimeError("the first token differs from that without a cache")
         self.loaded.append(bool(hit.by_tier))
         self.load_seconds.append(self.cached.last.seconds)
@@ -137,7 +144,7 @@ class Engine:
     def __init__(self, model: Model, address: str) -> None:
         import torch
 
-        self.model = _built(model)
+        self.model, self.codecs = _built(model), model.codecs
         self.ids = torch.randint(1, 500, (1, model.document_tokens + QUESTION_TOKENS))
         self.layout: KVLayout = layout_of(self.model, model.chunk_tokens)
         self.namespace: Namespace = namespace_of(self.model, self.layout)
@@ -171,7 +178,7 @@ class Engine:
         kv = import_module("transformers").DynamicCache(config=self.model.config)
         self.model.generate(self.ids, past_key_values=kv, max_new_tokens=1, do_sample=False)
         used: dict[str, int] = {}
-        for codec in CODECS:
+        for codec in self.codecs:
             reader = Reader(self, codec, root, worth_it=False)
             tier = self.remote(codec)
             before = tier.stats().get("used_bytes", 0)
@@ -188,8 +195,8 @@ class Engine:
         """Race computing, loading and the rule over the present link, with new caches that have no measurements."""
         with ExitStack() as opened:
             wire = opened.enter_context(_closing(Wire(self._address, self.kv_bytes)))
-            always = {codec: opened.enter_context(_reader(self, codec, root, False)) for codec in CODECS}
-            rules = {codec: opened.enter_context(_reader(self, codec, root, True)) for codec in CODECS}
+            always = {codec: opened.enter_context(_reader(self, codec, root, False)) for codec in self.codecs}
+            rules = {codec: opened.enter_context(_reader(self, codec, root, True)) for codec in self.codecs}
             self._rules = list(rules.values())
             steps = {"wire": wire.step, "computed": self.compute}
             steps |= {f"loaded {codec}": reader.step for codec, reader in always.items()}
@@ -273,7 +280,7 @@ def _built(model: Model) -> _Model:
     )  # fmt: skip
     torch.set_num_threads(1)  # on a busy machine two threads would wait for each other and for the server
     torch.manual_seed(0)
-    built: _Model = transformers.LlamaForCausalLM(config).eval()
+    built: _Model = transformers.LlamaForCausalLM(config).eval().to(getattr(torch, model.dtype))
     return built
 
 

@@ -319,6 +319,7 @@ OTHER: dict[str, str | int] = {
     "world_size": 2,
     "lora": "a",
     "salt": "s",
+    "approximate": "q4",
 }
 
 
@@ -333,6 +334,15 @@ def test_every_field_changes_every_key(name: str) -> None:
     assert one.root != other.root
     assert not set(chunk_keys(range(8), one.root, CHUNK)) & set(chunk_keys(range(8), other.root, CHUNK))
     assert Namespace.differing(one.fields(), other.fields()) == [name]
+
+
+def test_exact_kv_has_the_keys_and_labels_of_versions_without_the_field() -> None:
+    """The pinned roots below are older than the field. No root of approximate KV is one of them."""
+    assert "approximate" not in FULL.fields()
+    approximate = FULL.with_(approximate="q4")
+    assert approximate.fields()["approximate"] == "q4"
+    assert approximate.root.hex() not in (FULL.root.hex(), GOLDEN["full_root"])
+    assert approximate.with_(approximate="").root == FULL.root
 
 
 def test_the_format_changes_every_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from pagoda.errors import ConfigError
+from pagoda.quality.write_verdict import write_verdict
 from pagoda.quality_verdict import (
     VERSION,
     Bounds,
@@ -22,13 +23,12 @@ from pagoda.quality_verdict import (
     read_verdict,
     require_quality,
     weights_name,
-    write_verdict,
 )
 
 Edit = Callable[[dict], None]  # of the file's JSON
 
 BLEND = Setting("blend", {"version": 1, "policy": "deviation", "recompute": 0.15})
-CODEC = Setting("codec", {"version": 1, "codec": "q8"})
+CODEC = Setting("codec", {"version": 1, "codec": "q8", "chunk_tokens": 64})
 BOUNDS = Bounds(kl=0.1, top1=0.93, answers=0.93, prompts=50)
 CAUGHT = {"zeroed KV": True}
 
@@ -111,7 +111,7 @@ def test_without_a_verdict_the_error_says_what_to_run(tmp_path: Path) -> None:
     assert "there is no verdict for the weights w1" in said
     assert "pagoda quality MODEL PROMPTS.jsonl --blend deviation:0.15" in said
     assert "unchecked = true" in said
-    assert "--codec q8" in refusal(CODEC, tmp_path / "absent")
+    assert "--codec q8 --chunk-tokens 64 " in refusal(CODEC, tmp_path / "absent")
     layered = Setting("blend", {"version": 1, "policy": "deviation", "recompute": 0.15, "layer": 2})
     assert layered.flag == "--blend deviation:0.15:layer=2"
 

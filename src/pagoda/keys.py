@@ -274,7 +274,8 @@ class Namespace:
 
     `revision` is the model's version, `weights` a digest of its weights, `weights_epoch` counts updates in
     place, `layout` is a layout's fingerprint, `lora` names the adapter's content (not its path), `salt` keeps
-    tenants apart. Raises ValueError for a field of the wrong type.
+    tenants apart. `approximate` says what makes KV approximate ("q4"); "" is exact KV. Raises ValueError for a field
+    of the wrong type.
 
     Example:
         >>> mine = Namespace(model="meta-llama/Llama-3.1-8B", revision="d04e592", salt="tenant A")
@@ -291,6 +292,7 @@ class Namespace:
     world_size: int = 1
     lora: str = ""
     salt: str = field(default="", repr=False)  # a secret
+    approximate: str = ""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -311,18 +313,22 @@ class Namespace:
     def root(self) -> bytes:
         """The 32-byte parent of every first key: a hash of all fields and of FORMAT_VERSION."""
         # pairs in MessagePack are length-prefixed and typed: no two namespaces encode alike
-        pairs = [("format", FORMAT_VERSION), *((f.name, getattr(self, f.name)) for f in fields(self))]
+        pairs = [("format", FORMAT_VERSION), *((name, getattr(self, name)) for name in self._named())]
         encoded = msgspec.msgpack.encode(pairs)
         return blake3(encoded, derive_key_context="PagodaKV namespace root").digest()
 
     def fields(self) -> dict[str, str]:
         """Return every field as text for people to read, of the salt only the start of a digest."""
-        texts = {f.name: str(getattr(self, f.name)) for f in fields(self)}
+        texts = {name: str(getattr(self, name)) for name in self._named()}
         if self.salt:
             texts["salt"] = blake3(self.salt.encode(), derive_key_context="PagodaKV salt label").hexdigest()[
                 :16
             ]
         return {"format": str(FORMAT_VERSION), **texts}
+
+    def _named(self) -> list[str]:
+        """Return the names of the fields; `approximate` only if it is set, so that exact KV keeps its old keys."""
+        return [f.name for f in fields(self) if f.name != "approximate" or self.approximate]
 
     @staticmethod
     def differing(a_fields: Mapping[str, str], b_fields: Mapping[str, str]) -> list[str]:

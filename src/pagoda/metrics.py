@@ -89,6 +89,7 @@ COUNTERS: tuple[str, ...] = (
     *(f"load_microseconds_{kind}" for kind in TIER_KINDS),
     "prefill_tokens",
     "prefill_microseconds",
+    "approximate_hit_tokens",
 )
 
 

@@ -3,8 +3,8 @@
 Blending and lossy codecs change what a model computes. They start only with a verdict that was measured on the same
 weights with the same settings and kept its bounds, or with the option `unchecked`, which `stats` then shows.
 
-Written by `pagoda quality`; read by what has such a feature (`require_quality`), when it starts. In the lowest layer,
-because a connector and a tier of a cache both call it. A verdict is a JSON file:
+Written by `pagoda quality` (`pagoda.quality.write_verdict`); read by what has such a feature (`require_quality`), when
+it starts. In the lowest layer, because a connector and a tier of a cache both call it. A verdict is a JSON file:
 
     format, version, model, weights[], pagoda    what it is about; `weights` are names of the same weights
     results[]                                    for each setting: bounds, figures, controls, whether it passed
@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -29,18 +28,18 @@ from blake3 import blake3
 from pagoda.errors import ConfigError
 
 __all__ = [
-    "VERSION", "Bounds", "Figures", "Interval", "QualityState", "Result", "Setting", "Verdict",
-    "default_directory", "objections", "read_verdict", "require_quality", "weights_name", "write_verdict",
+    "FORMAT", "VERSION", "Bounds", "Figures", "Interval", "QualityState", "Result", "Setting", "Verdict",
+    "default_directory", "objections", "read_verdict", "require_quality", "weights_name",
 ]  # fmt: skip
 
+FORMAT = "pagoda quality verdict"
 VERSION = 1  # raised when figures or bounds change their meaning: older verdicts are then refused
 Option: TypeAlias = str | int | float | bool
 
-_FORMAT = "pagoda quality verdict"
-_CONTEXT = "PagodaKV quality verdict"
 _MOST_BYTES = 16 << 20
 _MOST_FILES = 1000  # of a directory that are looked at
 _BY_POSITION = {"blend": ("policy", "recompute"), "codec": ("codec",)}  # options that need no name in text
+_CHUNK = "chunk_tokens"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 
 
@@ -62,8 +61,10 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The option of `pagoda quality` that measures this setting, such as "--blend deviation:0.15"."""
         plain = _BY_POSITION.get(self.feature, ())
         first = [_text(self.options[name]) for name in plain if name in self.options]
-        rest = [f"{name}={_text(value)}" for name, value in self._named() if name not in plain]
-        return f"--{self.feature} {':'.join([*first, *rest])}"
+        rest = [(name, _text(value)) for name, value in self._named() if name not in plain]
+        named = [f"{name}={value}" for name, value in rest if name != _CHUNK]
+        chunk = [f" --chunk-tokens {value}" for name, value in rest if name == _CHUNK]
+        return f"--{self.feature} {':'.join([*first, *named])}{''.join(chunk)}"
 
     def is_same(self, other: Setting) -> bool:
         """Return whether both compute the same. Numbers are compared in six decimals."""
@@ -127,18 +128,29 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: list[str]
     pagoda: str  # the release that measured
     results: list[Result]
-    format: str = _FORMAT
+    format: str = FORMAT
     version: int = VERSION
     checksum: str = ""
+
+    def digest(self) -> str:
+        """Return what `checksum` must be: a hash of all the rest."""
+        content = msgspec.json.encode(msgspec.structs.replace(self, checksum=""), order="sorted")
+        return str(blake3(content, derive_key_context="PagodaKV quality verdict").hexdigest())
+
+    @staticmethod
+    def file_name(name: str) -> str:
+        """Return the name of the file, in a directory of verdicts, for weights of that name."""
+        if not _PLAIN_NAME.fullmatch(name):
+            name = blake3(name.encode(), derive_key_context="PagodaKV verdict file name").hexdigest(16)
+        return f"{name}.json"
 
 
 class QualityState(NamedTuple):
     """Why a feature may run with a setting; `stats` shows it."""
 
     setting: Setting
-    checked: Literal[
-        "passed", "unchecked", "exact"
-    ]  # exact: these options change nothing; the feature says so itself
+    # "exact": these options change nothing that the model computes, as the feature itself says
+    checked: Literal["passed", "unchecked", "exact"]
     detail: str
 
     def as_stats(self) -> dict[str, object]:
@@ -226,19 +238,24 @@ def _broken(figures: Figures, bounds: Bounds, confidence: float) -> list[str]:
     if not kl.high <= bounds.kl:
         found.append(
             f"the KL divergence is {kl.value:.4f} nats a token, and {sure} reaches {kl.high:.4f}: "
-            f"at most {bounds.kl:g} is allowed"
+            f"at most {bounds.kl:g} is allowed{_unsure(kl.value <= bounds.kl)}"
         )
     if not top1.low >= bounds.top1:
         found.append(
             f"{_percent(top1.value)} of the tokens are the same, and {sure} begins at {_percent(top1.low)}: "
-            f"at least {_percent(bounds.top1)} are needed"
+            f"at least {_percent(bounds.top1)} are needed{_unsure(top1.value >= bounds.top1)}"
         )
     if answers is not None and not answers.low >= bounds.answers:
         found.append(
             f"right answers are {_percent(answers.value)} of those with exact KV, and {sure} begins at "
             f"{_percent(answers.low)}: at least {_percent(bounds.answers)} are needed"
+            f"{_unsure(answers.value >= bounds.answers)}"
         )
     return found
+
+
+def _unsure(keeps: bool) -> str:
+    return "; it may be good enough, and more prompts would tell" if keeps else ""
 
 
 def read_verdict(path: str | Path) -> Verdict:
@@ -254,7 +271,7 @@ def read_verdict(path: str | Path) -> Verdict:
         raise ConfigError(f"{path}: cannot be read: {trouble.strerror or trouble}") from None
     try:
         head = msgspec.json.decode(content, type=_Head)
-        if head.format != _FORMAT or len(content) > _MOST_BYTES:
+        if head.format != FORMAT or len(content) > _MOST_BYTES:
             raise ConfigError(f"{path}: is no verdict of pagoda quality")
         if head.version != VERSION:
             age = "an older" if head.version < VERSION else "a newer"
@@ -262,7 +279,7 @@ def read_verdict(path: str | Path) -> Verdict:
         verdict = msgspec.json.decode(content, type=Verdict)
     except msgspec.MsgspecError as trouble:
         raise ConfigError(f"{path}: is no verdict of pagoda quality: {trouble}") from None
-    if verdict.checksum != _checksum(verdict):
+    if verdict.checksum != verdict.digest():
         raise ConfigError(f"{path}: its checksum is not that of its content: it was damaged or edited")
     for result in verdict.results:
         reasons = objections(
@@ -273,47 +290,6 @@ def read_verdict(path: str | Path) -> Verdict:
                 f"{path}: contradicts itself: {result.setting} does not follow from its figures"
             )
     return verdict
-
-
-def write_verdict(
-    path: str | Path, *, model: str, weights: Sequence[str], pagoda: str, results: Sequence[Result]
-) -> Path:
-    """Write a verdict, and return its file. Results of other settings that the file has for these weights are kept.
-
-    The file appears whole or not at all. Do not call it for one file in two processes at once: one would be lost.
-
-    Args:
-        path: the file; or a directory (as is), in which the file is named after the first of `weights`.
-        model: the model's name, for people.
-        weights: names of the weights, the first being `Namespace.weights` of the Transformers connector.
-        pagoda: the release that measured.
-        results: one for each setting.
-
-    Raises:
-        ConfigError: the file is there and is something else than a verdict, or it cannot be written.
-    """
-    path = Path(path)
-    if path.is_dir() or not path.suffix:
-        path = path / _file_name(weights[0])
-    kept: list[Result] = []
-    names = list(dict.fromkeys(weights))
-    if path.exists():
-        try:
-            old = read_verdict(path)
-        except ConfigError as trouble:
-            if not _is_verdict(path):
-                raise ConfigError(f"{trouble}; name another file, so that it is not overwritten") from None
-        else:
-            if old.weights[:1] == names[:1]:
-                kept = [
-                    one
-                    for one in old.results
-                    if not any(one.setting.is_same(result.setting) for result in results)
-                ]
-                names = list(dict.fromkeys([*names, *old.weights]))
-    verdict = Verdict(model, names, pagoda, [*kept, *results])
-    _replace(path, msgspec.structs.replace(verdict, checksum=_checksum(verdict)))
-    return path
 
 
 # ---- looking up
@@ -335,7 +311,7 @@ def _candidates(place: Path, name: str) -> Iterator[tuple[Path, bool]]:
     if place.is_file():
         yield place, True
         return
-    own = place / _file_name(name)
+    own = place / Verdict.file_name(name)
     if own.is_file():
         yield own, True
     try:
@@ -382,43 +358,6 @@ def _listed(results: Sequence[Result], setting: Setting) -> str:
 class _Head(msgspec.Struct):
     format: str = ""
     version: int = 0
-
-
-def _is_verdict(path: Path) -> bool:
-    """Return whether a file that cannot be read as a verdict was one: of another version, or damaged."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_Head).format == _FORMAT
-    except (OSError, msgspec.MsgspecError):
-        return False
-
-
-def _file_name(name: str) -> str:
-    if not _PLAIN_NAME.fullmatch(name):
-        name = blake3(name.encode(), derive_key_context="PagodaKV verdict file name").hexdigest(16)
-    return f"{name}.json"
-
-
-def _checksum(verdict: Verdict) -> str:
-    content = msgspec.json.encode(msgspec.structs.replace(verdict, checksum=""), order="sorted")
-    return str(blake3(content, derive_key_context=_CONTEXT).hexdigest())
-
-
-def _replace(path: Path, verdict: Verdict) -> None:
-    """Write a file under another name first, so that a reader never sees a part of it."""
-    text = msgspec.json.format(msgspec.json.encode(verdict, order="sorted"), indent=2)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, other = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(text + b"\n")
-            os.chmod(other, 0o644)  # other users' engines read it
-            os.replace(other, path)
-        except BaseException:
-            os.unlink(other)
-            raise
-    except OSError as trouble:
-        raise ConfigError(f"{path}: cannot be written: {trouble.strerror or trouble}") from None
 
 
 def _rounded(options: dict[str, Option]) -> dict[str, tuple[str, Option]]:

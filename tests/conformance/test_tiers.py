@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.codec import HEADER_BYTES
+from pagoda.codec import HEADER_BYTES, most_bytes
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, StoreSpec
 from pagoda.slab import FileSlab, MemorySlab
 from pagoda.testing import TierConformance
 from pagoda.tiers import DiskTier, HostTier
-from pagoda.tiers.base import Tier
+from pagoda.tiers.base import Bytes, Tier
+from tests.remote.chunks import QUANTISABLE, unchanged_by_codecs
 
 LAYOUT = KVLayout.opaque(4, 5000, "conformance")
 STRIDE = HEADER_BYTES + LAYOUT.slot_bytes
@@ -56,3 +57,23 @@ class TestBufferedDisk(TestDisk):
 
 class TestDurableDisk(TestDisk):
     durable = True
+
+
+class TestLossyDisk(TierConformance):
+    """The suite compares bytes, so its chunks are some that the codec does not change."""
+
+    codec_name = "q4"
+
+    def make_tier(self, tmp_path: Path) -> Tier:
+        slot_bytes = -(-most_bytes(self.codec_name, QUANTISABLE) // 4096) * 4096
+        return DiskTier.open(
+            QUANTISABLE, tmp_path, SLOTS * (HEADER_BYTES + slot_bytes), codec_name=self.codec_name, policy="lru",
+            deadline_seconds=PATIENT_SECONDS,
+        )  # fmt: skip
+
+    def payload(self, tier: Tier, key: bytes) -> Bytes:
+        return unchanged_by_codecs(QUANTISABLE, key)[: tier.chunk_bytes]
+
+
+class TestQ8Disk(TestLossyDisk):
+    codec_name = "q8"

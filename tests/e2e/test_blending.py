@@ -301,7 +301,8 @@ def test_without_a_verdict_it_runs_only_unchecked_and_stats_say_so(house: House,
 
 
 def test_after_new_weights_without_a_verdict_everything_is_computed(house: House, tmp_path, caplog) -> None:  # noqa: F811
-    from pagoda.quality_verdict import Bounds, Figures, Interval, Result, write_verdict
+    from pagoda.quality.write_verdict import write_verdict
+    from pagoda.quality_verdict import Bounds, Figures, Interval, Result
 
     model = llama()
     cached = house.open(model, quality_verdicts=str(tmp_path))

@@ -54,6 +54,20 @@ def fresh_prefix() -> str:
     return f"test-{os.getpid()}-{next(_numbers)}"
 
 
+# Of one layer with K and V, which a lossy codec can quantise.
+QUANTISABLE = KVLayout.dense(1, 2, 64, "float16", 32)
+
+
+def unchanged_by_codecs(layout: KVLayout, key: bytes) -> Bytes:
+    """Return a chunk that no codec changes, a function of its key: channels of K and rows of V are constant."""
+    (k, _), tokens, draw = layout.planes, layout.chunk_tokens, np.random.default_rng(list(key))
+    buffer, halves = aligned(layout.slot_bytes), draw.standard_normal((2, k.heads, 1024)).astype("<f2")
+    numbers = buffer[: layout.chunk_bytes].view("<f2").reshape(2, k.heads, tokens, k.dim)
+    numbers[0] = halves[0, :, None, : k.dim]
+    numbers[1] = halves[1, :, :tokens, None]
+    return buffer
+
+
 def name_of(prefix: str, key: bytes, root: bytes = ROOT) -> str:
     """Return the name of a chunk in Redis."""
     return f"{prefix}:1:{root.hex()}:{{{key.hex()}}}"

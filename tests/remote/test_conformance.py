@@ -42,7 +42,7 @@ from testbed.servers import (
     redis_sentinel,
     redis_server,
 )
-from tests.remote.chunks import PATIENT_SECONDS, fresh_prefix
+from tests.remote.chunks import PATIENT_SECONDS, QUANTISABLE, fresh_prefix, unchanged_by_codecs
 
 LAYOUT = KVLayout.opaque(4, 5000, "conformance")
 
@@ -98,6 +98,7 @@ class Remotely(TierConformance):
     """The suite on tiers over `self.server`, each with a separate prefix."""
 
     codec = "raw"
+    layout = LAYOUT
     server: Server
     prefix: str  # of the latest tier
 
@@ -109,7 +110,7 @@ class Remotely(TierConformance):
         """A new empty tier that has time."""
         self.prefix = fresh_prefix()
         return RemoteTier(
-            LAYOUT,
+            self.layout,
             self.remote(),
             codec=self.codec,
             deadline_seconds=PATIENT_SECONDS,
@@ -121,6 +122,28 @@ class TestRedis(Remotely):
     @pytest.fixture(autouse=True)
     def _server(self, redis: Server) -> None:
         self.server = redis
+
+
+class TestQ4OnRedis(TestRedis):
+    """The suite compares bytes, so its chunks are some that the codec does not change."""
+
+    codec = "q4"
+    layout = QUANTISABLE
+
+    def payload(self, tier: Tier, key: bytes) -> Bytes:
+        return unchanged_by_codecs(self.layout, key)[: tier.chunk_bytes]
+
+    def test_it_is_a_lossy_chunk_that_is_stored(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            self.saved(tier, keys_of(ONE, 1))
+            (name,) = client.Redis(port=self.server.port).scan_iter(f"{self.prefix}*")
+            found = [parse(value) for value in client.Redis(port=self.server.port).hvals(name)]
+            (header,) = [each for each in found if each is not None]
+            assert header.codec == self.codec and header.stored_bytes < header.length / 2
+
+
+class TestQuantisedAndZstdOnRedis(TestQ4OnRedis):
+    codec = "qzstd"
 
 
 class TestRedisPool(Remotely):

@@ -29,6 +29,7 @@ INTERFACE = {
     "pagoda_hits": f"counter {STORE}",
     "pagoda_asked_tokens": f"counter {STORE}",
     "pagoda_hit_tokens": f"counter {STORE}",
+    "pagoda_approximate_hit_tokens": f"counter {STORE}",
     "pagoda_hit_tokens_by_tier": f"counter {STORE}",
     "pagoda_stored_chunks": f"counter {STORE}",
     "pagoda_stored_bytes": f"counter {STORE}",

@@ -34,9 +34,10 @@ from pagoda.cache.recording import CallKind
 from pagoda.cache.resources import build_resources
 from pagoda.cache.retrieve_call import RetrieveCall, measure_again
 from pagoda.cache.store_call import StoreCall
-from pagoda.cache.tier_stack import TierStack, build_tiers, open_tiers
+from pagoda.cache.tier_stack import TierStack, build_tiers, codecs_of, open_tiers
 from pagoda.cache.weights_epoch import PresentWeights
 from pagoda.clock import Clock, Deadline
+from pagoda.codec import codec_setting, require_layout
 from pagoda.config import Config, ConfigOptions
 from pagoda.errors import ClosedError, ConfigError, StoreError
 from pagoda.finalizers import close_when_dropped
@@ -44,12 +45,15 @@ from pagoda.json_log import log_json
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
-from pagoda.metrics import DROPS, MISSES
+from pagoda.metrics import DROPS, MISSES, guarded_logger
+from pagoda.quality_verdict import QualityState, require_quality
 from pagoda.threads import Condition
 from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 
 __all__ = ["Cache", "NameTaken", "forget"]
+
+log = guarded_logger("pagoda.cache")
 
 _CLOSE_SECONDS = 5.0
 _OPEN_SECONDS = 120.0  # for another thread that opens a cache; each tier has its own deadline
@@ -116,7 +120,9 @@ class Cache:
         self.name = name
         self.config = _configured(config, layout, overrides)
         self.layout = layout
-        self.namespace = _completed(namespace, layout, self.config)
+        codecs = self.config.lossy_codecs() if tiers is None else codecs_of(tiers)
+        self.namespace = _completed(namespace, layout, self.config, codecs)
+        self._quality = _require_quality(codecs, self.namespace, layout, self.config)
         if self.config.profile:
             enable_profiler_ranges()
         if self.config.otel:
@@ -131,7 +137,9 @@ class Cache:
         stack = open_tiers(config, layout, clock) if tiers is None else build_tiers(tiers, layout)
         self._resources = build_resources(stack, config, layout, key_scheme, clock, self.namespace)
         self._key_scheme = key_scheme
-        self._weights = PresentWeights(self._resources, self.namespace)
+        self._weights = PresentWeights(
+            self._resources, self.namespace, partial(_is_measured, self._quality, config, layout)
+        )
         self._slots = (
             HostSlots(self._resources, self._weights, stack.host) if stack.host is not None else None
         )
@@ -162,7 +170,8 @@ class Cache:
         StoreError if another thread does not finish opening it.
         """
         config = _configured(config, layout, overrides)
-        wanted = {"config": config, "namespace": _completed(namespace, layout, config), "layout": layout}
+        completed = _completed(namespace, layout, config, config.lossy_codecs())
+        wanted = {"config": config, "namespace": completed, "layout": layout}
         deadline = Deadline(_OPEN_SECONDS)
         while True:
             cache = _wait_for_opening(name, deadline)
@@ -483,6 +492,8 @@ class Cache:
             "pinned_bytes": host.slab.pinned_bytes if host is not None else 0,
             "rates": resources.load_cost.rates(),
         }
+        if self._quality:
+            stats["approximate"] = [state.as_stats() for state in self._quality]
         if recorder is not None:
             stats["recording"] = recorder.stats()
         return stats
@@ -557,8 +568,11 @@ def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str,
     return config
 
 
-def _completed(namespace: Namespace, layout: KVLayout, config: Config) -> Namespace:
-    """Return the namespace with the layout, because two layouts never share a key, and with the configured epoch."""
+def _completed(namespace: Namespace, layout: KVLayout, config: Config, codecs: Sequence[str]) -> Namespace:
+    """Return the namespace with the layout, because two layouts never share a key, and with the configured epoch.
+
+    With lossy codecs it says so: what they have changed is never found under a key of exact KV.
+    """
     if not isinstance(namespace, Namespace):
         raise ValueError(f"namespace is {namespace!r}: build one, such as Namespace(model='my-model')")
     if namespace.layout not in ("", layout.fingerprint):
@@ -571,7 +585,40 @@ def _completed(namespace: Namespace, layout: KVLayout, config: Config) -> Namesp
             f"weights_epoch is {namespace.weights_epoch} in the namespace, {config.weights_epoch} in the "
             "configuration: leave one of them out"
         )
-    return namespace.with_(layout=layout.fingerprint, weights_epoch=max(epochs, default=0))
+    approximate = ",".join(sorted({*filter(None, namespace.approximate.split(",")), *codecs}))
+    return namespace.with_(
+        layout=layout.fingerprint, weights_epoch=max(epochs, default=0), approximate=approximate
+    )
+
+
+def _require_quality(
+    codecs: Sequence[str], namespace: Namespace, layout: KVLayout, config: Config
+) -> list[QualityState]:
+    """Return what is known of each lossy codec. ConfigError: it cannot encode the layout, or was not measured."""
+    for codec in codecs:
+        require_layout(codec, layout)
+    return [
+        require_quality(
+            codec_setting(codec, layout.chunk_tokens), weights=namespace.weights,
+            weights_epoch=namespace.weights_epoch, verdicts=config.quality_verdicts, unchecked=config.unchecked,
+        )
+        for codec in codecs
+    ]  # fmt: skip
+
+
+def _is_measured(
+    begun: Sequence[QualityState], config: Config, layout: KVLayout, namespace: Namespace
+) -> bool:
+    """Return whether the lossy codecs of a cache may be used with these weights; log it if not."""
+    codecs = [str(state.setting.options["codec"]) for state in begun]
+    try:
+        _require_quality(codecs, namespace, layout, config)
+    except ConfigError as refusal:
+        log.warning(
+            "tiers with a lossy codec are left out from now on, as the weights have changed: %s", refusal
+        )
+        return False
+    return True
 
 
 def _by_reason(counters: Mapping[str, int], prefix: str, reasons: Sequence[str]) -> dict[str, int]:

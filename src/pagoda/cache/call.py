@@ -109,7 +109,7 @@ class CacheRequest(NamedTuple):
         start, served = self.first * self.chunk_tokens, sum(tokens.values())
         mask = np.zeros(self.length_tokens, np.bool_)
         mask[start : start + served] = True
-        return Hit(served, tokens, mask, reason, detail, start)
+        return Hit(served, tokens, mask, reason, detail, start, self.namespace.approximate)
 
     def miss(self, reason: Reason, detail: str = "") -> Hit:
         """Return the answer of a call that serves nothing."""

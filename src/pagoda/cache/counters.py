@@ -26,7 +26,9 @@ _MICROSECONDS = {kind: f"load_microseconds_{kind}" for kind in TIER_KINDS}
 class CacheCounters:
     """Counts by name, and writes rate-limited log lines. Thread-safe; never raises, never waits for another process."""
 
-    def __init__(self, ledger: Ledger | None, clock: Clock) -> None:
+    def __init__(self, ledger: Ledger | None, clock: Clock, approximate: bool = False) -> None:
+        """`approximate`: the cache has a lossy codec."""
+        self._approximate = approximate
         self._ledger = ledger
         self._clock = clock
         self._own: Counter[str] = Counter()  # used if there is no local tier to share
@@ -61,6 +63,8 @@ class CacheCounters:
         counts = {"lookups": 1, "asked_tokens": num_tokens, **more}
         if hit_tokens:
             counts["hits"], counts["hit_tokens"] = 1, hit_tokens
+            if self._approximate:
+                counts["approximate_hit_tokens"] = hit_tokens
             for tier, tokens in by_tier.items():
                 name = _HIT_TOKENS.get(tier, "hit_tokens_remote")
                 counts[name] = counts.get(name, 0) + tokens

@@ -26,12 +26,29 @@ class Hit:
     reason: Reason | None  # why the first chunk that was not served was not; None: every whole chunk was
     detail: str = ""  # for people: "evicted 12 s ago", "another salt"
     start_tokens: int = 0  # the first token that was requested
+    approximate: str = (
+        ""  # what may have changed the KV of every token served ("q4"); empty: all of them are exact
+    )
 
     def __bool__(self) -> bool:
         return self.num_tokens > 0
 
     def __int__(self) -> int:
         return self.num_tokens
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many of the tokens served certainly have the KV that was computed without any loss: all, or none.
+
+        Under a lossy codec that is none, also where host memory served them: their bytes may have come up from a lossy
+        tier, in another process too, or may have been computed after a prefix that had.
+        """
+        return 0 if self.approximate else self.num_tokens
+
+    @property
+    def exact(self) -> npt.NDArray[np.bool_]:
+        """`mask`, with True only for the tokens served that are certainly exact."""
+        return self.mask & (not self.approximate)
 
     @property
     def stop_tokens(self) -> int:
@@ -75,4 +92,7 @@ class CacheStats(TypedDict):
     staging_buffers: int  # in use
     pinned_bytes: int  # of host memory, registered with a GPU
     rates: dict[str, float]  # "<tier>_bytes_per_second", "prefill_tokens_per_second"
+    approximate: NotRequired[
+        list[dict[str, object]]
+    ]  # the settings that make KV approximate, and whether measured
     recording: NotRequired[dict[str, object]]  # where live traffic is recorded

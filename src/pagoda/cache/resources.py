@@ -97,7 +97,7 @@ def build_resources(
 ) -> Resources:
     """Build what all calls share; starts no thread. `engine`: whose speed of computing the cache learns."""
     ledgers = tiers.ledgers()
-    counters = CacheCounters(ledgers[0][1] if ledgers else None, clock)
+    counters = CacheCounters(ledgers[0][1] if ledgers else None, clock, bool(engine.approximate))
     executor = CallExecutor()
     # prompts are not logged in private memory, where no other process could read them
     shared = tiers.host if config.prompt_log and config.host_shared else None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagoda.clock import Clock
+from pagoda.codec import LOSSY
 from pagoda.config import Config
 from pagoda.config.remote_urls import RemoteSpec
 from pagoda.config.sizes import AUTO, auto_bytes, format_size
@@ -25,7 +26,7 @@ log = guarded_logger("pagoda.cache")
 
 _FEW_CHUNKS = 64  # the log warns of an "auto" size with fewer chunks
 
-__all__ = ["TierStack", "build_tiers", "open_peers", "open_remote", "open_tiers", "peers_client"]
+__all__ = ["TierStack", "build_tiers", "codecs_of", "open_peers", "open_remote", "open_tiers", "peers_client"]
 
 
 class TierStack:
@@ -55,7 +56,13 @@ class TierStack:
         """Return the tiers that are not shared with other machines."""
         remote = tuple(tier.name for tier in self.lower if isinstance(tier, RemoteTier))
         lower = tuple(tier for tier in self.lower if not isinstance(tier, RemoteTier))
-        return TierStack(self.host, lower, remote) if remote else self
+        return TierStack(self.host, lower, (*self.left_out, *remote)) if remote else self
+
+    def exact(self) -> TierStack:
+        """Return the tiers without a lossy codec."""
+        lossy = tuple(tier.name for tier in self.lower if codecs_of([tier]))
+        lower = tuple(tier for tier in self.lower if tier.name not in lossy)
+        return TierStack(self.host, lower, (*self.left_out, *lossy)) if lossy else self
 
     def ledgers(self) -> list[tuple[str, Ledger]]:
         """Return the ledgers of the local tiers, by tier name."""
@@ -65,6 +72,11 @@ class TierStack:
         """Register a namespace and its labels with every tier; idempotent."""
         for tier in self.all:
             tier.register(namespace)
+
+
+def codecs_of(tiers: Iterable[Tier]) -> tuple[str, ...]:
+    """Return the lossy codecs of tiers, each once, sorted."""
+    return tuple(sorted({getattr(tier, "codec", "raw") for tier in tiers}.intersection(LOSSY)))
 
 
 def build_tiers(tiers: Sequence[Tier], layout: KVLayout) -> TierStack:
@@ -107,6 +119,7 @@ def open_tiers(config: Config, layout: KVLayout, clock: Clock) -> TierStack:
                 Path(config.disk_path),
                 config.disk_bytes,
                 direct=config.disk_direct,
+                codec_name=config.disk_codec,
                 policy=config.policy,
                 durable=config.durable,
                 io_threads=config.io_threads,

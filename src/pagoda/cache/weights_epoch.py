@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from blake3 import blake3
@@ -38,12 +38,16 @@ _EPOCHS = 2**32  # epochs of this machine within one epoch of the configured nam
 class PresentWeights:
     """What a call may use under the present weights: a namespace, and tiers. Thread-safe."""
 
-    def __init__(self, resources: Resources, namespace: Namespace) -> None:
-        self._resources = resources
+    def __init__(
+        self, resources: Resources, namespace: Namespace, is_measured: Callable[[Namespace], bool]
+    ) -> None:
+        """`is_measured`: whether lossy tiers may be used with the weights of a namespace; asked once for each."""
+        self._resources, self._is_measured = resources, is_measured
         self._epoch = WeightsEpoch(resources.config.roots(), namespace.model, namespace.weights_epoch)
         self._base = namespace
         self._named = ("", 0)  # the version that the weights were changed to, and the epoch then
         self._namespaces: dict[tuple[str, str, str, int], Namespace] = {}
+        self._measured: dict[tuple[str, int], bool] = {}
         self.reset()
         reset_in_child(self)
 
@@ -74,7 +78,18 @@ class PresentWeights:
                 while len(self._namespaces) >= _MOST_NAMESPACES:
                     self._namespaces.pop(next(iter(self._namespaces)))
                 self._namespaces[lora, salt, version, epoch] = namespace
-        return namespace, tiers.local() if epoch else tiers
+        tiers = tiers.local() if epoch else tiers
+        if namespace.approximate and not self._measured_for(namespace, version, epoch):
+            tiers = tiers.exact()
+        return namespace, tiers
+
+    def _measured_for(self, namespace: Namespace, version: str, epoch: int) -> bool:
+        found = self._measured.get((version, epoch))
+        if found is None:
+            while len(self._measured) >= _MOST_NAMESPACES:
+                self._measured.pop(next(iter(self._measured)), None)
+            found = self._measured[version, epoch] = self._is_measured(namespace)
+        return found
 
     def change(self, version: str) -> int:
         """Raise the weights epoch, or take a version of which it need not be raised. See Cache.weights_changed."""

@@ -14,6 +14,7 @@ from pagoda.cli.demo.demo_command import demo
 from pagoda.cli.explain import explain
 from pagoda.cli.ls import ls
 from pagoda.cli.pin import pin, unpin
+from pagoda.cli.quality import quality
 from pagoda.cli.record import record
 from pagoda.cli.remove import remove
 from pagoda.cli.replay import replay
@@ -30,7 +31,23 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for command in (stats, top, ls, check, clear, remove, pin, unpin, explain, bench, replay, size, serve, warm):
+for command in (
+    stats,
+    top,
+    ls,
+    check,
+    clear,
+    remove,
+    pin,
+    unpin,
+    explain,
+    bench,
+    replay,
+    size,
+    serve,
+    warm,
+    quality,
+):
     app.command()(command)
 app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(record)
 app.command()(demo)

@@ -1,4 +1,9 @@
-"""The header and the checksum of a chunk outside memory. Pure functions; thread-safe."""
+"""The header and the checksum of a chunk outside memory. Pure functions; thread-safe.
+
+There are two formats. They differ in what the checksum covers: in format 1 the payload as the engine had it, in format
+2 the stored bytes, because a lossy codec does not restore the payload. Chunks of lossless codecs have format 1, so that
+versions that know no other can read them; format 2 is for them another version's, which is a miss and stays.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,17 @@ from pagoda.metrics import Reason
 
 HEADER_BYTES = 4096
 MAGIC = b"PAGODAKV"
-FORMAT = 1
-CODECS = ("raw", "zstd")  # how the payload of a header may be stored
+LOSSLESS = ("raw", "zstd")
+LOSSY = ("q8", "q4", "qzstd")
+CODECS = (*LOSSLESS, *LOSSY)  # how the payload of a header may be stored
+FORMAT, FORMAT_LOSSY = 1, 2
 
 # magic, format, header bytes; store_id, slot, namespace, epoch, key;
 # position, length, tokens; codec, fingerprint, sequence
 _FIELDS = struct.Struct("<8sII16sQ32sQ32sQQQ16s32sQ")
-_CHECKSUM = slice(_FIELDS.size, _FIELDS.size + 16)  # xxh3_128 over the packed fields and payload[:length]
+_CHECKSUM = slice(
+    _FIELDS.size, _FIELDS.size + 16
+)  # xxh3_128 over the packed fields, and payload or stored bytes
 _OWN = slice(_CHECKSUM.stop, _CHECKSUM.stop + 8)  # xxh3_64 over all other bytes of the page
 _STORED = struct.Struct("<Q")  # stored_bytes, after the checksums
 
@@ -48,6 +57,11 @@ class Header:
     sequence: int
     stored_bytes: int = 0
 
+    @property
+    def checked_bytes(self) -> int:
+        """The number of bytes that the checksum covers: of the payload, or with a lossy codec of the stored form."""
+        return self.stored_bytes if self.codec in LOSSY else self.length
+
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
@@ -71,19 +85,20 @@ _NAMES = tuple(field.name for field in fields(Header))
 
 
 def seal(
-    header: Header, payload: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8] | None = None
+    header: Header, data: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8] | None = None
 ) -> npt.NDArray[np.uint8]:
-    """Return the header page (4096,) of `payload[:header.length]`, page-aligned; written into `out` if given.
+    """Return the header page (4096,) of `data[:header.checked_bytes]`, page-aligned; written into `out` if given.
 
-    Reads the payload once, with the GIL released. Raises ValueError for fields that do not fit the format.
+    `data` is the payload; with a lossy codec, the stored bytes. It is read once, with the GIL released. Raises
+    ValueError for fields that do not fit the format.
     """
     packed = _pack(header)
-    if payload.nbytes < header.length:
-        raise ValueError(f"the payload has {payload.nbytes} bytes, the header says {header.length}")
+    if data.nbytes < header.checked_bytes or (header.codec in LOSSY and not header.stored_bytes):
+        raise ValueError(f"the payload has {data.nbytes} bytes, the header says {header.checked_bytes}")
     page = _new_page() if out is None else out
     if page.shape != (HEADER_BYTES,):
         raise ValueError(f"a header page has {HEADER_BYTES} bytes, got shape {page.shape}")
-    head = packed + _payload_checksum(packed, payload, header.length)
+    head = packed + _data_checksum(packed, data, header.checked_bytes)
     page[:] = 0
     view = page.data
     view[: len(head)] = head
@@ -100,11 +115,13 @@ def parse(page: Page) -> Header | None:
     _, format_, size, store, slot, space, epoch, key, position, length, tokens, codec, layout, sequence = (
         _FIELDS.unpack_from(view)
     )
-    if format_ != FORMAT or size != HEADER_BYTES:
+    if format_ not in (FORMAT, FORMAT_LOSSY) or size != HEADER_BYTES:
         return None
     try:
         names = codec.rstrip(b"\0").decode(), layout.rstrip(b"\0").decode()
     except UnicodeDecodeError:
+        return None
+    if (format_ == FORMAT_LOSSY) != (names[0] in LOSSY):
         return None
     (stored,) = _STORED.unpack_from(view, _OWN.stop)
     return Header(
@@ -132,16 +149,17 @@ def agrees(found: Header, expected: Header | Expected) -> bool:
     )
 
 
-def verify(page: Page, payload: npt.NDArray[np.uint8], expected: Header | Expected) -> Reason | None:
-    """Return None if page and payload are undamaged and the header has all values of `expected`; else FAILED_CHECK.
+def verify(page: Page, data: npt.NDArray[np.uint8], expected: Header | Expected) -> Reason | None:
+    """Return None if page and data are undamaged and the header has all values of `expected`; else FAILED_CHECK.
 
-    Fields are compared before the payload is read, so a wrong chunk costs no checksum. An unknown codec fails.
+    `data` is the payload; with a lossy codec, the stored bytes. Fields are compared before the data is read, so a wrong
+    chunk costs no checksum. An unknown codec fails.
     """
     found = parse(page)
-    if found is None or found.length > payload.nbytes or not agrees(found, expected):
+    if found is None or found.checked_bytes > data.nbytes or not agrees(found, expected):
         return Reason.FAILED_CHECK
     view = _view(page)
-    if _payload_checksum(view[: _FIELDS.size], payload, found.length) != view[_CHECKSUM]:
+    if _data_checksum(view[: _FIELDS.size], data, found.checked_bytes) != view[_CHECKSUM]:
         return Reason.FAILED_CHECK
     return None
 
@@ -160,7 +178,7 @@ def _pack(header: Header) -> bytes:
             raise ValueError(f"{name} may have {size} bytes of UTF-8 without NUL, got {text!r}")
     try:
         return _FIELDS.pack(
-            MAGIC, FORMAT, HEADER_BYTES,
+            MAGIC, FORMAT_LOSSY if header.codec in LOSSY else FORMAT, HEADER_BYTES,
             header.store_id, header.slot, header.namespace, header.epoch, header.key,
             header.position, header.length, header.tokens,
             codec, fingerprint, header.sequence,
@@ -169,10 +187,10 @@ def _pack(header: Header) -> bytes:
         raise ValueError(f"a header number is outside 64 unsigned bits: {error}") from error
 
 
-def _payload_checksum(packed: bytes | memoryview, payload: npt.NDArray[np.uint8], length: int) -> bytes:
+def _data_checksum(packed: bytes | memoryview, data: npt.NDArray[np.uint8], length: int) -> bytes:
     state = xxhash.xxh3_128(packed)
     if length:
-        state.update(payload.data.cast("B")[:length])
+        state.update(data.data.cast("B")[:length])
     return state.digest()
 
 

@@ -106,13 +106,30 @@ def decode(stored: Bytes, word_bytes: int, payload: Bytes) -> bool:
     try:
         for words in _blocks(payload, word, log):
             at = _get_block(stored, at, words, scratch)
-    except (_Malformed, scratch.error):
+    except _Malformed:
         return False
     tail = payload[nbytes - nbytes % word :]
     if stored.nbytes - at != tail.nbytes:
         return False
     np.copyto(tail, stored[at:])
     return True
+
+
+def shrunk(plane: Bytes) -> Bytes | None:
+    """Return a zstd frame of a plane of at most a block; None if it is not smaller."""
+    frame = _scratch().compress(plane.data)
+    return np.frombuffer(frame, np.uint8) if len(frame) < plane.nbytes else None
+
+
+def expanded(frame: Bytes, size: int) -> Bytes | None:
+    """Return the plane of `size` bytes in a frame, None if there is no such plane. Decodes nothing of another size."""
+    scratch = _scratch()
+    try:
+        if scratch.content_bytes(frame.data) != size:
+            return None
+        return np.frombuffer(scratch.decompress(frame.data, allow_extra_data=False), np.uint8)
+    except scratch.error:
+        return None
 
 
 def _blocks(payload: Bytes, word_bytes: int, log: int) -> Iterator[Words]:
@@ -146,7 +163,7 @@ def _put_block(words: Words, room: Bytes, at: int, scratch: _Scratch) -> int:
     return at
 
 
-def _frame(words: Words, place: int, scratch: _Scratch) -> bytes | None:
+def _frame(words: Words, place: int, scratch: _Scratch) -> Bytes | None:
     """Return the compressed plane; None if it is not smaller, or if a sample of a plane below the high bytes is not."""
     if place < words.itemsize - 1:
         start = max(0, words.size - _SAMPLE_WORDS) // 2
@@ -154,8 +171,7 @@ def _frame(words: Words, place: int, scratch: _Scratch) -> bytes | None:
         plane = _split(sample, place, scratch.second[: sample.size], scratch)
         if len(scratch.compress(plane.data)) > sample.size * 15 // 16:
             return None
-    frame: bytes = scratch.compress(_split(words, place, scratch.second[: words.size], scratch).data)
-    return frame if len(frame) < words.size else None
+    return shrunk(_split(words, place, scratch.second[: words.size], scratch))
 
 
 def _split(words: Words, place: int, plane: Bytes, scratch: _Scratch) -> Bytes:
@@ -178,21 +194,18 @@ def _get_block(stored: Bytes, at: int, words: Words, scratch: _Scratch) -> int:
         table, end = table + _PLANE.size, at + length
         if end > stored.nbytes:
             raise _Malformed
-        plane = _plane(kind, stored[at:end], words.size, scratch)
+        plane = _plane(kind, stored[at:end], words.size)
         _join(plane, place, words, joined, widened)
         at = end
     return at
 
 
-def _plane(kind: int, piece: Bytes, size: int, scratch: _Scratch) -> Bytes:
-    """Return the plane of a stored piece; the size that a frame states is checked before any of it is decoded."""
-    if kind == _ZSTD and scratch.content_bytes(piece.data) == size:
-        piece = np.frombuffer(scratch.decompress(piece.data, allow_extra_data=False), np.uint8)
-    elif kind != _RAW:
+def _plane(kind: int, piece: Bytes, size: int) -> Bytes:
+    """Return the plane of a stored piece."""
+    plane = expanded(piece, size) if kind == _ZSTD else piece if kind == _RAW else None
+    if plane is None or plane.size != size:
         raise _Malformed
-    if piece.size != size:
-        raise _Malformed
-    return piece
+    return plane
 
 
 def _join(plane: Bytes, place: int, words: Words, joined: Words, widened: Words) -> None:

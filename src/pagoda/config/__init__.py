@@ -14,14 +14,14 @@ and tells where every value came from.
 from __future__ import annotations
 
 import os
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from pagoda import policy as policies
-from pagoda.config.remote_urls import MOST_PEERS, RemoteSpec, parse, parse_lookup, parse_peer
+from pagoda.config.remote_urls import LOSSY, MOST_PEERS, RemoteSpec, parse, parse_lookup, parse_peer
 from pagoda.config.sizes import AUTO, auto_bytes
-from pagoda.config.values import LogFormat, WritePolicy, checked
+from pagoda.config.values import DiskCodec, LogFormat, WritePolicy, checked
 from pagoda.errors import ConfigError
 
 __all__ = ["Config", "ConfigOptions", "RemoteSpec", "WritePolicy", "defaults", "option_names"]
@@ -63,6 +63,9 @@ class Config:
     disk_path: str = _option("", "Directory of the disk tier, on a local file system.")
     disk_direct: bool | None = _option(
         None, "Use O_DIRECT: true, false, or 'auto' (where the file system can)."
+    )
+    disk_codec: DiskCodec = _option(  # noqa: RUF009  # a field, as all of them
+        "raw", "Form of chunks on the disk: exact ('raw'), or smaller and approximate ('q8', 'q4')."
     )
     remote: tuple[str, ...] = field(
         default=(),
@@ -158,6 +161,18 @@ class Config:
         """Return what each remote tier is to be, top down. Reads no file and asks no server."""
         return tuple(parse(url) for url in self.remote)
 
+    def lossy_codecs(self) -> tuple[str, ...]:
+        """Return the lossy codecs of all tiers, each once, sorted. Reads no file and asks no server."""
+        codecs = {spec.codec for spec in self.remotes()} | ({self.disk_codec} if self.disk_bytes else set())
+        return tuple(sorted(codecs.intersection(LOSSY)))
+
+    def without_lossy_tiers(self) -> Config:
+        """Return these options without the tiers that have a lossy codec: for weights that no verdict is about."""
+        remote = tuple(url for url in self.remote if parse(url).codec not in LOSSY)
+        if self.disk_codec in LOSSY:
+            return replace(self, remote=remote, disk_size=0, disk_path="", disk_codec="raw")
+        return replace(self, remote=remote)
+
     def peer_servers(self) -> tuple[RemoteSpec, ...]:
         """Return what each entry of `peers` says. Reads no file and asks no server."""
         return tuple(parse_peer(url) for url in self.peers)
@@ -186,6 +201,7 @@ class ConfigOptions(TypedDict, total=False):
     disk_size: int | str
     disk_path: str | os.PathLike[str]
     disk_direct: bool | None
+    disk_codec: DiskCodec
     remote: str | list[str] | tuple[str, ...]
     peers: str | list[str] | tuple[str, ...]
     lookup: str

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient
 
 __all__ = [
+    "LOSSY",
     "MOST_PEERS",
     "RemoteSpec",
     "parse",
@@ -93,7 +94,8 @@ _RESERVED = (
     "host",
     "peers",
 )  # names of tiers that are no remote ones, and of all together
-_CODECS = ("raw", "zstd")
+LOSSY = ("q8", "q4", "qzstd")  # codecs after which KV is approximate; `pagoda.codec` has them
+_CODECS = ("raw", "zstd", *LOSSY)
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 WritePolicy = Literal["write_through", "selective", "write_back"]
 LogFormat = Literal["plain", "json"]
+DiskCodec = Literal["raw", "q8", "q4"]  # a slot has one size, so what zstd would save there is lost
 Check = Callable[[str, object], object]
 
 
@@ -152,6 +153,7 @@ _CHECKS: dict[str, Check] = {
     "disk_size": _size,
     "disk_path": _place("directory", needed=False),
     "disk_direct": _flag,
+    "disk_codec": _one_of(get_args(DiskCodec)),
     "durable": _flag,
     "write_policy": _one_of(get_args(WritePolicy)),
     "selective_hits": _count(1, 2**31 - 1),
@@ -272,7 +274,7 @@ _TYPES: dict[str, tuple[Callable[[object], object], dict[str, object]]] = {
     "int | str": (_size_of, {"anyOf": [{"type": "integer"}, {"type": "string"}]}),
     **{
         name: (_word_of(get_args(words)), {"enum": list(get_args(words)), "type": "string"})
-        for name, words in (("WritePolicy", WritePolicy), ("LogFormat", LogFormat))
+        for name, words in (("WritePolicy", WritePolicy), ("LogFormat", LogFormat), ("DiskCodec", DiskCodec))
     },
     "tuple[str, ...]": (
         _texts,

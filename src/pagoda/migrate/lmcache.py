@@ -285,9 +285,12 @@ class _FieldReader:
             text = "cachegen loses precision; bytes are stored as they are, and ?codec=zstd in the URL compresses them"
             self.say("remote_serde", FieldVerdict.NOT_NEEDED, text)
             return ""
-        lossy = "loses precision, and all here is lossless"
+        lossy = "loses precision, which needs a verdict of pagoda quality here"
         why = lossy if serde in ("cachegen", "kivi") else "is not known here"
-        text = f"{serde} {why}; write remote_serde: naive, or ?codec=zstd in the URL of the remote tier"
+        text = (
+            f"{serde} {why}; write remote_serde: naive, or in the URL of the remote tier ?codec=zstd (lossless) "
+            "or ?codec=qzstd (lossy)"
+        )
         self.say("remote_serde", FieldVerdict.NOT_SUPPORTED, text)
         return "zstd"
 

@@ -32,6 +32,7 @@ COUNTED: Mapping[str, str] = {
     "hits": "Calls that found at least one chunk.",
     "asked_tokens": "Tokens that all these calls requested.",
     "hit_tokens": "Tokens that these calls found.",
+    "approximate_hit_tokens": "Tokens that were found in a cache with a lossy codec: none is certainly exact.",
     "hit_tokens_host": "Tokens found in host memory.",
     "hit_tokens_disk": "Tokens found on the local disk.",
     "hit_tokens_remote": "Tokens found in a remote tier.",

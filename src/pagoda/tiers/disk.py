@@ -22,7 +22,7 @@ from pagoda.clock import Clock, Deadline
 from pagoda.codec import HEADER_BYTES
 from pagoda.errors import StoreError
 from pagoda.keys import Namespace
-from pagoda.layout import KVLayout
+from pagoda.layout import SLOT_ALIGN, KVLayout, itemsize
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.slab import FileSlab, address, aligned
@@ -61,23 +61,29 @@ class DiskTier(QueuedTier):
         ledger: Ledger,
         slab: FileSlab,
         *,
+        codec_name: str = "raw",
         durable: bool = False,
         io_threads: int = 2,
         queue_chunks: int = 64,
         deadline_seconds: float = 5.0,
         clock: Clock | None = None,
     ) -> None:
-        """Take over `ledger` and `slab`, which belong together; `close()` closes them. StoreError: no thread starts."""
+        """Take over `ledger` and `slab`, which belong together; `close()` closes them.
+
+        Raises ConfigError for a codec that cannot encode the layout, StoreError if no thread starts.
+        """
+        codec.require_layout(codec_name, layout)
         if io_threads < 1 or queue_chunks < 1:
             raise ValueError(
                 f"io_threads and queue_chunks must be at least 1, got {io_threads}, {queue_chunks}"
             )
+        self.codec = codec_name
         self.chunk_bytes = layout.chunk_bytes
         self.slot_bytes = layout.slot_bytes
         self.ledger = ledger
         self.deadline_seconds = deadline_seconds
         self._breaker = CircuitBreaker(clock or Clock())
-        self._store = DiskStore(ledger, slab, layout, self._breaker, io_threads, durable)
+        self._store = DiskStore(ledger, slab, layout, codec_name, self._breaker, io_threads, durable)
         super().__init__(self._store, io_threads, queue_chunks)
         try:
             if not self._pool.start():
@@ -94,6 +100,7 @@ class DiskTier(QueuedTier):
         size_bytes: int,
         *,
         direct: bool | None = None,
+        codec_name: str = "raw",
         policy: str = policies.DEFAULT,
         durable: bool = False,
         io_threads: int = 2,
@@ -104,14 +111,16 @@ class DiskTier(QueuedTier):
         """Open or create the store of `layout` under the directory `path`. Raises StoreError, ValueError.
 
         `size_bytes` is for the slots with their headers. The ledger's files need about 5 MiB and 1 KiB a slot more.
+        With a lossy codec ("q8", "q4") slots are smaller, so the store has another name and holds nothing else.
         """
-        stride = HEADER_BYTES + layout.slot_bytes
+        codec.require_layout(codec_name, layout)
+        stride = HEADER_BYTES + -(-codec.most_bytes(codec_name, layout) // SLOT_ALIGN) * SLOT_ALIGN
         slots = size_bytes // stride
         if slots < 1:
             raise ValueError(f"a disk tier of {size_bytes} bytes has no room for one chunk of {stride}")
         spec = StoreSpec(
             root=path,
-            name=layout.fingerprint,
+            name=layout.fingerprint + (f".{codec_name}" if codec_name in codec.LOSSY else ""),
             kind="file",
             slots=slots,
             slot_bytes=stride,
@@ -130,6 +139,7 @@ class DiskTier(QueuedTier):
             layout,
             ledger,
             slab,
+            codec_name=codec_name,
             durable=durable,
             io_threads=io_threads,
             queue_chunks=queue_chunks,
@@ -324,7 +334,8 @@ class DiskStore(WorkerBackend):
     name = "disk"
 
     def __init__(
-        self, ledger: Ledger, slab: FileSlab, layout: KVLayout, breaker: CircuitBreaker, io_threads: int, durable: bool
+        self, ledger: Ledger, slab: FileSlab, layout: KVLayout, codec_name: str, breaker: CircuitBreaker,
+        io_threads: int, durable: bool,
     ) -> None:  # fmt: skip
         """Take over `ledger` and `slab`, which belong together. `durable`: sync before a commit."""
         self.ledger = ledger
@@ -332,7 +343,9 @@ class DiskStore(WorkerBackend):
         self.slab = slab
         self.layout = layout
         self.chunk_bytes = layout.chunk_bytes
-        self.slot_bytes = layout.slot_bytes
+        self.slot_bytes = ledger.slot_bytes - HEADER_BYTES  # of what is stored
+        self.codec_name, self.is_lossy = codec_name, codec_name in codec.LOSSY
+        self.word_bytes = itemsize(layout.planes[0].dtype) if layout.planes else 1
         self.breaker = breaker
         self.durable = durable
         self.log = RateLimitedLog()
@@ -376,7 +389,7 @@ class DiskStore(WorkerBackend):
 
     def can_use(self, buffer: Bytes) -> bool:
         """Return whether the slab can move a whole payload to or from `buffer` without a copy."""
-        if buffer.nbytes < self.slot_bytes or not buffer.flags.c_contiguous:
+        if self.is_lossy or buffer.nbytes < self.slot_bytes or not buffer.flags.c_contiguous:
             return False
         return not self.slab.direct or address(buffer) % HEADER_BYTES == 0
 
@@ -448,16 +461,20 @@ class DiskWorker(IoWorker):
             key=read.key,
             position=read.position,
             length=store.chunk_bytes,
-            codec="raw",
+            codec=store.codec_name,
             fingerprint=store.layout.fingerprint,
             sequence=generation,
         )
-        if codec.verify(header, payload, expected) is not None:
+        if store.is_lossy:
+            failed = codec.restore(header, payload, expected, store.word_bytes, read.buffer)
+        else:
+            failed = codec.verify(header, payload, expected)
+        if failed is not None:
             if codec.is_foreign(header):  # it stays: the version that wrote it can read it
                 message = f"slot {slot} was written by another version"
                 return store.log_reason(Reason.FAILED_CHECK, message)
             return self._drop_entry(read, Reason.FAILED_CHECK)
-        if not direct:
+        if not direct and not store.is_lossy:
             np.copyto(read.buffer[: store.chunk_bytes], payload[: store.chunk_bytes])
         return None
 
@@ -539,8 +556,18 @@ class DiskWorker(IoWorker):
         store, header = self._store, self._header_page
         if store.breaker.resting:
             return Reason.TIER_SKIPPED
-        payload = write.chunk.payload
-        if store.can_use(payload):
+        payload, stored_bytes = write.chunk.payload, 0
+        if store.is_lossy:
+            spare, payload = self._spare_payload(), payload[: store.chunk_bytes]
+            used, stored = codec.encode(
+                store.codec_name, payload, store.word_bytes, spare, layout=store.layout
+            )
+            if used != store.codec_name:
+                return store.log_reason(
+                    Reason.TOO_LARGE, f"a chunk with NaN or infinity is no {store.codec_name}"
+                )
+            payload, stored_bytes = spare, stored.nbytes
+        elif store.can_use(payload):
             payload = payload[: store.slot_bytes]
         else:
             spare = self._spare_payload()
@@ -555,12 +582,13 @@ class DiskWorker(IoWorker):
             position=write.chunk.position,
             length=store.chunk_bytes,
             tokens=write.chunk.tokens,
-            codec="raw",
+            codec=store.codec_name,
             fingerprint=store.layout.fingerprint,
             sequence=reserved.generation,
+            stored_bytes=stored_bytes,
         )
         codec.seal(described, payload, header)
-        # From the checksum to this line the payload was what its key names, and so is all that verifies against it.
+        # Until this line the payload was what its key names, and so is all that verifies against the checksum.
         if not write.is_valid():
             return write.cancelled or Reason.STALE
         try:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
@@ -140,10 +141,10 @@ class CachedModel:
         self._loads: LayerLoads | None = None  # made at the first use
         self._named: dict[str, Any] = {"revision": revision, "weights": weights, "salt": salt}
         namespace = namespace_of(model, self._seen.layout, **self._named)
-        self._open: Callable[[Namespace], Cache] | None = None
+        self._open: Callable[[Namespace, KVLayout], Cache] | None = None
         if cache is None:
-            self._open = lambda space: Cache(config, namespace=space, layout=self._seen.layout)
-            cache = self._open(namespace)
+            self._open = partial(_opened, config)
+            cache = self._open(namespace, self._seen.layout)
         else:
             _check_made_for(cache, namespace)
         self.cache = cache
@@ -522,7 +523,14 @@ class CachedModel:
         if forms != self._forms:
             old.close()  # a store of another layout may need its space
             self._seen, self._forms = _looked_at(self.model, self.layout.chunk_tokens), forms
-        self.cache = self._open(namespace_of(self.model, self._seen.layout, **self._named))
+        namespace = namespace_of(self.model, self._seen.layout, **self._named)
+        try:
+            self.cache = self._open(namespace, self._seen.layout)
+        except ConfigError as refusal:
+            if not old.config.lossy_codecs():
+                raise
+            _log.warning("tiers with a lossy codec are left out, as the weights have changed: %s", refusal)
+            self.cache = _opened(old.config.without_lossy_tiers(), namespace, self._seen.layout)
         old.close()
         if self._events is not None:
             try:
@@ -561,9 +569,16 @@ def _configured(config: Config | None, options: ConfigOptions) -> Config:
     return load(None, None, None, **options).config
 
 
+def _opened(config: Config, namespace: Namespace, layout: KVLayout) -> Cache:
+    return Cache(config, namespace=namespace, layout=layout)
+
+
 def _check_made_for(cache: Cache, namespace: Namespace) -> None:
     """Raise ValueError if a cache that was passed in belongs to another model."""
-    asked = namespace.with_(salt=cache.namespace.salt, weights_epoch=cache.namespace.weights_epoch)
+    theirs = cache.namespace
+    asked = namespace.with_(
+        salt=theirs.salt, weights_epoch=theirs.weights_epoch, approximate=theirs.approximate
+    )
     differing = Namespace.differing(cache.namespace.fields(), asked.fields())
     if differing:
         raise ValueError(

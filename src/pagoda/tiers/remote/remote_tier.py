@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from pagoda import codec
 from pagoda.clock import Clock, Deadline
-from pagoda.codec import HEADER_BYTES, require
+from pagoda.codec import HEADER_BYTES, require, require_layout
 from pagoda.errors import ConfigError, StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout, itemsize
@@ -93,6 +93,8 @@ class RemoteTier(QueuedTier):
                 f"connections and queue_chunks must be at least 1, got {connections}, {queue_chunks}"
             )
         require(codec)
+        require_layout(codec, layout)
+        self.codec = codec
         self.name = client.name
         self.address = client.address
         self.believed_seconds = client.believed_seconds
@@ -285,7 +287,7 @@ class RemoteStore(WorkerBackend):
         self, layout: KVLayout, client: StoreClient, codec_name: str, connections: int, deadline_seconds: float,
         clock: Clock,
     ) -> None:  # fmt: skip
-        self.client, self.codec_name = client, codec_name
+        self.client, self.codec_name, self.layout = client, codec_name, layout
         self.name = client.name
         self.reader_threads = 1 if connections > 1 else 0
         self.deadline_seconds = deadline_seconds
@@ -655,12 +657,10 @@ class RemoteWorker(IoWorker):
             if stays:
                 return Reason.FAILED_CHECK
         else:
-            if (
-                found is not None
-                and self._decoded(found.codec, count, payload)
-                and codec.verify(self._page, payload, expected) is None
-            ):
-                return None
+            if found is not None:
+                stored = (payload if found.codec == "raw" else self._encoding_buffer())[:count]
+                if codec.restore(self._page, stored, expected, store.word_bytes, payload) is None:
+                    return None
         # remove a value that cannot be served; otherwise its key could not be stored again
         store.count({"failed_checks": 1})
         with contextlib.suppress(RefusedError):
@@ -679,6 +679,11 @@ class RemoteWorker(IoWorker):
             return True
         if found is None or not codec.agrees(found, expected):
             return False
+        if found.codec in codec.LOSSY and self._store.codec_name not in codec.LOSSY:
+            self._store.log_reason(
+                Reason.FAILED_CHECK, "a chunk of a lossy codec is not for this exact tier: it stays"
+            )
+            return True
         return read.position not in (None, found.position) or not self._can_read(found.codec)
 
     def _can_read(self, name: str) -> bool:
@@ -689,11 +694,6 @@ class RemoteWorker(IoWorker):
             self._store.log_reason(Reason.FAILED_CHECK, f"chunks cannot be read: {missing}")
             return False
         return True
-
-    def _decoded(self, name: str, count: int, payload: Bytes) -> bool:
-        if name == "raw":
-            return count == payload.nbytes
-        return codec.decode(name, self._encoding_buffer()[:count], self._store.word_bytes, payload)
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
@@ -782,9 +782,12 @@ class RemoteWorker(IoWorker):
             return self._finish_put(write, claim)
         payload = write.chunk.payload[: store.chunk_bytes]
         encoding_buffer = self._page[:0] if store.codec_name == "raw" else self._encoding_buffer()
-        name, stored = codec.encode(store.codec_name, payload, store.word_bytes, encoding_buffer)
-        codec.seal(self._header(write, name, stored.nbytes), payload, self._page)
-        # From the checksum to this line the payload was what its key names, and so is all that verifies against it.
+        name, stored = codec.encode(
+            store.codec_name, payload, store.word_bytes, encoding_buffer, layout=store.layout
+        )
+        data = stored if name in codec.LOSSY else payload
+        codec.seal(self._header(write, name, stored.nbytes), data, self._page)
+        # From before the encoding to this line the payload was what its key names: so is all that is sealed here.
         if not write.is_valid():
             return write.cancelled or Reason.STALE
 

@@ -1,0 +1,286 @@
+"""`pagoda quality`: may blending or a lossy codec start with this model? Measured on the user's own prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
+
+from typer import Argument, Option
+
+from pagoda.cli import FAILED, INTERRUPTED, FailedError, UsageError, printing
+from pagoda.cli.stores import AsJson, ConfigFile, configured
+
+if TYPE_CHECKING:
+    import torch
+
+    from pagoda.connectors.transformers.blend_policies import SelectionPolicy
+    from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer
+    from pagoda.quality.run import QualityRun
+    from pagoda.quality_verdict import Bounds
+
+_USUAL_SHARES = (0.05, 0.15, 0.3)
+_MOST_NAMED = 20  # bad lines that are told one by one
+
+
+def quality(
+    model: Annotated[str, Argument(metavar="MODEL", help="A model's directory, or its name on the hub.")],
+    prompts: Annotated[
+        Path, Argument(metavar="PROMPTS", help='Lines such as {"documents": [...], "question": "..."}.')
+    ],
+    blend: Annotated[
+        list[str] | None,
+        Option(metavar="POLICY:SHARE", help="Blending, such as deviation:0.15; or several."),
+    ] = None,
+    codec: Annotated[
+        list[str] | None, Option(metavar="NAME", help="A lossy codec, such as q8; or several.")
+    ] = None,
+    new_tokens: Annotated[
+        int, Option(min=1, max=4096, metavar="N", help="Most tokens of an answer where none is expected.")
+    ] = 16,
+    chunk_tokens: Annotated[
+        int | None, Option(min=1, max=2**20, metavar="N", help="Tokens of a chunk; default: the configured.")
+    ] = None,
+    kl: Annotated[
+        float | None,
+        Option(min=0, metavar="NATS", help="Bound: at most; default 0.095 for blending, 0.01 for codecs."),
+    ] = None,
+    top1: Annotated[
+        float | None,
+        Option(min=0, max=1, metavar="SHARE", help="Bound: same tokens, at least; default 0.93, 0.99."),
+    ] = None,
+    answers: Annotated[
+        float | None,
+        Option(min=0, max=1, metavar="SHARE", help="Bound: right answers, at least; default 0.93, 0.99."),
+    ] = None,
+    min_prompts: Annotated[int, Option(min=1, metavar="N", help="Bound: fewer prompts cannot pass.")] = 50,
+    confidence: Annotated[
+        float, Option(min=0.5, max=0.999, metavar="SHARE", help="Of the intervals.")
+    ] = 0.95,
+    seed: Annotated[int, Option(min=0, metavar="N", help="Of the bootstrap.")] = 0,
+    weights: Annotated[
+        list[str] | None,
+        Option(metavar="NAME", help="Another name of these weights: the one that an engine's error gives."),
+    ] = None,
+    dtype: Annotated[str, Option(metavar="DTYPE", help="What the weights are loaded as.")] = "auto",
+    device: Annotated[
+        str | None, Option(metavar="DEVICE", help="Where the model runs; default: cuda if there is one.")
+    ] = None,
+    out: Annotated[
+        Path | None, Option(metavar="PATH", help="The verdict: a file, or a directory for it.")
+    ] = None,
+    png: Annotated[
+        Path | None, Option(metavar="FILE", help="Plot quality against cost (needs pagodakv[plot]).")
+    ] = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+) -> int:
+    """Measure what blending and lossy codecs change in the answers of a model, and write the verdict.
+
+    They start only with a passing verdict for the model. Exit code 1: no setting passes.
+    """
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"pagoda quality needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'"
+        )
+    from pagoda.quality.write_verdict import check_place
+    from pagoda.quality_verdict import default_directory
+
+    loaded = configured(config)
+    if png is not None:
+        from pagoda.cli.hit_rate_plot import check_png
+
+        check_png(png)
+    if not prompts.is_file():
+        raise UsageError(f"{prompts}: no such file")
+    blends, codecs = [_blend_of(text) for text in blend or ()], _codecs_of(codec or ())
+    place = out or Path(loaded.quality_verdicts or default_directory())
+    check_place(place)
+    try:
+        with printing.progress(as_json) as bars:
+            task = bars.add_task("loading the model", total=None)
+            with _one_line(f"{model}: cannot be used"):
+                limits, tokenizer = _described(model)
+            lines = _prompts(prompts, limits, tokenizer, new_tokens)
+            if not blends and not codecs:
+                blends, codecs = _usual(lines)
+            with _one_line(f"{model}: cannot be used"):
+                network = _loaded(model, dtype, device)
+            bars.update(task, total=1)
+
+            def step(name: str, total: int) -> None:
+                bars.update(task, total=total, advance=1, description=f"measuring {name}")
+
+            with _one_line(str(prompts)):
+                run = _measured(
+                    network,
+                    lines,
+                    blends=blends,
+                    codecs=codecs,
+                    tokenizer=tokenizer,
+                    chunk_tokens=chunk_tokens or loaded.chunk_tokens,
+                    new_tokens=new_tokens,
+                    bounds=_bounds(kl, top1, answers, min_prompts),
+                    confidence=confidence,
+                    seed=seed,
+                    step=step,
+                )
+    except KeyboardInterrupt:
+        printing.note("interrupted; no verdict was written")
+        return INTERRUPTED
+    return _told(model, prompts, run, place, weights or (), png, as_json)
+
+
+def _told(
+    model: str,
+    prompts: Path,
+    run: QualityRun,
+    place: Path,
+    names: Sequence[str],
+    png: Path | None,
+    as_json: bool,
+) -> int:
+    """Write the verdict and the plot, print what was found; return the exit code."""
+    from pagoda import __version__
+    from pagoda.cli import quality_report
+    from pagoda.quality.write_verdict import write_verdict
+
+    name = model.rstrip("/").rsplit("/", 1)[-1]
+    results = [row.result for row in run.rows if row.result is not None]
+    path = write_verdict(
+        place, model=name, weights=[run.weights, *names], pagoda=__version__, results=results
+    )
+    if png is not None:
+        from pagoda.cli.quality_plot import save_png
+
+        save_png(png, run.rows, f"{name}: {prompts.name}, {results[0].prompts} prompts")
+    if as_json:
+        printing.print_json(quality_report.as_json(name, run, path, png))
+    else:
+        quality_report.print_report(name, prompts, run.rows)
+        printing.print_text(f"written to {path}" + (f"; plot: {png}" if png else ""))
+    return 0 if any(result.passed for result in results) else FAILED
+
+
+def _measured(network: torch.nn.Module, lines: Sequence[QualityPrompt], **options: object) -> QualityRun:
+    from pagoda.quality import measure_quality
+
+    return measure_quality(network, lines, **options)  # type: ignore[arg-type]  # the caller's are right
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Say what a library or a measurement refuses in one line."""
+    from pagoda.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, ImportError) as trouble:
+        said = str(trouble).strip().partition("\n")[0]
+        raise UsageError(f"{what}: {said or type(trouble).__name__}") from None
+
+
+class _Limits(NamedTuple):
+    """What a model takes."""
+
+    vocabulary: int
+    most_tokens: int | None
+
+
+def _described(model: str) -> tuple[_Limits, Tokenizer | None]:
+    """Return what a model takes, and its tokenizer, None if it has none. Loads no weights."""
+    transformers = import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    text = transformers.AutoConfig.from_pretrained(model).get_text_config(decoder=True)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError, TypeError):
+        tokenizer = None  # token ids need none
+    return _Limits(text.vocab_size, getattr(text, "max_position_embeddings", None)), tokenizer
+
+
+def _loaded(model: str, dtype: str, device: str | None) -> torch.nn.Module:
+    """Return the model, on its device."""
+    import torch
+
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--dtype {dtype}: torch has no such type; an example is bfloat16")
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        kind = import_module("transformers").AutoModelForCausalLM
+        network: torch.nn.Module = kind.from_pretrained(model, dtype=dtype).eval().to(place)
+    except RuntimeError as trouble:  # e.g. a device that is not there, or has too little memory
+        raise FailedError(f"{model}: {str(trouble).strip().partition(chr(10))[0]}") from None
+    return network
+
+
+def _prompts(
+    path: Path, limits: _Limits, tokenizer: Tokenizer | None, new_tokens: int
+) -> list[QualityPrompt]:
+    """Return the prompts of a file. Names each bad line on stderr and raises UsageError if there are any."""
+    from pagoda.quality.prompt_lines import read_prompts
+
+    most = limits.most_tokens and max(limits.most_tokens - new_tokens, 1)
+    good, bad = read_prompts(path, tokenizer, vocabulary=limits.vocabulary, most_tokens=most)
+    for line in bad[:_MOST_NAMED]:
+        printing.note(f"{path}: line {line.line} {line.why}")
+    if bad:
+        more = f", {len(bad) - _MOST_NAMED} more than are named here" if len(bad) > _MOST_NAMED else ""
+        raise UsageError(f"{path}: {len(bad)} of {len(good) + len(bad)} lines cannot be used{more}")
+    if not good:
+        raise UsageError(f"{path}: has no prompts")
+    return good
+
+
+def _blend_of(text: str) -> tuple[SelectionPolicy, float]:
+    """Return what "deviation:0.15" or "deviation:0.15:layer=2" says. Raises UsageError."""
+    from pagoda.connectors.transformers.blend_policies import POLICIES, checked_share
+
+    name, share, *options = text.split(":") if ":" in text else (text, "")
+    try:
+        if name not in POLICIES:
+            raise ValueError(f"the policies are {', '.join(POLICIES)}")
+        given = dict(option.split("=") for option in options)
+        policy = cast("Callable[..., SelectionPolicy]", POLICIES[name])
+        return policy(**{key: int(value) for key, value in given.items()}), checked_share(float(share))
+    except (TypeError, ValueError) as trouble:
+        raise UsageError(
+            f"--blend {text}: give a policy and the share to compute again, such as deviation:0.15 ({trouble})"
+        ) from None
+
+
+def _codecs_of(names: Sequence[str]) -> list[str]:
+    """Return the codecs that were asked for. Raises UsageError for one that is not lossy."""
+    from pagoda import codec
+
+    for name in names:
+        if name not in codec.LOSSY:
+            raise UsageError(f"--codec {name}: the lossy codecs are {', '.join(codec.LOSSY)}")
+        codec.require(name)
+    return list(dict.fromkeys(names))
+
+
+def _usual(prompts: Sequence[QualityPrompt]) -> tuple[list[tuple[SelectionPolicy, float]], list[str]]:
+    """Return what is measured if nothing was asked for: all codecs, and blending if the prompts have documents."""
+    from pagoda import codec
+    from pagoda.connectors.transformers.blend_policies import POLICIES, policy_named
+
+    blends = [(policy_named(name), share) for name in POLICIES for share in _USUAL_SHARES]
+    return (blends if all(prompt.documents for prompt in prompts) else []), list(codec.LOSSY)
+
+
+def _bounds(kl: float | None, top1: float | None, answers: float | None, prompts: int) -> dict[str, Bounds]:
+    """Return the bounds by feature: the usual ones, but for those that were given."""
+    from msgspec.structs import replace
+
+    from pagoda.quality.report import DEFAULT_BOUNDS
+
+    given = {"kl": kl, "top1": top1, "answers": answers, "prompts": prompts}
+    known = {name: value for name, value in given.items() if value is not None}
+    return {feature: replace(bounds, **known) for feature, bounds in DEFAULT_BOUNDS.items()}

@@ -1,0 +1,186 @@
+"""How the KV of a prompt is come by: computed, reused, blended, through a codec, or spoiled on purpose. Thread-safe.
+
+Called by `measure`. An approach prepares a prompt (what would have been stored is stored), and then fills a cache of
+Transformers, which is what is timed. `exact_kv` is the KV of all tokens but the last, computed; it is not changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from pagoda import codec
+from pagoda.connectors.transformers.blend_policies import SelectionPolicy, blend_setting
+from pagoda.connectors.transformers.dynamic_cache import dynamic_cache, kv_of_row, room_for
+from pagoda.layout import itemsize
+from pagoda.quality_verdict import Setting
+
+if TYPE_CHECKING:
+    import torch
+
+    from pagoda.connectors.transformers import CachedModel
+    from pagoda.connectors.transformers.supported_models import ProbedModel
+    from pagoda.quality.prompt_lines import QualityPrompt
+
+__all__ = [
+    "PLAIN_REUSE", "Approach", "Blend", "Codec", "Exact", "KVCache", "Prepared", "SwappedValues", "ZeroedKV",
+]  # fmt: skip
+
+PLAIN_REUSE = "plain reuse"
+
+
+class KVLayer(Protocol):
+    """What is used of one layer of a DynamicCache: [1, heads, tokens, dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class KVCache(Protocol):
+    """What is used of a DynamicCache."""
+
+    layers: list[KVLayer]
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens it has."""
+
+
+class Prepared(NamedTuple):
+    """A prompt whose KV is stored."""
+
+    fill: Callable[[], KVCache]  # KV of leading tokens; timed
+    stored_bytes: int = 1  # of that KV as it is stored ...
+    exact_bytes: int = 1  # ... and as it was computed
+
+
+class Approach(Protocol):
+    """One way to the KV of a prompt."""
+
+    @property
+    def name(self) -> str:
+        """In tables."""
+
+    @property
+    def setting(self) -> Setting | None:
+        """What a verdict says of it; None: it is no feature."""
+
+    def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
+        """Store what is stored of the prompt."""
+
+
+class Exact:
+    """Everything is computed."""
+
+    name, setting = "exact", None
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def prepare(self, prompt: QualityPrompt, exact_kv: KVCache | None) -> Prepared:
+        """Nothing is stored: a cache without tokens."""
+        return Prepared(self._empty)
+
+    def _empty(self) -> KVCache:
+        kv: KVCache = import_module("transformers").DynamicCache(config=self._model.config)
+        return kv
+
+
+class Blend:
+    """Documents are reused, and a share of their tokens is computed again; a share of 0 is plain reuse."""
+
+    def __init__(self, cached: CachedModel, policy: SelectionPolicy, recompute: float) -> None:
+        """Raises ValueError for a share that is none."""
+        self._cached, self._policy, self._recompute = cached, policy, recompute
+        self.setting = blend_setting(policy, recompute)
+        self.name = self.setting.flag.partition(" ")[2] if recompute else PLAIN_REUSE
+
+    def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
+        """Store the documents."""
+        self._blended(prompt, 0.0)
+        return Prepared(lambda: self._blended(prompt, self._recompute))
+
+    def _blended(self, prompt: QualityPrompt, recompute: float) -> KVCache:
+        prefix = self._cached.blend(
+            prompt.documents, prompt.question, recompute=recompute, policy=self._policy, unchecked=True
+        )
+        kv: KVCache = prefix.past_key_values
+        return kv
+
+
+class Codec:
+    """The whole chunks of the prompt come back from a tier with a lossy codec; what follows them is computed."""
+
+    def __init__(self, name: str, model: torch.nn.Module, probed: ProbedModel) -> None:
+        """Raises ConfigError for a codec that is not known or cannot be used, or a layout that it refuses."""
+        codec.require(name)
+        codec.require_layout(name, probed.layout)
+        self.name, self._model, self._probed = name, model, probed
+        self.setting = codec.codec_setting(name, probed.layout.chunk_tokens)
+
+    def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
+        """Encode the chunks."""
+        layout, chunk = self._probed.layout, self._probed.layout.chunk_tokens
+        planes = [[layer.keys, layer.values] for layer in exact_kv.layers]
+        tokens = exact_kv.get_seq_length()
+        starts = range(0, tokens - chunk + 1, chunk)
+        slots = np.empty((len(starts), layout.chunk_bytes), np.uint8)
+        kv_of_row(planes, 0, 0, tokens, self._probed).to_slots(starts, list(slots))
+        word_bytes = itemsize(layout.planes[0].dtype)
+        out, stored = np.empty_like(slots[0]), []
+        for slot in slots:
+            used, encoded = codec.encode(self.name, slot, word_bytes, out, layout=layout)
+            stored.append((used, encoded.copy()))
+
+        def fill() -> KVCache:
+            decoded = np.empty_like(slots)
+            for (used, encoded), slot in zip(stored, decoded, strict=True):
+                if not codec.decode(used, encoded, word_bytes, slot):
+                    raise ValueError(f"codec {self.name} cannot decode what it encoded: report this")
+            planes = room_for(self._probed, 1, len(starts) * chunk)
+            kv_of_row(planes, 0, 0, len(starts) * chunk, self._probed).from_slots(starts, list(decoded))
+            kv: KVCache = dynamic_cache(self._model, self._probed, planes, [], len(starts) * chunk)
+            return kv
+
+        return Prepared(fill, sum(encoded.nbytes for _, encoded in stored), slots.nbytes)
+
+
+class ZeroedKV:
+    """A control: the KV of the documents (without documents: of half of the prompt) is lost, and zeros are used."""
+
+    name, setting = "zeroed KV", None
+
+    def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
+        """Spoil a copy."""
+        kv = copy.deepcopy(exact_kv)
+        end = sum(_spans(prompt))
+        for layer in kv.layers:
+            layer.keys[:, :, :end] = 0
+            layer.values[:, :, :end] = 0
+        return Prepared(lambda: kv)
+
+
+class SwappedValues:
+    """A control: the keys of each document have the values of the next one (without documents: of another half)."""
+
+    name, setting = "swapped values", None
+
+    def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
+        """Spoil a copy."""
+        kv = copy.deepcopy(exact_kv)
+        spans = _spans(prompt)
+        for layer in kv.layers:
+            whole = layer.values[:, :, : sum(spans)]
+            layer.values[:, :, : sum(spans)] = whole.roll(-spans[0], dims=2)
+        return Prepared(lambda: kv)
+
+
+def _spans(prompt: QualityPrompt) -> list[int]:
+    """Return the tokens of each document; of one alone, and of a prompt without documents, those of its halves."""
+    lengths = [len(document) for document in prompt.documents] or [len(prompt.question) - 1]
+    if len(lengths) == 1:
+        return [lengths[0] // 2, lengths[0] - lengths[0] // 2]
+    return lengths

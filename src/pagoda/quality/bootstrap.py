@@ -1,0 +1,79 @@
+"""Confidence intervals by the paired bootstrap. Pure.
+
+The prompts are drawn again with replacement, thousands of times, and the figure is computed for each draw; the interval
+is between two quantiles of these values. Paired: the same prompts are drawn for both sides of a comparison, so that how
+hard a prompt is cancels out. Draws depend on the seed and the number of prompts only.
+
+Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993): the percentile interval. It knows no more than
+the prompts: for a share of which no prompt differs, it has no width. Whoever judges asks for enough prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.quality_verdict import Interval
+
+__all__ = ["DRAWS", "difference_interval", "ratio_interval"]
+
+DRAWS = 10_000
+_AT_ONCE = 1 << 20  # numbers in memory
+
+Floats = npt.NDArray[np.float64]
+Numbers = Sequence[float] | Floats
+
+
+def ratio_interval(parts: Numbers, wholes: Numbers, *, confidence: float = 0.95, seed: int = 0) -> Interval:
+    """Return sum(parts) / sum(wholes) over prompts, and its interval. With wholes of 1 it is the mean.
+
+    Args:
+        parts: one number a prompt, such as the tokens that are the same.
+        wholes: one number a prompt, such as all of its tokens.
+        confidence: how often such an interval holds the true figure, below 1.
+        seed: of the draws.
+
+    Raises:
+        ValueError: no prompts, unequal numbers of them, or wholes that sum to 0.
+    """
+    above, below = _paired(parts, wholes)
+    if not below.sum():
+        raise ValueError("the wholes sum to 0: there is nothing to take a share of")
+    drawn = []
+    for prompts in _draws(len(above), seed):
+        sums = below[prompts].sum(1)
+        known = sums != 0  # a draw without any whole has no ratio
+        drawn.append(above[prompts].sum(1)[known] / sums[known])
+    return _interval(float(above.sum() / below.sum()), np.concatenate(drawn), confidence)
+
+
+def difference_interval(
+    a: Numbers, b: Numbers, wholes: Numbers, *, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """Return (sum(a) - sum(b)) / sum(wholes), and its interval: above 0: a is more than b. As `ratio_interval`."""
+    left, right = _paired(a, b)
+    return ratio_interval(left - right, wholes, confidence=confidence, seed=seed)
+
+
+def _paired(a: Numbers, b: Numbers) -> tuple[Floats, Floats]:
+    left, right = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if left.shape != right.shape or left.ndim != 1 or not left.size:
+        raise ValueError(f"one number a prompt is needed on both sides, got {left.shape} and {right.shape}")
+    return left, right
+
+
+def _draws(prompts: int, seed: int) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield draws as rows of numbers of prompts."""
+    draw, left = np.random.default_rng(seed), DRAWS
+    while left:
+        rows = min(left, max(1, _AT_ONCE // prompts))
+        yield draw.integers(prompts, size=(rows, prompts))
+        left -= rows
+
+
+def _interval(value: float, drawn: Floats, confidence: float) -> Interval:
+    rest = (1 - confidence) / 2
+    low, high = np.quantile(drawn, [rest, 1 - rest])
+    return Interval(value, float(low), float(high))
