@@ -76,7 +76,7 @@ def quality(quick: bool) -> list[Row]:
                     with torch.no_grad():
                         after = model(last, past_key_values=found.past_key_values).logits[0, -1]
                     logits.append(after.double().log_softmax(-1))
-                    computed += found.blend.recomputed_tokens
+                    computed += len(prompt.tokens) - found.blend.starts[1] - found.blend.reused_tokens
                 got = torch.stack(logits)
                 right = got.argmax(-1).numpy() == answers
                 plain = right if plain is None else plain
@@ -100,7 +100,7 @@ def _row(name: str, share: float, right, plain, across, got, full, computed: flo
         "above_plain": _interval(right, plain),
         "kl": float(kl.mean()),
         "top1": float((got.argmax(-1) == full.argmax(-1)).double().mean()),
-        "recomputed": computed,
+        "computed": computed,  # share of the prompt's tokens that went through all layers
     }
 
 

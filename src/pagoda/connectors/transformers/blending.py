@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -432,8 +432,8 @@ def _without_padding(hit: Hit, length: int) -> Hit:
     """Return the hit of a padded chain as one of its `length` tokens."""
     extra = hit.num_tokens - length
     if extra <= 0:
-        return Hit(hit.num_tokens, hit.by_tier, hit.mask[:length], hit.reason, hit.detail)
+        return replace(hit, mask=hit.mask[:length])
     by_tier = dict(hit.by_tier)
     last = next(reversed(by_tier))  # tiers serve in order: the padded chunk came from the last one
     by_tier[last] -= extra
-    return Hit(length, by_tier, hit.mask[:length], hit.reason, hit.detail)
+    return replace(hit, num_tokens=length, by_tier=by_tier, mask=hit.mask[:length])
