@@ -151,7 +151,7 @@ def ttft(quick: bool) -> list[Row]:
         clock: dict[str, list[float]] = {name: [] for name in ways}
         processor: dict[str, list[float]] = {name: [] for name in ways}
         names = list(ways)
-        for number in range(2 if quick else 6):
+        for number in range(4 if quick else 6):
             order = [documents[index] for index in draw.permutation(DOCUMENTS)]
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 began, began_cpu = time.perf_counter(), time.process_time()
