@@ -29,17 +29,8 @@ from typing import Generic, ParamSpec, TypeAlias, TypeVar, cast
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
 __all__ = [
-    "NO_THREAD",
-    "Answer",
-    "Condition",
-    "DeferredCall",
-    "Event",
-    "Pool",
-    "begin",
-    "complete",
-    "if_free",
-    "wait",
-]
+    "NO_THREAD", "Answer", "Condition", "DeferredCall", "Event", "Pool", "begin", "complete", "if_free", "wait",
+]  # fmt: skip
 
 NO_THREAD = "no thread can be started: raise the container's pids limit or `ulimit -u`"
 

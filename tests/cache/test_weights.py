@@ -163,11 +163,12 @@ def test_a_change_without_a_name_ends_a_version(shm_root: Path) -> None:
         for cache in (one, two):
             cache.weights_changed("step 1")
         stored(one, tokens)
-        two.weights_changed()
-        for cache in (one, two):
-            assert served(cache, tokens)[0].num_tokens == 0
-            cache.weights_changed("step 1")
-            assert served(cache, tokens)[0].num_tokens == 64
+        for _ in range(2):  # also after an epoch that is not the first
+            two.weights_changed()
+            for cache in (one, two):
+                assert served(cache, tokens)[0].num_tokens == 0
+                cache.weights_changed("step 1")
+                assert served(cache, tokens)[0].num_tokens == 64
 
 
 def _another_process(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:

@@ -25,6 +25,7 @@ CHUNK = 16
 LLAMA = Namespace("llama", kv_dtype="bfloat16")
 QWEN = Namespace("qwen")
 _NO_HOME = "/dev/null/home"  # cannot be created, not even by root
+_NO_TIER = "/dev/shm/pagoda-test-no-tier"  # is never created
 RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
 
 # stores chunks until it is killed and keeps about 64 of them, so that other processes can read
@@ -98,8 +99,9 @@ def pagoda(*args: object, stdin: str = "", **variables: str) -> subprocess.Compl
 
 
 def _unconfigured() -> dict[str, str]:
+    """Return an environment without options, and without the tiers of the user who runs the tests: some clear all."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGODA_")}
-    return {**clean, "HOME": _NO_HOME, "XDG_CONFIG_HOME": _NO_HOME}
+    return {**clean, "HOME": _NO_HOME, "XDG_CONFIG_HOME": _NO_HOME, "PAGODA_HOST_PATH": _NO_TIER}
 
 
 def answer(*args: object, code: int = 0, stdin: str = "", **variables: str) -> dict[str, object]:

@@ -18,7 +18,7 @@ from pagoda.cli.demo import demo_child, demo_command
 from pagoda.cli.demo.demo_child import Size, Task
 from pagoda.cli.demo.demo_run import PROCESSES, Shown, run_demo
 from pagoda.cli.demo.demo_text import ByteTokenizer, documents
-from pagoda.tiers import opened_tiers
+from pagoda.tiers import tier_registry
 from tests.e2e.tiny import llama
 
 SMALL = Size(
@@ -57,7 +57,7 @@ def test_three_processes_one_text(
 ) -> None:
     steps: list[tuple[str, str]] = []
     shown = run_demo(SMALL, None, shm_root, tmp_path, lambda *step: steps.append(step))
-    assert opened_tiers.entries() == [] and not list(register_of_tiers.rglob("*.json"))
+    assert tier_registry.entries() == [] and not list(register_of_tiers.rglob("*.json"))
     told = shown.as_json()
     assert told.keys() >= KEYS
     assert told["identical"] is True

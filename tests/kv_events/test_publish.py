@@ -18,7 +18,7 @@ import zmq
 from pagoda.cache import Cache
 from pagoda.errors import ClosedError, ConfigError
 from pagoda.keys import Item, Namespace
-from pagoda.kv_events.messages import BlockRemoved
+from pagoda.kv_events.event_types import BlockRemoved
 from pagoda.kv_events.publisher import EventPublisher
 from pagoda.ledger import admin
 from testbed.servers import free_port
@@ -147,6 +147,34 @@ def test_of_a_tenant_no_tokens_are_told_and_of_an_adapter_its_name(cache: Cache)
     notes = b"".join(path.read_bytes() for path in cache._tiers.ledgers()[0][1].directory.glob("notes*"))
     assert tokens[:CHUNK].tobytes() in notes and b"a tenant" not in notes
     router.close()
+
+
+def test_what_is_removed_or_cleared_leaves_no_tokens_beside_any_tier(shm_root: Path, tmp_path: Path) -> None:
+    tokens, tenant = prompt(3, 1), prompt(3, 2)
+    with cache_at(shm_root, tmp_path) as cache:
+        router = Router(cache.publish_events(ANY))
+        stored(cache, tokens)
+        stored(cache, tenant, lora="an adapter")
+
+        def kept() -> list[int]:
+            """Of which chunks of both prompts the tokens are beside each tier."""
+            files = [ledger.directory / "notes" for _, ledger in cache._tiers.ledgers()]
+            notes = [file.read_bytes() if file.exists() else b"" for file in files]
+            chunks = [
+                one[at : at + CHUNK].tobytes() for one in (tokens, tenant) for at in (0, CHUNK, 2 * CHUNK)
+            ]
+            return [sum(chunk in each for each in notes) for chunk in chunks]
+
+        wait_until(lambda: kept() == [2, 2, 2, 2, 2, 2])
+        for _, ledger in cache._tiers.ledgers():
+            assert admin.remove(ledger, [cache.keys(tokens)[2][-1]]) == 1
+        assert kept() == [2, 2, 0, 2, 2, 2]
+        wait_until(lambda: router.believes(tokens, "CPU") == router.believes(tokens, "STORAGE") == 2)
+        cache.clear()
+        assert kept() == [0, 0, 0, 2, 2, 2]
+        cache.clear(everything=True)
+        assert kept() == [0, 0, 0, 0, 0, 0]
+        router.close()
 
 
 def test_a_prompt_with_an_image_is_not_told(cache: Cache) -> None:

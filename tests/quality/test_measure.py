@@ -187,11 +187,11 @@ def test_answers_are_those_that_the_model_would_write_over_that_kv(model: LlamaF
     for prompt in prompts(8, seed=3):
         spoiled = exact_kv(model, prompt.tokens[:-1])
         for layer in spoiled.layers:
-            layer.values += 0.05 * layer.values.roll(1, dims=2)
-        theirs = greedy(model, prompt.tokens, copy.deepcopy(spoiled), 4)
-        ours = greedy(model, prompt.tokens, exact_kv(model, prompt.tokens[:-1]), 4)
+            layer.values += 0.2 * layer.values.roll(1, dims=2)
+        theirs = greedy(model, prompt.tokens, copy.deepcopy(spoiled), 8)
+        ours = greedy(model, prompt.tokens, exact_kv(model, prompt.tokens[:-1]), 8)
         for answer, is_theirs in ((theirs, True), (ours, ours == theirs)):
-            asked = prompt._replace(expected=ExpectedAnswer(answer, "", 4))
+            asked = prompt._replace(expected=ExpectedAnswer(answer, "", 8))
             found = measured(model, [asked], [Kept(spoiled)])
             assert found["kept"][0].right is is_theirs
             assert found["exact"][0].right is (answer == ours)

@@ -249,6 +249,16 @@ class TestPagodaServer(Remotely):
         """As above."""
 
 
+class TestQ4OnPagodaServer(TestPagodaServer):
+    """The server decodes what it is sent, and keeps it in its host memory under the same root."""
+
+    codec = "q4"
+    layout = QUANTISABLE
+
+    def payload(self, tier: Tier, key: bytes) -> Bytes:
+        return unchanged_by_codecs(self.layout, key)[: tier.chunk_bytes]
+
+
 class TestWebDav(Remotely):
     @pytest.fixture(autouse=True)
     def _server(self, dav: Server) -> None:

@@ -286,6 +286,24 @@ def test_a_master_that_comes_later_is_found() -> None:
                 recovers(tier, keys)
 
 
+@pytest.mark.slow
+def test_a_pool_whose_master_stands_still_is_left_soon() -> None:
+    """The library waits for it for a minute, without letting other threads of Python run; the memory stays as long."""
+    with mooncake_master() as master:
+        remote = client_of(master, segment_bytes=1 << 24)
+        until = time.monotonic() + PATIENT_SECONDS
+        connection = remote.connection().open(until)
+        page, stored = np.zeros(HEADER_BYTES, np.uint8), np.zeros(100, np.uint8)
+        connection.put(ROOT, b"k" * 32, page, stored, lambda: True, until)
+        connection.close()
+        master.stop()
+        try:
+            remote._kept.close()
+            wait_until(lambda: not helpers(), 30.0)
+        finally:
+            master.cont()
+
+
 def test_a_call_that_is_late_writes_nothing_afterwards() -> None:
     """The machine that has the chunk stops in the middle: Mooncake waits for it for half a minute."""
     with mooncake_master("-client_ttl=60") as master, mooncake_peer(master) as machine:

@@ -292,6 +292,7 @@ def test_ranks_never_find_each_others_pages_but_of_latent_attention(shm_root: Pa
         with storage(storage_config(shm_root), {"kv": pool}, tp_size=2, **more) as made:
             assert all(made.batch_set_v1(KEYS, slots(pool, range(PAGES))))
     assert stores_as(shm_root, kv, tp_size=2)
+    assert stores_as(shm_root, kv, tp_size=2, dp_rank=1)  # it has the same heads
     for others in (
         {"tp_size": 2, "tp_rank": 1},
         {},

@@ -600,7 +600,10 @@ def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
             while not publisher.newcomers():
                 assert time.monotonic() < until
                 time.sleep(0.01)
-            one, other = (run(request_of(1, seed), medium="GPU", locality=None) for seed in (1, 2))
+            extra = [("an adapter",), None, ("an image", 2), None]
+            one, other = (
+                run(request_of(1, seed), medium="GPU", locality=None, extra_keys=extra) for seed in (1, 2)
+            )
             names = one.block_hashes
             for events in ([AllBlocksCleared()], [other], [AllBlocksCleared()], [one]):
                 publisher.publish(KVEventBatch(ts=1.0, events=events))
@@ -618,6 +621,7 @@ def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
         assert isinstance(told[5], AllBlocksCleared)
         assert [event.block_hashes for event in told[6:]] == [[name] for name in names[:2]]
         assert [event.parent_block_hash for event in told[6:]] == [None, names[0]]
+        assert [list(event.extra_keys) for event in told[6:]] == [[("an adapter",)], [None]]
         assert [list(event.token_ids) for event in told[6:]] == [
             list(range(at, at + 4)) for at in (1000, 1004)
         ]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -205,7 +205,9 @@ def test_after_a_step_that_was_lost_nothing_is_stored(halves: Halves, how: str) 
     assert halves.asked(halves.request([*tokens(1, seed=2), 1], "fourth")) == 0
 
 
-def test_what_is_loaded_is_what_was_saved(halves: Halves) -> None:
+@pytest.mark.parametrize("version", ["", "a-run/step-1"])
+def test_what_is_loaded_is_what_was_saved(halves: Halves, version: str) -> None:
+    halves.scheduler._take_version(version, True)
     there, here = list(range(10, 18)), list(range(100, 108))
     fill(halves.memory, there, 3)
     halves.stored(tokens(2), "first", there)
@@ -775,6 +777,24 @@ def test_who_loads_nothing_tells_routers_nothing_and_leaves_notes_for_who_does(s
     assert isinstance(event, BlockStored) and list(event.token_ids) == tokens(2)
     assert outlets["kv_producer"].take() == []
     producer.close(), consumer.close()
+
+
+def test_routers_hear_of_what_an_engine_loads_and_that_other_weights_end_it(shm_root: Path) -> None:
+    """The chunks are those of an engine without events, so nothing is known of them but what the request says."""
+    outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+    silent, halves, table = Halves(shm_root), Halves(shm_root, outlet=outlet), list(range(8))
+    silent.stored(tokens(2), "first", table)
+    request = halves.request([*tokens(2), 1], "second")
+    assert halves.asked(request) == 2 * CHUNK
+    halves.scheduler.allocated(request, SimpleNamespace(get_block_ids=lambda: (table,)), 2 * CHUNK)
+    heard: list[Any] = []
+    wait_until(lambda: heard.extend(outlet.take()) or heard)  # type: ignore[func-returns-value]
+    halves.scheduler.weights.changed()
+    wait_until(lambda: heard.extend(outlet.take()) or len(heard) > 1)  # type: ignore[func-returns-value]
+    stored, removed = heard
+    assert isinstance(stored, BlockStored) and list(stored.token_ids) == tokens(2)
+    assert isinstance(removed, BlockRemoved) and removed.block_hashes == stored.block_hashes
+    silent.close(), halves.close()
 
 
 def test_what_another_connector_loads_is_saved_when_its_step_has_ended(halves: Halves) -> None:

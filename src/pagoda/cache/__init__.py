@@ -12,7 +12,7 @@ In the order in which a call meets them:
     staging         staging buffers, for chunks without a host slot
     writeback       the queues and threads that write to the lower tiers
     explain_miss    the reason of a miss
-    request_events  what requests say of their chunks, for routers
+    kv_event_source what requests say of their chunks, for routers
     prompt_log      the prompts that were stored lately, with their tokens
     hit             the answers: Hit, Stored, Cleared, CacheStats
     host_slots      the slots of the host tier, for engines that copy themselves
@@ -21,7 +21,7 @@ In the order in which a call meets them:
     counters        counting and rate-limited logging
     log_lines       the lines that are logged when a cache is opened, and of each call
     load_cost       whether loading is faster than computing
-    spans           OpenTelemetry spans of the calls
+    otel_spans      OpenTelemetry spans of the calls
     recording       live traffic as a trace
     append_lines    whole lines into a file that processes share
 """

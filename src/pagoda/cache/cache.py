@@ -425,7 +425,7 @@ class Cache:
         ConfigError if the endpoint is taken, pyzmq is missing, or there is no local tier; ValueError the second time,
         ClosedError after `close`.
         """
-        from pagoda.cache.request_events import RequestEvents
+        from pagoda.cache.kv_event_source import RequestEvents
         from pagoda.kv_events.publisher import EventPublisher
         from pagoda.kv_events.stored_events import MEDIA, largest_message
 

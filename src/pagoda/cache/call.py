@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.hit import Hit
 from pagoda.cache.log_lines import log_call
-from pagoda.cache.spans import SpanRecorder
+from pagoda.cache.otel_spans import SpanRecorder
 from pagoda.cache.tier_stack import TierStack
 from pagoda.clock import Clock, Deadline
 from pagoda.errors import ClosedError, ConfigError

@@ -25,7 +25,7 @@ from pagoda.metrics import Reason, guarded_logger
 from pagoda.transfer.cpu_copy import end_helpers
 
 if TYPE_CHECKING:  # it needs pyzmq
-    from pagoda.cache.request_events import RequestEvents
+    from pagoda.cache.kv_event_source import RequestEvents
 
 __all__ = ["Resources", "build_resources"]
 

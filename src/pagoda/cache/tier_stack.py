@@ -16,7 +16,7 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger
 from pagoda.metrics import guarded_logger
-from pagoda.tiers import DiskTier, HostTier, Tier, opened_tiers
+from pagoda.tiers import DiskTier, HostTier, Tier, tier_registry
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def peers_client(config: Config, *, look_seconds: float = 0.05, clock: Clock | N
 
 def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:
     """Return the remote tier that a configured URL describes; does not connect yet. Raises ConfigError."""
-    opened_tiers.add("remote", spec.redacted)
+    tier_registry.add("remote", spec.redacted)
     return RemoteTier(
         layout,
         spec.engine(),

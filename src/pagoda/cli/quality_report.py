@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +87,7 @@ def _share(interval: Interval) -> str:
 
 def _percent(share: float) -> str:
     """Return a percentage in three digits, never rounded up to 100."""
-    return f"{100 * share:.0f}" if share >= 1 else f"{math.floor(1000 * share) / 10:.1f}"
+    return f"{100 * share:.0f}" if share >= 1 else f"{min(100 * share, 99.9):.1f}"
 
 
 def _sentence(row: Judged) -> str:

@@ -57,10 +57,10 @@ def all_remotes(
         return (), ()
     from pagoda.config.remote_urls import parse
     from pagoda.errors import ConfigError
-    from pagoda.tiers import opened_tiers
+    from pagoda.tiers import tier_registry
 
     specs = {spec.redacted: spec for spec in configured(config_file).remotes()}
-    for entry in opened_tiers.entries():
+    for entry in tier_registry.entries():
         if entry.tier == "remote":
             with suppress(ConfigError):  # of another version
                 specs.setdefault(entry.place, parse(entry.place))

@@ -60,9 +60,9 @@ def remove(
 
 def _forget_remote(url: str) -> int:
     from pagoda.config.remote_urls import redacted
-    from pagoda.tiers import opened_tiers
+    from pagoda.tiers import tier_registry
 
-    if not opened_tiers.remove(redacted(url)):
+    if not tier_registry.remove(redacted(url)):
         raise UsageError(f"{redacted(url)}: no such remote tier in the register (pagoda stats lists them)")
     printing.note(f"{redacted(url)} is forgotten here; what it holds stays (pagoda clear removes that)")
     return 0
@@ -94,7 +94,7 @@ def _remove(stores: list[DoomedStore]) -> tuple[list[DoomedStore], dict[str, str
     """Remove every store, going on past one that stays; return what went, and why the others did not."""
     from pagoda.errors import StoreError
     from pagoda.ledger.stores_under_root import remove_store, stores_in
-    from pagoda.tiers import opened_tiers
+    from pagoda.tiers import tier_registry
 
     gone: list[DoomedStore] = []
     broken: dict[str, str] = {}
@@ -103,7 +103,7 @@ def _remove(stores: list[DoomedStore]) -> tuple[list[DoomedStore], dict[str, str
         try:
             gone.append(store._replace(bytes=remove_store(directory)))
             if not stores_in(directory.parent):
-                opened_tiers.remove(str(directory.parent.resolve()))
+                tier_registry.remove(str(directory.parent.resolve()))
         except (StoreError, OSError) as trouble:
             broken[store.directory] = str(trouble)
     return gone, broken

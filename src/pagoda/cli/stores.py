@@ -60,10 +60,10 @@ def given_size(option: str, text: str) -> int | str:
 
 def find_roots(config_file: Path | None) -> dict[Path, str]:
     """Return the roots of all local tiers known here and the tier of each: the configured, then the registered ones."""
-    from pagoda.tiers import opened_tiers
+    from pagoda.tiers import tier_registry
 
     named = configured(config_file).roots().items()
-    opened = [(entry.tier, Path(entry.place)) for entry in opened_tiers.entries() if entry.tier != "remote"]
+    opened = [(entry.tier, Path(entry.place)) for entry in tier_registry.entries() if entry.tier != "remote"]
     roots: dict[Path, str] = {}
     for tier, root in sorted([*named, *opened], key=lambda found: found[0] != "host"):
         roots.setdefault(Path(os.path.realpath(root)), tier)

@@ -1,7 +1,8 @@
 """Lossy compression of KV: few levels for each group of numbers, then perhaps zstd. Called by `pagoda.codec`.
 
 K is quantised by channel: one group is a channel of one head over all tokens of the chunk, because channels of K
-differ in size and offset. V is quantised by token: one group is a token of one head. (Liu and others, "KIVI", 2024.)
+differ in size and offset. V is quantised by token: one group is a token of one head, or of several small ones.
+(Liu and others, "KIVI", 2024.)
 A group has its smallest number `low` and a `step`; each number becomes a code from 0 to `levels`: low + code * step.
 How many levels a layer has is the codec's choice: early layers more than late ones in "qzstd", as in CacheGen (Liu and
 others, SIGCOMM 2024). Up to 15 levels, two codes share a byte. With "qzstd" zstd compresses the bytes of the codes,
@@ -11,7 +12,7 @@ The error of a number is at most half a step, and half a unit of its dtype's las
 
 The stored form describes itself; all numbers are little-endian, lengths in bytes:
 
-    head      version u8 = 1 | word_bytes u8 | dtype u8 | planes u8 | layers, groups, tokens, channels, rows, dim u32
+    head      version u8 = 1 | word_bytes u8 | dtype u8 | planes u8 | 8 numbers u32 (`_Shape`)
     levels    for each layer and plane: u8
     block ... for each layer and plane, of at most 262,144 numbers:
               low (of the dtype) and step u16 (upper half of a float32) of each group |
@@ -41,34 +42,40 @@ VERSION = 1  # of the form and of the arithmetic: raise it when the same KV woul
 _DTYPES = ("bfloat16", "float16", "float32")
 _WORD_BYTES = (2, 2, 4)
 _LARGEST = (np.float32(3.3895314e38), np.float32(65504.0), np.finfo(np.float32).max)
-_HEAD = struct.Struct("<BBBB6I")
+_HEAD = struct.Struct("<BBBB8I")
 _CODES = struct.Struct("<BI")
 _RAW, _ZSTD = 0, 1
 _BLOCK = 1 << 18  # numbers; with smaller blocks Python's share of the time grows
 _MOST_LAYERS = 4096  # bounds the time for a byte of a hostile head
 _WIDE = 1024  # numbers in one inner loop of numpy
+_ROW = 128  # numbers of V that heads of fewer share a group for
 _NIBBLE = 15  # levels up to which two codes share a byte
 _F16 = np.float32(2.0**112)  # the difference of the exponents' biases
 
 
 class _Shape(NamedTuple):
-    """Where numbers of one layer are: K as (groups, tokens, channels), V as (rows, dim); `rows` is 0 without V."""
+    """Where the numbers of one layer are; `outer` is 0 without V.
+
+    K is (groups, tokens, channels). V is (outer, heads, inner, dim): a group is the `dim` numbers of `heads` heads.
+    """
 
     dtype: int
     layers: int
     groups: int
     tokens: int
     channels: int
-    rows: int
+    outer: int
+    heads: int
+    inner: int
     dim: int
 
     @property
     def planes(self) -> int:
-        return 2 if self.rows else 1
+        return 2 if self.outer else 1
 
     @property
     def nbytes(self) -> int:
-        numbers = self.groups * self.tokens * self.channels + self.rows * self.dim
+        numbers = self.groups * self.tokens * self.channels + self.outer * self.heads * self.inner * self.dim
         return self.layers * numbers * _WORD_BYTES[self.dtype]
 
 
@@ -125,11 +132,8 @@ def levels_of(codec: str, layers: int, layer: int, plane: int) -> int:
     return _BY_THIRD[min(2, 3 * layer // layers)][plane]
 
 
-_BY_THIRD = (
-    (39, 31),
-    (31, 23),
-    (23, 15),
-)  # levels of K and V in the first, middle and last third of the layers
+# of K and V in the first, middle and last third of the layers
+_BY_THIRD = ((39, 27), (27, 19), (15, 15))
 
 
 def most_bytes(codec: str, layout: KVLayout) -> int:
@@ -203,8 +207,16 @@ def _shape_of(layout: KVLayout) -> _Shape:
     k, *v = layout.planes
     tokens, first = layout.chunk_tokens, layout.token_order == "heads_first"
     groups, channels = (k.heads, k.dim) if first else (1, k.heads * k.dim)
-    rows, dim = (v[0].heads * tokens, v[0].dim) if v else (0, 0)
-    return _Shape(_DTYPES.index(k.dtype), layout.layers, groups, tokens, channels, rows, dim)
+    rows = _rows_of(v[0].heads, v[0].dim, tokens, first) if v else (0, 0, 0, 0)
+    return _Shape(_DTYPES.index(k.dtype), layout.layers, groups, tokens, channels, *rows)
+
+
+def _rows_of(heads: int, dim: int, tokens: int, first: bool) -> tuple[int, int, int, int]:
+    """Return outer, heads, inner, dim of V: small heads share a group, or its step would cost too much."""
+    together = max(many for many in range(1, heads + 1) if heads % many == 0 and many * dim <= max(dim, _ROW))
+    if first and together > 1:
+        return heads // together, together, tokens, dim
+    return heads // together * tokens, 1, 1, together * dim
 
 
 def _longest(layout: KVLayout, plane: int) -> int:
@@ -213,13 +225,13 @@ def _longest(layout: KVLayout, plane: int) -> int:
 
 
 def _is_sound(shape: _Shape) -> bool:
-    k = (shape.layers, shape.groups, shape.tokens, shape.channels)
+    v = shape[5:]
     return (
-        min(k) >= 1
+        min(shape[1:5]) >= 1
         and shape.layers <= _MOST_LAYERS
         and shape.tokens <= _BLOCK
-        and shape.dim <= _BLOCK
-        and bool(shape.rows) == bool(shape.dim)
+        and shape.heads * shape.dim <= _BLOCK
+        and (min(v) >= 1 or max(v) == 0)
     )
 
 
@@ -232,23 +244,27 @@ def _levels(codec: str, shape: _Shape) -> dict[tuple[int, int], int]:
 
 
 def _plane(payload: Bytes, shape: _Shape, layer: int, plane: int) -> Words:
-    """Return a view of one plane of one layer: (groups, tokens, channels) or (rows, dim)."""
-    word = _WORD_BYTES[shape.dtype]
-    k, v = shape.groups * shape.tokens * shape.channels * word, shape.rows * shape.dim * word
+    """Return a view of one plane of one layer: (groups, tokens, channels), or (outer, inner, heads, dim)."""
+    word, k_shape = _WORD_BYTES[shape.dtype], (shape.groups, shape.tokens, shape.channels)
+    v_shape = (shape.outer, shape.heads, shape.inner, shape.dim)
+    k, v = math.prod(k_shape) * word, math.prod(v_shape) * word
     begin = layer * (k + v) + plane * k
     words: Words = payload[begin : begin + (v if plane else k)].view(zstd.WORDS[word])
-    if plane:
-        return words.reshape(shape.rows, shape.dim)
-    return words.reshape(shape.groups, shape.tokens, shape.channels)
+    return words.reshape(v_shape).transpose(0, 2, 1, 3) if plane else words.reshape(k_shape)
 
 
 class _Block(NamedTuple):
-    """A part of a plane that is encoded at once. `wide`: its shape, several tokens a row for speed."""
+    """A part of a plane that is encoded at once.
+
+    Its numbers have `shape` in the plane. A group extends over axis 1 of `rows` in K, over axis -1 in V. `wide` is like
+    `rows`, in K with several tokens a row, for numpy's inner loop.
+    """
 
     where: tuple[slice, ...]
     shape: tuple[int, ...]
+    rows: tuple[int, ...]
     wide: tuple[int, ...]
-    axis: int  # over which a group extends: 1 of K, tokens; -1 of V, the numbers of a row
+    axis: int
     size: int
     groups: int
     low_bytes: int
@@ -258,40 +274,41 @@ class _Block(NamedTuple):
         """Return one number a group in a shape that numpy extends to `wide`."""
         if self.axis == -1:
             return params.reshape(-1, 1)
-        many, _, channels = self.shape
-        return np.repeat(params.reshape(many, 1, channels), self.shape[1] // self.wide[1], 1).reshape(
-            many, 1, -1
-        )
+        many, tokens, channels = self.rows
+        repeats = tokens // self.wide[1]
+        return np.repeat(params.reshape(many, 1, channels), repeats, 1).reshape(many, 1, -1)
 
 
-def _block(where: tuple[slice, ...], shape: tuple[int, ...], axis: int, word_bytes: int) -> _Block:
-    size, wide = math.prod(shape), shape
-    if axis == 1:
-        many, tokens, channels = shape
-        while tokens % 2 == 0 and 2 * channels <= _WIDE:
-            tokens, channels = tokens // 2, 2 * channels
-        wide = many, tokens, channels
-    groups = size // shape[axis]
-    return _Block(where, shape, wide, axis, size, groups, groups * word_bytes, groups * (word_bytes + 2))
+def _block(where: tuple[slice, ...], shape: tuple[int, ...], plane: int, word_bytes: int) -> _Block:
+    size = math.prod(shape)
+    if plane:
+        count, length = shape[0] * shape[1], shape[2] * shape[3]
+        rows: tuple[int, ...] = (count, length)
+        return _Block(where, shape, rows, rows, -1, size, count, count * word_bytes, count * (word_bytes + 2))
+    many, tokens, channels = shape
+    count = many * channels
+    while tokens % 2 == 0 and 2 * channels <= _WIDE:
+        tokens, channels = tokens // 2, 2 * channels
+    wide = many, tokens, channels
+    return _Block(where, shape, shape, wide, 1, size, count, count * word_bytes, count * (word_bytes + 2))
 
 
 @lru_cache(maxsize=16)
 def _blocks(shape: _Shape, plane: int) -> tuple[_Block, ...]:
-    word, found = _WORD_BYTES[shape.dtype], []
+    """Cut a plane along the two axes over which no group extends."""
     if plane:
-        step = max(1, _BLOCK // shape.dim)
-        for begin in range(0, shape.rows, step):
-            rows = min(step, shape.rows - begin)
-            found.append(_block((slice(begin, begin + rows),), (rows, shape.dim), -1, word))
-        return tuple(found)
-    columns = min(shape.channels, max(1, _BLOCK // shape.tokens))
-    many = max(1, _BLOCK // (shape.tokens * shape.channels))
-    for first in range(0, shape.groups, many):
-        groups = min(many, shape.groups - first)
-        for begin in range(0, shape.channels, columns):
-            width = min(columns, shape.channels - begin)
-            where = slice(first, first + groups), slice(None), slice(begin, begin + width)
-            found.append(_block(where, (groups, shape.tokens, width), 1, word))
+        sizes, step = (shape.outer, shape.inner), max(1, _BLOCK // (shape.heads * shape.dim))
+    else:
+        sizes, step = (shape.groups, shape.channels), max(1, _BLOCK // shape.tokens)
+    first, second = max(1, step // sizes[1]), min(sizes[1], step)
+    found = []
+    for at in range(0, sizes[0], first):
+        for begin in range(0, sizes[1], second):
+            one, two = slice(at, min(at + first, sizes[0])), slice(begin, min(begin + second, sizes[1]))
+            counts = one.stop - one.start, two.stop - two.start
+            where: tuple[slice, ...] = (one, two) if plane else (one, slice(None), two)
+            part = (*counts, shape.heads, shape.dim) if plane else (counts[0], shape.tokens, counts[1])
+            found.append(_block(where, part, plane, _WORD_BYTES[shape.dtype]))
     return tuple(found)
 
 
@@ -309,10 +326,10 @@ def _put_block(
     entropy: bool,
 ) -> int:
     numbers = scratch.numbers[: block.size]
-    shaped = numbers.reshape(block.shape)
-    _widen(words[block.where], dtype, shaped, scratch)
-    low = _folded(np.minimum, shaped, block.axis).reshape(-1)
-    high = _folded(np.maximum, shaped, block.axis).reshape(-1)
+    _widen(words[block.where], dtype, numbers.reshape(block.shape), scratch)
+    rows = numbers.reshape(block.rows)
+    low = _folded(np.minimum, rows, block.axis).reshape(-1)
+    high = _folded(np.maximum, rows, block.axis).reshape(-1)
     rounded = ((high - low) / np.float32(level)).view(np.uint32)  # up, so that no code is above `level`
     steps = ((rounded + np.uint32(0xFFFF)) >> np.uint32(16)).astype("<u2")
     step = _of_upper(steps)

@@ -15,7 +15,7 @@ import msgspec
 
 from pagoda.clock import Deadline
 from pagoda.errors import ConfigError
-from pagoda.kv_events.messages import BlocksCleared
+from pagoda.kv_events.event_types import BlocksCleared
 
 try:
     import zmq

@@ -213,9 +213,8 @@ class GhostTable:
 
     def find(self, key: bytes) -> tuple[int, int] | None:
         """Return when a chunk went (recency stamp) and why (index into the ghost reasons), if that is remembered."""
-        mark = int.from_bytes(
-            key[:8], sys.byteorder
-        )  # as in `marks_of`: array operations would take ten times as long
+        # the mark as in `marks_of`: array operations would take some times as long for one key
+        mark = int.from_bytes(key[:8], sys.byteorder)
         first = mark % len(self._marks) * _WAYS
         for row, other in enumerate(self._mark[first : first + _WAYS].tolist(), first):
             if other == mark and self.last_use[row] > 0:

@@ -24,7 +24,7 @@ from pagoda.ledger.store_state import FORMAT
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from pagoda.threads import Condition
-from pagoda.tiers import opened_tiers
+from pagoda.tiers import tier_registry
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future, follows, runs
 from pagoda.tiers.blocking import BlockingCalls
 
@@ -111,7 +111,7 @@ class HostTier(BlockingCalls):
             ledger.close()
             raise
         if shared:
-            opened_tiers.add(
+            tier_registry.add(
                 "host", path, sum(map(len, ledger.space.backed_ranges())) * layout.slot_bytes if made else 0
             )
         if populate:

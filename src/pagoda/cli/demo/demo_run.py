@@ -19,7 +19,7 @@ import msgspec
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.demo.demo_child import DemoAnswer, DemoOutcome, Said, Size, Task
 from pagoda.cli.record import handling
-from pagoda.tiers import opened_tiers
+from pagoda.tiers import tier_registry
 
 __all__ = ["Shown", "run_demo"]
 
@@ -117,7 +117,7 @@ def _own_directory(parent: Path, tier: str) -> Iterator[Path]:
         yield made / tier
     finally:
         shutil.rmtree(made, ignore_errors=True)
-        opened_tiers.remove(os.path.realpath(made / tier))
+        tier_registry.remove(os.path.realpath(made / tier))
 
 
 def _run(task: Task, step: Callable[[str], None]) -> DemoOutcome:

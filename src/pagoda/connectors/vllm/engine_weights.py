@@ -83,12 +83,10 @@ class EngineWeights:
 
         An engine that sleeps already sleeps on: its weights are in no memory that could be read.
         """
-        if "weights" in engine.model_executor.sleeping_tags:
-            self._sleeps = self._slept
-            return
         read = partial(engine.model_executor.collective_rpc, sampled_weights)
         try:
-            self._sleeps = _Asleep(self.version, read(), read)
+            asleep = "weights" in engine.model_executor.sleeping_tags
+            self._sleeps = self._slept if asleep else _Asleep(self.version, read(), read)
         except Exception as trouble:  # noqa: BLE001  # a boundary: the engine sleeps all the same
             log.warning("chunks will not hit after this sleep: %s: %s", type(trouble).__name__, trouble)
 

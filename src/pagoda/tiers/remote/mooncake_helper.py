@@ -11,6 +11,7 @@ import ctypes
 import json
 import mmap
 import os
+import signal
 import socket
 import sys
 import threading
@@ -21,6 +22,7 @@ _PAGE_BYTES = 4096  # the header of a chunk
 _TOO_SMALL = -600  # Mooncake's code for a buffer that cannot hold the value
 _TRANSFER_FAILED = -800
 _WATCH_SECONDS, _LAST_SECONDS = 1.0, 5.0
+_LEAVE_SECONDS = 10  # for leaving the pool: the library waits a minute for a master that stands still
 _LONGEST_ANSWER = 300  # characters of what Mooncake says
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -112,6 +114,9 @@ def _serve(connection: socket.socket, memory: int) -> None:
                 answer = f"{type(error).__name__}: {error}"
             connection.sendall(json.dumps(answer).encode() + b"\n")
     if calls is not None:
+        signal.alarm(
+            _LEAVE_SECONDS
+        )  # ends the process, though the library lets no other thread of Python run
         calls.close()
 
 

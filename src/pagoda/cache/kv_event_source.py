@@ -10,7 +10,7 @@ from pagoda.cache.call import CacheRequest
 from pagoda.cache.tier_stack import TierStack
 from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace
-from pagoda.kv_events.messages import ChunkEventForm
+from pagoda.kv_events.event_types import ChunkEventForm
 from pagoda.kv_events.notes import BlockFacts, ChunkNote
 from pagoda.kv_events.publisher import EventPublisher
 from pagoda.kv_events.stored_events import StoredEvents
