@@ -25,13 +25,14 @@ import numpy as np
 import numpy.typing as npt
 from harness import machine, say
 
+from pagoda.quality.bootstrap import difference_interval
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 SEEDS, PROMPTS = (101, 102, 103), 100  # of each seed
 SHARES = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
 POLICIES = ("deviation", "first_k")
 DOCUMENTS, TOKENS, QUESTION = 8, 512, 32
-RESAMPLES = 10_000
 
 Row = dict[str, object]
 
@@ -84,7 +85,7 @@ def quality(quick: bool) -> list[Row]:
                 total = sum(len(prompt.tokens) for prompt in prompts)
                 rows.append(_row(name, share, right, plain, across, got, full, computed / total))
                 say(f"{name} {share}: {right.mean():.3f}")
-    rows[0]["above_plain"] = _interval(right_full, plain if plain is not None else right_full)
+    rows[0]["above_plain"] = _above(right_full, plain if plain is not None else right_full)
     return rows
 
 
@@ -97,19 +98,17 @@ def _row(name: str, share: float, right, plain, across, got, full, computed: flo
         "right": float(right.mean()),
         "right_across": float(right[across].mean()),
         "right_within": float(right[~across].mean()),
-        "above_plain": _interval(right, plain),
+        "above_plain": _above(right, plain),
         "kl": float(kl.mean()),
         "top1": float((got.argmax(-1) == full.argmax(-1)).double().mean()),
         "computed": computed,  # share of the prompt's tokens that went through all layers
     }
 
 
-def _interval(right: npt.NDArray[np.bool_], plain: npt.NDArray[np.bool_]) -> tuple[float, float]:
-    """Return the 95 % interval of the difference in right answers: prompts are drawn again in pairs."""
-    difference = right.astype(float) - plain.astype(float)
-    draw = np.random.default_rng(0).integers(len(difference), size=(RESAMPLES, len(difference)))
-    low, high = np.percentile(difference[draw].mean(1), [2.5, 97.5])
-    return float(low), float(high)
+def _above(right: npt.NDArray[np.bool_], plain: npt.NDArray[np.bool_]) -> tuple[float, float]:
+    """Return the 95 % interval of the difference in right answers."""
+    found = difference_interval(right, plain, np.ones(len(right)))
+    return found.low, found.high
 
 
 def ttft(quick: bool) -> list[Row]:
@@ -117,13 +116,14 @@ def ttft(quick: bool) -> list[Row]:
     import torch
 
     from pagoda.cli.demo.demo_child import Size, _random
+    from pagoda.cli.demo.demo_text import ByteTokenizer
     from pagoda.connectors.transformers import CachedModel
 
     torch.set_num_threads(1)
-    model, tokenizer = _random(Size())
-    draw = np.random.default_rng(0)
-    documents = [draw.integers(0, tokenizer.vocabulary, TOKENS).tolist() for _ in range(DOCUMENTS)]
-    question = draw.integers(0, tokenizer.vocabulary, QUESTION).tolist()
+    model, _ = _random(Size())
+    draw, ids = np.random.default_rng(0), ByteTokenizer.vocabulary
+    documents = [draw.integers(0, ids, TOKENS).tolist() for _ in range(DOCUMENTS)]
+    question = draw.integers(0, ids, QUESTION).tolist()
     once: dict[str, object] = {"max_new_tokens": 1, "do_sample": False}
     with CachedModel(
         model, chunk_tokens=256, host_size="1GiB", host_shared=False, worth_it=False, deadline_seconds=600.0
