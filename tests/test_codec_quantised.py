@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -366,6 +367,16 @@ def test_a_frame_that_is_larger_than_its_block() -> None:
     block = bytes(64 * 4) + struct.pack("<BI", 1, len(frame)) + frame
     stored = np.frombuffer(head + block, np.uint8)
     assert codec.decode("qzstd", stored, 2, np.empty(layout.chunk_bytes, np.uint8))
+
+
+def test_a_frame_without_zstandard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk may say that it is of "q4", which needs no zstandard, and have a frame all the same."""
+    layout = KVLayout.dense(1, 2, 64, "bfloat16", 64)
+    _, stored, _ = coded("qzstd", normal(layout), layout)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    payload = np.empty(layout.chunk_bytes, np.uint8)
+    with ThreadPoolExecutor(1) as new_thread:  # one without zstd's contexts
+        assert not new_thread.submit(codec.decode, "q4", stored.copy(), 2, payload).result(60)
 
 
 # ---- the header

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from pagoda.errors import ConfigError
-from pagoda.quality.write_verdict import write_verdict
+from pagoda.quality.write_verdict import check_place, write_verdict
 from pagoda.quality_verdict import (
     VERSION,
     Bounds,
@@ -193,11 +194,37 @@ def test_a_verdict_that_its_own_figures_contradict_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"null", b"[1]", b"{", b"\xff\xfe", b'{"format": 3}', b"{" * 100_000]
-)
+    "content",
+    [
+        b"", b"null", b"[1]", b"{", b"\xff\xfe", b'{"format": 3}', b"{" * 100_000,
+        b'{"format": "\xff"}', b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)  # fmt: skip
 def test_bytes_that_are_no_verdict(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "w1.json").write_bytes(content)
     assert "is no verdict of pagoda quality" in refusal(BLEND, tmp_path)
+
+
+def test_a_verdict_about_no_weights(tmp_path: Path) -> None:
+    path = written(tmp_path, result())
+    nobody = msgspec.structs.replace(read_verdict(path), weights=[], checksum="")
+    path.write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(nobody, checksum=nobody.digest()), order="sorted")
+    )
+    assert "is about other weights" in refusal(BLEND, tmp_path)
+
+
+def test_places_that_have_no_verdict(tmp_path: Path) -> None:
+    """None of them waits, or raises anything else; with `unchecked` the feature starts all the same."""
+    os.mkfifo(tmp_path / "w1.json")
+    os.mkfifo(tmp_path / "other.json")
+    for place in (tmp_path, tmp_path / "w1.json", tmp_path / ("long" * 100)):
+        assert "there is no verdict" in refusal(BLEND, place)
+        assert require_quality(BLEND, weights="w1", verdicts=place, unchecked=True).checked == "unchecked"
+    with pytest.raises(ConfigError, match="is no verdict"):
+        read_verdict(tmp_path / "w1.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_verdict("a\0b")
 
 
 def test_a_new_run_keeps_the_results_of_other_settings(tmp_path: Path) -> None:
@@ -226,6 +253,18 @@ def test_a_file_that_is_no_verdict_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         written(tmp_path / "file" / "v.json", result())
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "bytes.json").write_bytes(b'{"format": "\xff"}')
+    (tmp_path / "deep.json").write_bytes(b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    for name in ("bytes.json", "deep.json"):
+        with pytest.raises(ConfigError, match="name another file"):
+            check_place(tmp_path / name)
+    os.mkfifo(tmp_path / "pipe.json")
+    for name in ("pipe.json", "long" * 100, "long" * 100 + ".json"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            check_place(tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -141,16 +141,19 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def file_name(name: str) -> str:
         """Return the name of the file, in a directory of verdicts, for weights of that name."""
         if not _PLAIN_NAME.fullmatch(name):
-            name = blake3(name.encode(), derive_key_context="PagodaKV verdict file name").hexdigest(16)
+            name = blake3(
+                name.encode(errors="surrogatepass"), derive_key_context="PagodaKV verdict file name"
+            ).hexdigest(16)
         return f"{name}.json"
 
 
 class QualityState(NamedTuple):
-    """Why a feature may run with a setting; `stats` shows it."""
+    """Why a feature runs with a setting, or no longer does; `stats` shows it."""
 
     setting: Setting
     # "exact": these options change nothing that the model computes, as the feature itself says
-    checked: Literal["passed", "unchecked", "exact"]
+    # "left out": it began with other weights, and is not used with the present ones
+    checked: Literal["passed", "unchecked", "exact", "left out"]
     detail: str
 
     def as_stats(self) -> dict[str, object]:
@@ -264,11 +267,7 @@ def read_verdict(path: str | Path) -> Verdict:
     Raises:
         ConfigError: it cannot be read, is no verdict or of another version, was damaged, or contradicts itself.
     """
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-    except OSError as trouble:
-        raise ConfigError(f"{path}: cannot be read: {trouble.strerror or trouble}") from None
+    content = _content(path)
     try:
         head = msgspec.json.decode(content, type=_Head)
         if head.format != FORMAT or len(content) > _MOST_BYTES:
@@ -277,7 +276,7 @@ def read_verdict(path: str | Path) -> Verdict:
             age = "an older" if head.version < VERSION else "a newer"
             raise ConfigError(f"{path}: is of {age} version ({head.version}; this release reads {VERSION})")
         verdict = msgspec.json.decode(content, type=Verdict)
-    except msgspec.MsgspecError as trouble:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as trouble:
         raise ConfigError(f"{path}: is no verdict of pagoda quality: {trouble}") from None
     if verdict.checksum != verdict.digest():
         raise ConfigError(f"{path}: its checksum is not that of its content: it was damaged or edited")
@@ -290,6 +289,16 @@ def read_verdict(path: str | Path) -> Verdict:
                 f"{path}: contradicts itself: {result.setting} does not follow from its figures"
             )
     return verdict
+
+
+def _content(path: str | Path) -> bytes:
+    """Return the first bytes of a file, more than a verdict has. Waits for no pipe. Raises ConfigError."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            return file.read(_MOST_BYTES + 1) or b""  # None: a pipe that is empty now
+    except (OSError, ValueError) as trouble:
+        said = trouble.strerror if isinstance(trouble, OSError) else trouble
+        raise ConfigError(f"{path}: cannot be read: {said}") from None
 
 
 # ---- looking up
@@ -308,11 +317,13 @@ def _looked_up(setting: Setting, name: str, place: Path) -> str | _Refusal:
 
 def _candidates(place: Path, name: str) -> Iterator[tuple[Path, bool]]:
     """Yield the files to look at, and whether each one is named for these weights; other files may be for others."""
-    if place.is_file():
+    if os.path.isfile(
+        place
+    ):  # Path.is_file raises where a directory may not be searched, or a name is too long
         yield place, True
         return
     own = place / Verdict.file_name(name)
-    if own.is_file():
+    if os.path.isfile(own):
         yield own, True
     try:
         others = sorted(path for path in place.glob("*.json") if path != own)
@@ -329,7 +340,8 @@ def _judged(setting: Setting, name: str, path: Path, is_asked: bool) -> str | _R
         return _Refusal(2 if is_asked else 0, str(trouble))
     if name not in verdict.weights:
         return _Refusal(
-            1 if is_asked else 0, f"{path} is about other weights ({verdict.weights[0]}), not {name}"
+            1 if is_asked else 0,
+            f"{path} is about other weights ({', '.join(verdict.weights[:1])}), not {name}",
         )
     for result in verdict.results:
         if result.setting.is_same(setting):

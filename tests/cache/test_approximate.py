@@ -265,6 +265,51 @@ def test_lossy_tiers_are_left_out_after_the_weights_have_changed(
         assert cache.lookup(TOKENS, tiers=["disk"]).num_tokens == 96
 
 
+def test_new_weights_without_a_verdict_find_nothing_that_others_brought_up(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    """Host memory is shared with a cache that is `unchecked`: it has what came up from a lossy disk."""
+    (tmp_path / "verdicts").mkdir()
+    verdict(tmp_path / "verdicts", "q4")
+    with (
+        cache_over(shm_root, tmp_path, disk_codec="q4", unchecked=True) as unchecked,
+        cache_over(shm_root, tmp_path, disk_codec="q4", quality_verdicts=tmp_path / "verdicts") as measured,
+    ):
+        unchecked.weights_changed()
+        store(unchecked)
+        unchecked._tiers.host.clear()  # type: ignore[union-attr]
+        assert retrieve(unchecked)[0].by_tier == {"disk": 96}
+        assert retrieve(unchecked)[0].by_tier == {"host": 96}
+        assert retrieve(measured)[0].num_tokens == 0
+        kv = store(measured)
+        hit, found = retrieve(measured)
+        assert hit.by_tier == {"host": 96} and found.same(kv)
+
+
+def test_stats_are_about_the_present_weights(tmp_path: Path) -> None:
+    """A verdict of the weights before is no verdict of these, also where it need not be one."""
+    (tmp_path / "verdicts").mkdir()
+    verdict(tmp_path / "verdicts", "q4")
+    for unchecked, after in ((False, "left out"), (True, "unchecked")):
+        options = {"disk_codec": "q4", "quality_verdicts": tmp_path / "verdicts", "unchecked": unchecked}
+        with cache_over(None, tmp_path, **options) as cache:
+            assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed"]
+            cache.weights_changed("step 2")
+            (state,) = cache.stats()["approximate"]
+            assert state["checked"] == after and "step 2" in str(state["detail"])
+
+
+def test_a_verdict_of_weights_with_an_epoch(tmp_path: Path) -> None:
+    """The cache begins with the weights that the gate was asked about."""
+    (tmp_path / "verdicts").mkdir()
+    verdict(tmp_path / "verdicts", "q4", weights="w1+epoch3")
+    namespace = NAMESPACE.with_(weights_epoch=3)
+    options = {"disk_codec": "q4", "quality_verdicts": tmp_path / "verdicts"}
+    with cache_over(None, tmp_path, namespace=namespace, **options) as cache:
+        store(cache)
+        assert retrieve(cache)[0].by_tier == {"disk": 96}
+
+
 def test_opaque_pages_are_refused_before_anything_is_opened(url: str, tmp_path: Path) -> None:
     pages = KVLayout.opaque(CHUNK, 8192, "pages")
     for options in ({"remote": f"{url}&codec=q4"}, {"disk_codec": "q8"}):

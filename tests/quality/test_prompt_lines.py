@@ -49,6 +49,8 @@ def test_ids_and_text(tmp_path: Path) -> None:
     [
         (b"{", "is not JSON"),
         (b"\xff", "is not JSON"),
+        (b'{"prompt": "\xff"}', "is not JSON"),
+        (b'{"\xff": [1]}', "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         ([1], "is not an object"),
         ({}, "prompt must be text or a list of token ids"),
@@ -65,6 +67,8 @@ def test_ids_and_text(tmp_path: Path) -> None:
         ({"documents": [[1]], "question": [1], "answer": 3}, "answer must be text"),
         ({"documents": [[1]], "question": [1], "prompt": [1]}, "has 'prompt', which is none of"),
         ({"prompt": [1, 2], "question": [1]}, "has 'question', which is none of answer, prompt"),
+        ({"k" * 100_000: [1]}, "which is none of answer, prompt"),
+        ({"prompt": ["k" * 100_000]}, "prompt has 'kkk"),
         ({"prompt": [1]}, "has one token"),
         ({"prompt": [1] * 11}, "has 11 tokens, and the model takes at most 10"),
     ],
@@ -73,7 +77,7 @@ def test_every_bad_line_is_named(tmp_path: Path, line: object, said: str) -> Non
     good, bad = read(tmp_path, {"prompt": [1, 2]}, line, {"prompt": [1, 2]}, line, most=10)
     assert [one.line for one in good] == [1, 3]
     assert [one.line for one in bad] == [2, 4]
-    assert all(said in one.why for one in bad), bad
+    assert all(said in one.why and len(one.why) < 200 for one in bad), bad
 
 
 def test_the_digest_names_prompts_and_answers(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class Cache:
         self.layout = layout
         codecs = self.config.lossy_codecs() if tiers is None else codecs_of(tiers)
         self.namespace = _completed(namespace, layout, self.config, codecs)
-        self._quality = _require_quality(codecs, self.namespace, layout, self.config)
+        quality = _require_quality(codecs, self.namespace, layout, self.config)
         if self.config.profile:
             enable_profiler_ranges()
         if self.config.otel:
@@ -130,15 +130,21 @@ class Cache:
         if self.config.log_format == "json":
             log_json()
         with _name_taken(name, self):
-            self._open(tiers, key_scheme, clock or Clock())
+            self._open(tiers, key_scheme, clock or Clock(), quality)
 
-    def _open(self, tiers: Sequence[Tier] | None, key_scheme: KeyScheme, clock: Clock) -> None:
+    def _open(
+        self,
+        tiers: Sequence[Tier] | None,
+        key_scheme: KeyScheme,
+        clock: Clock,
+        quality: list[QualityState],
+    ) -> None:
         config, layout = self.config, self.layout
         stack = open_tiers(config, layout, clock) if tiers is None else build_tiers(tiers, layout)
         self._resources = build_resources(stack, config, layout, key_scheme, clock, self.namespace)
         self._key_scheme = key_scheme
         self._weights = PresentWeights(
-            self._resources, self.namespace, partial(_is_measured, self._quality, config, layout)
+            self._resources, self.namespace, quality, partial(_quality_again, quality, config, layout)
         )
         self._slots = (
             HostSlots(self._resources, self._weights, stack.host) if stack.host is not None else None
@@ -492,8 +498,8 @@ class Cache:
             "pinned_bytes": host.slab.pinned_bytes if host is not None else 0,
             "rates": resources.load_cost.rates(),
         }
-        if self._quality:
-            stats["approximate"] = [state.as_stats() for state in self._quality]
+        if quality := self._weights.quality():
+            stats["approximate"] = [state.as_stats() for state in quality]
         if recorder is not None:
             stats["recording"] = recorder.stats()
         return stats
@@ -606,19 +612,18 @@ def _require_quality(
     ]  # fmt: skip
 
 
-def _is_measured(
+def _quality_again(
     begun: Sequence[QualityState], config: Config, layout: KVLayout, namespace: Namespace
-) -> bool:
-    """Return whether the lossy codecs of a cache may be used with these weights; log it if not."""
+) -> list[QualityState]:
+    """Return what is known of the lossy codecs of a cache with these weights; log it if one may not be used."""
     codecs = [str(state.setting.options["codec"]) for state in begun]
     try:
-        _require_quality(codecs, namespace, layout, config)
+        return _require_quality(codecs, namespace, layout, config)
     except ConfigError as refusal:
         log.warning(
             "tiers with a lossy codec are left out from now on, as the weights have changed: %s", refusal
         )
-        return False
-    return True
+        return [QualityState(state.setting, "left out", str(refusal)) for state in begun]
 
 
 def _by_reason(counters: Mapping[str, int], prefix: str, reasons: Sequence[str]) -> dict[str, int]:

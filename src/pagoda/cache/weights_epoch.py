@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -24,6 +24,7 @@ from pagoda.errors import StoreError
 from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace
 from pagoda.metrics import Reason, guarded_logger
+from pagoda.quality_verdict import QualityState
 
 __all__ = ["PresentWeights", "WeightsEpoch"]
 
@@ -39,15 +40,26 @@ class PresentWeights:
     """What a call may use under the present weights: a namespace, and tiers. Thread-safe."""
 
     def __init__(
-        self, resources: Resources, namespace: Namespace, is_measured: Callable[[Namespace], bool]
+        self,
+        resources: Resources,
+        namespace: Namespace,
+        begun: Sequence[QualityState],
+        measure: Callable[[Namespace], list[QualityState]],
     ) -> None:
-        """`is_measured`: whether lossy tiers may be used with the weights of a namespace; asked once for each."""
-        self._resources, self._is_measured = resources, is_measured
+        """Begin with the weights that a namespace names.
+
+        `begun`: the state of the lossy codecs of the tiers now; `measure` returns it for other weights, and is asked
+        once for each.
+        """
+        self._resources, self._measure = resources, measure
         self._epoch = WeightsEpoch(resources.config.roots(), namespace.model, namespace.weights_epoch)
         self._base = namespace
         self._named = ("", 0)  # the version that the weights were changed to, and the epoch then
-        self._namespaces: dict[tuple[str, str, str, int], Namespace] = {}
-        self._measured: dict[tuple[str, int], bool] = {}
+        self._scopes: dict[
+            tuple[str, str, str, int], tuple[Namespace, bool]
+        ] = {}  # and whether tiers are left out
+        self._begun = list(begun)
+        self._measured: dict[tuple[str, int], list[QualityState]] = {}
         self.reset()
         reset_in_child(self)
 
@@ -62,33 +74,51 @@ class PresentWeights:
 
         A stat notices weights that another process changed. After weights changed in place, no other machine has their
         KV, nor may it get it, unless the change named a version. A `version` that is given is the caller's own.
+
+        Without a verdict for these weights the lossy tiers are left out, and the namespace is another one: what a
+        process that uses them brings up to host memory is not found either.
         """
-        epoch, tiers = self._epoch.epoch(), self._resources.tiers
-        version, named_at = self._named if version is None else (version, 0)
-        epoch = epoch if epoch > named_at else 0
+        version, epoch = self._present(version)
         lora = self._base.lora if lora is None else lora
         salt = self._base.salt if salt is None else salt
         with self._lock:
-            namespace = self._namespaces.get((lora, salt, version, epoch))
-        if namespace is None:
+            found = self._scopes.get((lora, salt, version, epoch))
+        if found is None:
+            is_left_out = any(state.checked == "left out" for state in self._quality_of(version, epoch))
             weights_epoch = self._base.weights_epoch * _EPOCHS + epoch
             versioned = self._base.of_version(version)
             namespace = versioned.with_(lora=lora, salt=salt, weights_epoch=weights_epoch)
+            if is_left_out:  # not one of exact KV: writes under way may still reach a lossy tier
+                namespace = namespace.with_(approximate=f"{namespace.approximate},left out")
+            found = namespace, is_left_out
             with self._lock:
-                while len(self._namespaces) >= _MOST_NAMESPACES:
-                    self._namespaces.pop(next(iter(self._namespaces)))
-                self._namespaces[lora, salt, version, epoch] = namespace
-        tiers = tiers.local() if epoch else tiers
-        if namespace.approximate and not self._measured_for(namespace, version, epoch):
-            tiers = tiers.exact()
-        return namespace, tiers
+                while len(self._scopes) >= _MOST_NAMESPACES:
+                    self._scopes.pop(next(iter(self._scopes)))
+                self._scopes[lora, salt, version, epoch] = found
+        namespace, is_left_out = found
+        tiers = self._resources.tiers.local() if epoch else self._resources.tiers
+        return namespace, tiers.exact() if is_left_out else tiers
 
-    def _measured_for(self, namespace: Namespace, version: str, epoch: int) -> bool:
+    def quality(self) -> list[QualityState]:
+        """Return what is known of each lossy codec with the present weights."""
+        return self._quality_of(*self._present(None))
+
+    def _present(self, version: str | None) -> tuple[str, int]:
+        epoch = self._epoch.epoch()
+        version, named_at = self._named if version is None else (version, 0)
+        return version, epoch if epoch > named_at else 0
+
+    def _quality_of(self, version: str, epoch: int) -> list[QualityState]:
+        if not self._begun or not (version or epoch):
+            return self._begun
         found = self._measured.get((version, epoch))
         if found is None:
+            begun_at = self._base.weights_epoch
+            weights_epoch = begun_at * _EPOCHS + epoch if epoch else begun_at
+            found = self._measure(self._base.of_version(version).with_(weights_epoch=weights_epoch))
             while len(self._measured) >= _MOST_NAMESPACES:
                 self._measured.pop(next(iter(self._measured)), None)
-            found = self._measured[version, epoch] = self._is_measured(namespace)
+            self._measured[version, epoch] = found
         return found
 
     def change(self, version: str) -> int:

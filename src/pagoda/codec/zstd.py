@@ -122,8 +122,14 @@ def shrunk(plane: Bytes) -> Bytes | None:
 
 
 def expanded(frame: Bytes, size: int) -> Bytes | None:
-    """Return the plane of `size` bytes in a frame, None if there is no such plane. Decodes nothing of another size."""
-    scratch = _scratch()
+    """Return the plane of `size` bytes in a frame, None if there is no such plane, or no zstandard.
+
+    Decodes nothing of another size.
+    """
+    try:
+        scratch = _scratch()
+    except ImportError:
+        return None
     try:
         if scratch.content_bytes(frame.data) != size:
             return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from reprlib import repr as shown  # what a line has may be of any length
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -107,7 +108,7 @@ class _LineReader:
         """Return the prompt of a line. Raises _NoPrompt."""
         try:
             found = msgspec.json.decode(line)
-        except (msgspec.DecodeError, RecursionError) as trouble:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as trouble:
             raise _NoPrompt(f"is not JSON: {trouble}") from None
         if not isinstance(found, dict):
             raise _NoPrompt('is not an object such as {"documents": [...], "question": "..."}')
@@ -115,7 +116,7 @@ class _LineReader:
         known = {"documents", "question", "answer"} if has_documents else {"prompt", "answer"}
         unknown = sorted(found.keys() - known)
         if unknown:
-            raise _NoPrompt(f"has {unknown[0]!r}, which is none of {', '.join(sorted(known))}")
+            raise _NoPrompt(f"has {shown(unknown[0])}, which is none of {', '.join(sorted(known))}")
         if has_documents:
             documents = self._documents(found["documents"])
             question = self._ids("question", found.get("question"), first=False)
@@ -156,5 +157,7 @@ class _LineReader:
             raise _NoPrompt(f"{name} is empty")
         for token in value:
             if type(token) is not int or not 0 <= token < self._vocabulary:
-                raise _NoPrompt(f"{name} has {token!r}, and token ids are from 0 to {self._vocabulary - 1:,}")
+                raise _NoPrompt(
+                    f"{name} has {shown(token)}, and token ids are from 0 to {self._vocabulary - 1:,}"
+                )
         return value

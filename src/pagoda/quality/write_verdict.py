@@ -63,7 +63,13 @@ def write_verdict(
 def check_place(path: str | Path) -> None:
     """Raise ConfigError if `write_verdict` could not write there, before anything long is done. Changes nothing."""
     path = Path(path)
-    if path.is_file() and not _is_verdict(path):
+    try:
+        is_there, is_file = path.exists(), path.is_file()
+    except OSError as trouble:  # a name that is too long, or a directory that may not be searched
+        raise ConfigError(f"{path}: cannot be written: {trouble.strerror}") from None
+    if is_there and not is_file and not path.is_dir():
+        raise ConfigError(f"{path}: cannot be written: it is no file")
+    if is_file and not _is_verdict(path):
         raise ConfigError(
             f"{path}: is no verdict of pagoda quality; name another file, so that it is not overwritten"
         )
@@ -80,7 +86,7 @@ def _is_verdict(path: Path) -> bool:
     """Return whether a file is a verdict, be it of another version or damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Format).format == FORMAT
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
 
 
