@@ -616,3 +616,18 @@ def test_only_objects_that_are_policies_are_taken_and_none_has_the_name_of_anoth
         policy.layer = layer
         with pytest.raises(ValueError, match="layer of policy 'one_pick'"):
             policy_named(policy)
+
+
+def test_documents_from_a_lossy_tier_are_nowhere_exact(house: House) -> None:  # noqa: F811
+    model = llama()
+    documents, question = pieces()
+    cached = house.open(model, unchecked=True, disk_codec="q8")
+    assert cached.blend(documents, question, recompute=0.0).blend.exact_tokens == 40  # computed here
+    house.shut(wipe_host=True)
+    found = house.open(model, unchecked=True, disk_codec="q8").blend(documents, question, recompute=1.0)
+    assert found.hit.by_tier == {"disk": sum(LENGTHS)}
+    assert found.hit.approximate == "q8"
+    assert found.hit.exact_tokens == 0
+    assert not found.blend.exact.any()
+    assert found.blend.reused.nonzero()[0].tolist() == list(range(40))
+    assert 1e-6 < error_of(model, found) < 1.0

@@ -116,8 +116,12 @@ def hit_of(blended: Blended) -> BlendedHit:
     missed = [(number, hit) for number, hit in enumerate(blended.documents) if hit.reason is not None]
     reason = missed[0][1].reason if missed else None
     detail = f"documents[{missed[0][0]}]: {missed[0][1].detail}" if missed else ""
+    approximate = next((hit.approximate for hit in blended.documents if hit.approximate), "")
     # only the first document is where it was computed
-    return BlendedHit(int(mask.sum()), by_tier, mask, reason, detail, exact_prefix=blended.starts[1])
+    prefix = min(blended.starts[1], blended.exact_tokens)
+    return BlendedHit(
+        int(mask.sum()), by_tier, mask, reason, detail, approximate=approximate, exact_prefix=prefix
+    )
 
 
 class _Loaded(NamedTuple):
@@ -234,6 +238,7 @@ class Blender:
         mask = np.zeros(total, np.bool_)
         mask[first:end] = True
         mask[chosen] = False
+        mask[:first] = loaded[0].hit.exact_tokens < loaded[0].hit.num_tokens  # from a tier with a lossy codec
         exact = np.zeros(total, np.bool_)
         exact[: int(mask.argmax()) if mask.any() else total] = True
         seconds = {
