@@ -424,6 +424,9 @@ def test_wrong_arguments_are_refused(house: House) -> None:  # noqa: F811
     for wrong, said in (
         ({"documents": []}, "at least one document"),
         ({"documents": "text"}, "at least one document"),
+        ({"documents": (one for one in documents)}, "at least one document"),
+        ({"documents": {"name": [1, 2]}}, "at least one document"),
+        ({"documents": 5}, "at least one document"),
         ({"documents": ["text"]}, r"documents\[0\] is text"),
         ({"documents": [[]]}, r"documents\[0\] has no tokens"),
         ({"question": None}, "question is missing"),
@@ -491,6 +494,128 @@ def test_several_samples_and_beams_begin_from_documents(house: House) -> None:  
             **options,
         )
         assert torch.equal(got, want)
+
+
+def test_an_attention_chosen_later_that_takes_no_mask_is_refused_too(house: House) -> None:  # noqa: F811
+    model = llama()
+    cached = house.open(model, unchecked=True)
+    documents, question = pieces()
+    cached.blend(documents, question)
+    model.config._attn_implementation = "no_mask"  # as set_attn_implementation does
+    with pytest.raises(ValueError, match="takes no mask"):
+        cached.blend(documents, question)
+    model.config._attn_implementation = "eager"
+    assert error_of(model, cached.blend(documents, question, recompute=1.0)) <= 1e-4
+
+
+class WhileComputing:
+    """Does something to the model when it computes documents."""
+
+    def __init__(self, model, change) -> None:
+        self._change = change
+        self._hook = model.model.layers[-1].register_forward_hook(self)
+
+    def __call__(self, *args: object) -> None:
+        self._hook.remove()
+        self._change()
+
+
+def test_what_an_adapter_computed_is_not_stored_once_another_is_active(house: House) -> None:  # noqa: F811
+    model = llama()
+    cached = house.open(model, unchecked=True)
+    documents, question = pieces()
+    cached.blend([documents[0]], question, store=False)  # the model is probed
+    adapted = model.model.layers[0].mlp
+    adapted.active_adapters = ["one"]
+    WhileComputing(model, lambda: setattr(adapted, "active_adapters", ["two"]))
+    cached.blend([documents[0]], question)
+    adapted.active_adapters = ["one"]
+    assert cached.blend([documents[0]], question, store=False).hit.num_tokens == 0
+
+
+class ThenOnce:
+    """A lock that lets another thread in when it is released for the first time."""
+
+    def __init__(self, lock, other) -> None:
+        self._lock, self._other = lock, [other]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        while self._other:
+            self._other.pop()()
+
+
+def test_weights_changed_by_another_thread_at_the_first_use_get_their_own_name(house: House) -> None:  # noqa: F811
+    """The change comes when the call has looked at the weights: nothing may be stored under the old name."""
+    model = llama()
+    cached = house.open(model, unchecked=True)
+    documents, question = pieces()
+
+    def change() -> None:
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        cached.prefix(whole(documents, question))
+
+    cached._lock = ThenOnce(cached._lock, change)
+    cached.blend(documents, question)
+    cached.blend(documents, question)
+    assert cached._blender.cache.namespace.weights == cached.cache.namespace.weights
+    before = llama()
+    found = house.open(before, unchecked=True).blend(documents, question, recompute=1.0)
+    assert found.hit.num_tokens == 0
+    assert error_of(before, found) <= 1e-4
+
+
+def test_a_closed_model_computes_documents_and_opens_nothing(house: House) -> None:  # noqa: F811
+    model = llama()
+    documents, question = pieces()
+    for used_before in (True, False):
+        cached = house.open(model, unchecked=True)
+        if used_before:
+            cached.blend(documents, question)
+        cached.close()
+        found = cached.blend(documents, question, recompute=1.0)
+        assert found.hit.num_tokens == 0
+        assert found.hit.reason is Reason.CLOSED
+        assert error_of(model, found) <= 1e-4
+    house._open.clear()  # these are closed, and their caches cannot be flushed
+
+
+def test_policies_that_misbehave_are_refused(house: House) -> None:  # noqa: F811
+    cached = house.open(llama(), unchecked=True)
+    documents, question = pieces()
+    for wrong in (
+        np.array([60, 50], np.uint32), np.array([50, 135, 60], np.uint32), np.array([50, 2**63 + 9], np.uint64),
+        np.array([50.0]), None, [[50], [60]], [[50], [60, 61]], np.ones(92, bool), 50, ["50"],
+    ):  # fmt: skip
+        policy = OnePick()
+        policy.picked = wrong
+        policy.choose = lambda candidates, wrong=wrong: wrong
+        with pytest.raises(ValueError, match=r"one_pick.*ascending candidates"):
+            cached.blend(documents, question, policy=policy)
+    for right in ((), [50, 60], np.array([50, 60], np.uint64)):
+        policy.choose = lambda candidates, right=right: right
+        blend = cached.blend(documents, question, policy=policy).blend
+        assert blend.recomputed.nonzero()[0].tolist() == [*right, *range(132, 141)]
+
+
+def test_only_objects_that_are_policies_are_taken_and_none_has_the_name_of_another() -> None:
+    class Mine(FirstK):
+        """It forgot to change its name, so a verdict for first_k would cover it."""
+
+    with pytest.raises(ValueError, match="'first_k' of another one"):
+        policy_named(Mine())
+    for wrong in (None, 5, object(), FirstK, Deviation):
+        with pytest.raises(ValueError, match="an object with name, layer and choose"):
+            policy_named(wrong)
+    for layer in (-1, 1.0, True, None):
+        policy = OnePick()
+        policy.layer = layer
+        with pytest.raises(ValueError, match="layer of policy 'one_pick'"):
+            policy_named(policy)
 
 
 def test_documents_from_a_lossy_tier_are_nowhere_exact(house: House) -> None:  # noqa: F811

@@ -21,6 +21,7 @@ __all__ = [
     "FirstK",
     "SelectionPolicy",
     "blend_setting",
+    "checked_positions",
     "checked_share",
     "policy_named",
 ]
@@ -109,12 +110,46 @@ POLICIES: dict[str, type[FirstK] | type[Deviation]] = {"first_k": FirstK, "devia
 
 
 def policy_named(policy: str | SelectionPolicy) -> SelectionPolicy:
-    """Return the policy of that name, or the policy itself. Raises ValueError for an unknown name."""
+    """Return the policy of that name, or the policy itself.
+
+    Raises ValueError for an unknown name, and for an object that is no policy or has the name of another one: a verdict
+    names a policy, so it must not cover two.
+    """
     if not isinstance(policy, str):
+        _check_policy(policy)
         return policy
     if policy not in POLICIES:
         raise ValueError(f"policy is {policy!r}: one of {', '.join(POLICIES)}, or a policy object")
     return POLICIES[policy]()
+
+
+def _check_policy(policy: SelectionPolicy) -> None:
+    name, layer = getattr(policy, "name", None), getattr(policy, "layer", None)
+    if isinstance(policy, type) or not callable(getattr(policy, "choose", None)) or not isinstance(name, str):
+        raise ValueError(
+            f"policy is {policy!r}: one of {', '.join(POLICIES)}, or an object with name, layer and choose"
+        )
+    if type(layer) is not int or layer < 0:
+        raise ValueError(f"layer of policy {name!r} is {layer!r}: a whole number, 0 if it does not look at K")
+    if name in POLICIES and type(policy) is not POLICIES[name]:
+        raise ValueError(
+            f"policy {type(policy).__name__} has the name {name!r} of another one, whose verdict would be taken for "
+            "it: give it a name of its own"
+        )
+
+
+def checked_positions(policy: SelectionPolicy, chosen: Any, candidates: range) -> Positions:
+    """Return what a policy chose as int64. Raises ValueError unless they are candidates, ascending."""
+    try:
+        found = np.asarray(chosen)
+    except ValueError:  # rows of several lengths
+        found = np.asarray(None)
+    if found.ndim == 1 and (found.dtype.kind in "iu" or not found.size):
+        positions = found.astype(np.int64)  # unsigned numbers have no negative difference
+        within = (positions >= candidates.start) & (positions < candidates.stop)
+        if within.all() and (np.diff(positions) > 0).all():
+            return positions
+    raise ValueError(f"policy {policy.name!r} chose positions that are not ascending candidates")
 
 
 def checked_share(recompute: object) -> float:

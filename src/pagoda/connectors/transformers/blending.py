@@ -35,10 +35,11 @@ from pagoda.connectors.transformers.blend_policies import (
     Positions,
     SelectionPolicy,
     blend_setting,
+    checked_positions,
     checked_share,
 )
 from pagoda.connectors.transformers.dynamic_cache import Planes, dynamic_cache, kv_of_row, room_for
-from pagoda.connectors.transformers.rotary import rotary_of
+from pagoda.connectors.transformers.rotary import check_attention, rotary_of
 from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.keys import Int32s, Item, as_token_ids
 from pagoda.quality_verdict import QualityState, Setting, require_quality
@@ -54,8 +55,9 @@ Bools = npt.NDArray[np.bool_]
 class Blended:
     """Which tokens of one prompt of documents are exact. Each position is in one of three masks. Immutable.
 
-    Exact is what a full prefill computes: everything before the first reused token. Recomputed tokens were computed
-    in this prompt, over a context that is approximate. Reused ones were computed with their document alone.
+    Exact is what a full prefill computes: everything before the first reused token, or the first from a lossy tier.
+    Recomputed tokens were computed in this prompt, over a context that is approximate. Reused ones were computed with
+    their document alone.
     """
 
     tokens: Int32s  # the whole prompt
@@ -137,7 +139,7 @@ def as_documents(documents: Any, question: Any, tokenizer: Any | None) -> list[I
     Text is tokenized piece by piece; special tokens are added to the first document only. Raises ValueError for an
     empty piece, for text without a tokenizer, and if there is no document or question.
     """
-    if isinstance(documents, str) or documents is None or not len(documents):
+    if isinstance(documents, str | dict) or not hasattr(documents, "__len__") or not len(documents):
         raise ValueError(
             f"documents is {documents!r}: a list with at least one document, each token ids or text"
         )
@@ -210,6 +212,7 @@ class Blender:
         """
         import torch
 
+        check_attention(self._model)
         recompute = checked_share(state.setting.options["recompute"])
         *documents, question = pieces
         tokens = np.concatenate(pieces)
@@ -334,9 +337,7 @@ class Blender:
                 )
             deviation = self._deviation(policy.layer, tokens, first, end, planes)
         chosen = policy.choose(Candidates(documents, recompute, deviation))
-        if len(chosen) and (chosen[0] < first or chosen[-1] >= end or (np.diff(chosen) < 1).any()):
-            raise ValueError(f"policy {policy.name!r} chose positions that are not ascending candidates")
-        return chosen
+        return checked_positions(policy, chosen, range(first, end))
 
     def _deviation(
         self, layer: int, tokens: Int32s, first: int, end: int, planes: Planes

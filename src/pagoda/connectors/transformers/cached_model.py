@@ -26,7 +26,7 @@ from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers.batch_rows import BatchRow, grown_mask, mask_of, rows_of
 from pagoda.connectors.transformers.blend_policies import SelectionPolicy, checked_share, policy_named
 from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
-from pagoda.connectors.transformers.model_identity import adapters_digest, namespace_of, stamp_of
+from pagoda.connectors.transformers.model_identity import Stamp, adapters_digest, namespace_of, stamp_of
 from pagoda.connectors.transformers.supported_models import (
     ProbedModel,
     check_call,
@@ -150,6 +150,7 @@ class CachedModel:
         self.cache = cache
         self._events: dict[str, Any] | None = None  # how they are published
         self._blender: Blender | None = None  # made at the first use, for the present weights
+        self._closed = False
         self._blended_before = False  # with weights of before, so that nothing may raise with these
 
     def __repr__(self) -> str:
@@ -276,8 +277,7 @@ class CachedModel:
             raise ValueError(
                 "the model is in training mode, where dropout changes the KV: call model.eval() first"
             )
-        ready = self._ready(salt)
-        blender = self._blender_of(ready[0])
+        space, blender, stamp = self._ready_to_blend(salt)
         try:
             state = blender.state_of(chosen_by, recompute, unchecked)
         except ConfigError as refusal:
@@ -285,10 +285,12 @@ class CachedModel:
                 raise
             _log.warning("the weights changed, and documents are computed in full: %s", refusal)
             state = blender.state_of(chosen_by, 1.0, unchecked)
-        stamp = self._stamp
-        kv, blended = blender.blend(
-            pieces, chosen_by, state, ready[1], lambda: store and stamp_of(self.model) == stamp
-        )
+
+        def may_store() -> bool:
+            adapters = adapters_digest(self.model) or None
+            return store and stamp_of(self.model) == stamp and adapters == space["lora"]
+
+        kv, blended = blender.blend(pieces, chosen_by, state, space, may_store)
         tokens = len(blended.tokens) - 1
         return Prefix(kv, tokens, [tokens], [hit_of(blended)], time.perf_counter() - began, blended)
 
@@ -351,8 +353,7 @@ class CachedModel:
         """Close the cache if it was opened here, and end the threads; idempotent, ends within `timeout` seconds."""
         until = time.monotonic() + timeout
         with self._lock:
-            loads = self._loads
-            blender, self._blender = self._blender, None
+            loads, blender, self._closed = self._loads, self._blender, True
         if loads is not None:
             loads.close(timeout)  # before the slots from which they copy are unmapped
         if blender is not None:
@@ -402,15 +403,6 @@ class CachedModel:
         if repeats > 1:
             kv.batch_repeat_interleave(repeats)
         return self.model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=kv, **kwargs)
-
-    def _blender_of(self, cache: Cache) -> Blender:
-        """Return what blends documents with the weights of `cache`; opens their cache at the first use."""
-        from pagoda.connectors.transformers.blending import Blender
-
-        with self._lock:
-            if self._blender is None:
-                self._blender = Blender(self.model, self._seen, cache)
-            return self._blender
 
     def _looked(self, rows: list[BatchRow], ready: _Ready) -> Hit | None:
         """Look up, and count, a single prompt of a model on a device; None: `retrieve` will find out."""
@@ -499,11 +491,29 @@ class CachedModel:
     def _ready(self, salt: str | None) -> _Ready:
         """Return the cache of the present weights, and the options that name adapters and tenant."""
         with self._lock:
-            stamp = stamp_of(self.model)
-            if stamp != self._stamp:
-                self._weights_changed()
-                self._stamp = stamp
-            return self.cache, {"lora": adapters_digest(self.model) or None, "salt": salt}
+            return self._ready_locked(salt)
+
+    def _ready_locked(self, salt: str | None) -> _Ready:
+        stamp = stamp_of(self.model)
+        if stamp != self._stamp:
+            self._weights_changed()
+            self._stamp = stamp
+        return self.cache, {"lora": adapters_digest(self.model) or None, "salt": salt}
+
+    def _ready_to_blend(self, salt: str | None) -> tuple[dict[str, Any], Blender, Stamp]:
+        """Return adapter and tenant, what blends with the present weights, and their stamp.
+
+        In one step: if another thread changed the weights in between, their KV would be stored under the old name.
+        """
+        from pagoda.connectors.transformers.blending import Blender
+
+        with self._lock:
+            cache, space = self._ready_locked(salt)
+            if self._blender is None:
+                self._blender = Blender(self.model, self._seen, cache)
+                if self._closed:  # documents are computed then, as prompts are
+                    self._blender.cache.close()
+            return space, self._blender, self._stamp
 
     def _observe(self, tokens: int, seconds: float) -> None:
         if tokens >= self.layout.chunk_tokens:  # fewer tokens do not show the speed of computing chunks

@@ -16,7 +16,7 @@ from blake3 import blake3
 from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.layout import Rotary
 
-__all__ = ["RotaryMove", "rotary_of"]
+__all__ = ["RotaryMove", "check_attention", "rotary_of"]
 
 _PROBE_TOKENS = 5
 _PROBE_SHIFT = 37
@@ -50,16 +50,11 @@ def rotary_of(model: Any, seen: ProbedModel) -> RotaryMove:
     Raises ValueError, in one sentence, if K cannot be moved: no rotary embedding or several, pairs of adjacent dims,
     latents (MLA), positions that V depends on, an attention that takes no mask.
     """
+    check_attention(model)
     name, advice = (
         type(model).__name__,
         "leave out documents=, and only prefixes of its prompts are reused, exactly",
     )
-    attention = getattr(model.config, "_attn_implementation", None)
-    if attention not in ("sdpa", "eager"):
-        raise ValueError(
-            f"{name} computes attention by {attention!r}, which takes no mask of chosen tokens: load it with "
-            "attn_implementation='sdpa'"
-        )
     parts = [part for part in model.modules() if getattr(part, "inv_freq", None) is not None]
     if len(parts) != 1:
         raise ValueError(
@@ -76,6 +71,16 @@ def rotary_of(model: Any, seen: ProbedModel) -> RotaryMove:
             f"its size), so documents cannot be moved: {advice}"
         )
     return found
+
+
+def check_attention(model: Any) -> None:
+    """Raise ValueError if attention takes no mask of chosen tokens. It may be changed at any time: ask each time."""
+    attention = getattr(model.config, "_attn_implementation", None)
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{type(model).__name__} computes attention by {attention!r}, which takes no mask of chosen tokens: load "
+            "it with attn_implementation='sdpa'"
+        )
 
 
 def _named(model: Any, frequencies: Any) -> Rotary:
