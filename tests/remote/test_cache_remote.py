@@ -225,6 +225,27 @@ def test_weights_that_changed_here_only_are_not_shared(shm_root: Path, url: str)
         assert served(two, prompt(4))[0].by_tier == {"redis": 64}  # it has the old weights
 
 
+@pytest.mark.parametrize("write_policy", ["write_through", "selective", "write_back"])
+def test_what_new_weights_computed_does_not_leave_the_machine(
+    shm_root: Path, tmp_path: Path, redis: Server, url: str, write_policy: str
+) -> None:
+    """Also when it is used often: until the change has a name, another machine may use the same one for others."""
+    with (
+        cache_over(url, shm_root, tmp_path, write_policy=write_policy) as cache,
+        client.Redis(port=redis.port) as store,
+    ):
+        prefix = url.partition("prefix=")[2].partition("&")[0]
+        cache.weights_changed()
+        for tokens in (prompt(4), prompt(2, 7)):
+            stored(cache, tokens)
+            for tiers in (None, None, None, ["host"], ["disk"], ["disk"]):
+                served(cache, tokens, tiers=tiers)
+            stored(cache, tokens)
+        assert cache.flush(60)
+        wait_until(lambda: served(cache, prompt(4), tiers=["disk"])[0].num_tokens == 4 * CHUNK)
+        assert not list(store.scan_iter(f"{prefix}*"))
+
+
 def test_a_named_version_is_shared_by_machines(shm_root: Path, url: str) -> None:
     with cache_over(url, shm_root / "1") as one, cache_over(url, shm_root / "2") as two:
         one.weights_changed()

@@ -171,8 +171,10 @@ class HostSlots:
         def work(_: Deadline) -> None:
             nbytes = len(read) * self._host.chunk_bytes
             self._resources.counters.add({"loaded_chunks": len(read), "loaded_bytes": nbytes})
+            left_out = self._weights.scope()[1].left_out
             for run in runs(read, self.count, follows):
-                access = Access(namespace, lambda run=run: run, len(run), columns_of(run))  # type: ignore[misc]
+                where = columns_of(run)
+                access = Access(namespace, lambda run=run: run, len(run), where, left_out=left_out)  # type: ignore[misc]
                 for queue in self._resources.writeback:
                     queue.note_access(access)
 

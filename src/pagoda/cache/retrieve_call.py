@@ -196,7 +196,10 @@ class RetrieveCall:
         if len(match.slots) and self._tiers.written:
             request, where = self._request, (match.slots, match.generations)
             root, count = request.namespace.root, len(match.slots)
-            access = Access(root, lambda: refs_in_slots(request, first, *where), count, where)
+            left_out = self._tiers.left_out
+            access = Access(
+                root, lambda: refs_in_slots(request, first, *where), count, where, left_out=left_out
+            )
             for queue in self._resources.writeback:
                 queue.note_access(access)
 
@@ -298,7 +301,8 @@ class RetrieveCall:
         def refs() -> list[ChunkRef]:
             return [chunk_ref(request, i, *where.get(request.keys[i], ())) for i in range(begin, end)]
 
-        access = Access(request.namespace.root, refs, end - begin, source=tier)
+        left_out = self._tiers.left_out
+        access = Access(request.namespace.root, refs, end - begin, source=tier, left_out=left_out)
         for queue in self._resources.writeback:
             queue.note_access(access)
 

@@ -240,7 +240,11 @@ class StoreCall:
         if end > begin:
             root = request.namespace.root
             access = Access(
-                root, lambda: [chunk_ref(request, i) for i in range(begin, end)], end - begin, asked=False
+                root,
+                lambda: [chunk_ref(request, i) for i in range(begin, end)],
+                end - begin,
+                asked=False,
+                left_out=request.tiers.left_out,
             )
             for queue in self._queues:
                 queue.note_access(access)

@@ -50,7 +50,8 @@ class TierStack:
         if unknown:
             raise ValueError(f"no tier {unknown[0]!r}: this cache has {', '.join(self.names) or 'none'}")
         host = self.host if self.host is not None and self.host.name in wanted else None
-        return TierStack(host, tuple(tier for tier in self.lower if tier.name in wanted))
+        lower = tuple(tier for tier in self.lower if tier.name in wanted)
+        return TierStack(host, lower, self.left_out)
 
     def local(self) -> TierStack:
         """Return the tiers that are not shared with other machines."""

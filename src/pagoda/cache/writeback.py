@@ -131,6 +131,7 @@ class Access(NamedTuple):
     where: tuple[Slots, Generations] | None = None  # the host slots, if all chunks came from there
     source: Tier | None = None  # the lower tier that served them
     asked: bool = True
+    left_out: tuple[str, ...] = ()  # tiers that may not have these chunks
 
 
 # -- what only the disk tier is asked -----------------------------------------------------------------------------
@@ -239,6 +240,8 @@ class WriteBackQueue:
 
     def note_access(self, access: Access) -> None:
         """Note that chunks were served; the thread soon tells the tier."""
+        if self.tier.name in access.left_out:
+            return
         if access.source is self.tier and isinstance(self.tier, DiskTier):
             return  # it keeps recency itself, and noted this access when it was asked
         if access.where is not None and self._is_known(*access.where).all():
