@@ -61,7 +61,15 @@ def test_a_torn_write_leaves_what_stood(tmp_path: Path, written: int) -> None:
 
 
 def test_a_file_that_is_no_state_is_none(tmp_path: Path) -> None:
-    for content in (b"", b"{}", b"x" * 3 * PAGE, bytes(3 * PAGE), b"PAGODAST" + b"\xff" * (3 * PAGE - 8)):
+    old = msgspec.json.encode(state_of(boot_id="here")).replace(b"here", b"\xffere")  # no UTF-8
+    for content in (
+        b"",
+        b"{}",
+        b"x" * 3 * PAGE,
+        bytes(3 * PAGE),
+        b"PAGODAST" + b"\xff" * (3 * PAGE - 8),
+        old,
+    ):
         (tmp_path / STATE).write_bytes(content)
         assert read_state(tmp_path) is None
     (tmp_path / STATE).unlink()

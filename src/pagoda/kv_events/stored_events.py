@@ -264,7 +264,7 @@ class StoredEvents:
             if self._facts.fits(found):
                 return found
             trouble = "a note has other sizes"
-        except msgspec.DecodeError as error:
+        except ValueError as error:  # also text that is no UTF-8
             trouble = str(error)
         self._warn_of_note(trouble)  # of another version
         return None

@@ -112,7 +112,7 @@ def read_state(directory: Path) -> StoreState | None:
         record = _newest(content)
         # up to format 2 the file was only the text
         state = msgspec.json.decode(content if record is None else record.text, type=StoreState)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):  # msgspec raises a bare UnicodeDecodeError for text that is no UTF-8
         return None
     return state if state.slots > 0 else None
 

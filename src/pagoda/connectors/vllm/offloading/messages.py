@@ -97,7 +97,7 @@ def greeted(root: Path, engine_id: str, ranks: int) -> WorkerGreeting:
         try:
             found.append(msgspec.json.decode(path.read_bytes(), type=WorkerGreeting))
             path.unlink()
-        except (OSError, msgspec.MsgspecError) as trouble:
+        except (OSError, ValueError) as trouble:
             raise ValueError(
                 f"worker {rank} of {ranks} left no description of its KV memory in {root} ({trouble}): the scheduler "
                 "and all workers must run on one machine, as one user, with the same host_path"
