@@ -91,17 +91,18 @@ def pagoda(*args: object, stdin: str = "", **variables: str) -> subprocess.Compl
     return subprocess.run(
         [sys.executable, "-c", RUN, *map(str, args)],
         input=stdin,
-        env={**_unconfigured(), **variables},
+        env={**_unconfigured(args), **variables},
         capture_output=True,
         text=True,
         timeout=120,
     )
 
 
-def _unconfigured() -> dict[str, str]:
+def _unconfigured(args: Sequence[object]) -> dict[str, str]:
     """Return an environment without options, and without the tiers of the user who runs the tests: some clear all."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGODA_")}
-    return {**clean, "HOME": _NO_HOME, "XDG_CONFIG_HOME": _NO_HOME, "PAGODA_HOST_PATH": _NO_TIER}
+    tier = {} if "--config" in args else {"PAGODA_HOST_PATH": _NO_TIER}  # it would prevail over the file's
+    return {**clean, "HOME": _NO_HOME, "XDG_CONFIG_HOME": _NO_HOME, **tier}
 
 
 def answer(*args: object, code: int = 0, stdin: str = "", **variables: str) -> dict[str, object]:
@@ -120,7 +121,7 @@ def refused(*args: object, stdin: str = "", **variables: str) -> str:
 
 def run_here(*args: object, stdin: str = "", **variables: str) -> tuple[int, str, str]:
     """Run the command in this process, with no configuration except `variables`; return exit code, stdout, stderr."""
-    out, err, environment = io.StringIO(), io.StringIO(), {**_unconfigured(), **variables}
+    out, err, environment = io.StringIO(), io.StringIO(), {**_unconfigured(args), **variables}
     with (
         mock.patch.dict(os.environ, environment, clear=True),
         mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))),
