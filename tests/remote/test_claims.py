@@ -100,13 +100,18 @@ def test_a_batch_of_two_namespaces_leaves_no_claim(server: Server, kind: str) ->
     def still_valid() -> bool:
         return not all(truth.exists(f"{name}:w", name) for name in names)
 
+    begun = threading.Event()
+
+    def waits() -> bool:
+        begun.set()
+        return goes_on.wait(PATIENT_SECONDS)
+
     client: StoreClient = RedisClient(server.url, prefix=prefix)
     if kind == "pool":
         client = RedisPoolClient(f"redis+pool://127.0.0.1:{server.port}", prefix=prefix)
     with patient(client) as tier:
-        first = tier.save(
-            chunks_of(keys_of(1, chain=1), still_valid=lambda: goes_on.wait(PATIENT_SECONDS)), ROOT
-        )
+        first = tier.save(chunks_of(keys_of(1, chain=1), still_valid=waits), ROOT)
+        assert begun.wait(PATIENT_SECONDS)  # the only thread has a batch: all others are one batch after it
         futures = [each for root, some in keys.items() for each in tier.save(chain(some, still_valid), root)]
         goes_on.set()
         assert ends(futures) == [Done(True), *[Done(False, Reason.STALE)] * 2] * 2 and ends(first)[0].ok
