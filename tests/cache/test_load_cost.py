@@ -247,8 +247,13 @@ def test_a_slow_tier_is_measured_again_in_the_background(shm_root: Path, tmp_pat
             clock.advance(1.1)
             assert probe(at).reason is Reason.NOT_WORTH_IT
             wait_until(lambda at=at: asked(tokens).num_tokens > at)  # type: ignore[misc]
-        # the last measurement is noted: it is fast
-        wait_until(lambda: asked(tokens).num_tokens == len(tokens))
+
+        # the last measurement is noted: it is fast. On a busy machine one of them may have been slow, too.
+        def is_fast() -> bool:
+            clock.advance(1.1)
+            return asked(tokens).num_tokens == len(tokens)
+
+        wait_until(is_fast)
         assert served(cache, tokens)[0].num_tokens == len(tokens)
 
 
