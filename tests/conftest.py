@@ -58,9 +58,15 @@ def shm_root() -> Iterator[Path]:
         shutil.rmtree(root, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def registers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create the directory of all registers of tiers: `mktemp` for each would look through all that it made before."""
+    return tmp_path_factory.mktemp("registers")
+
+
 @pytest.fixture(autouse=True)
-def register_of_tiers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def register_of_tiers(registers: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give each test a separate register of tiers, so that its tiers are in no register of the user or another test."""
-    directory = tmp_path_factory.mktemp("state")
+    directory = Path(tempfile.mkdtemp(dir=registers))
     monkeypatch.setenv("XDG_STATE_HOME", str(directory))
     return directory
