@@ -87,7 +87,7 @@ def save(tier: DiskTier, namespace: Namespace, tokens: Sequence[int]) -> list[by
 
 
 def pagoda(*args: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a separate process, with no configuration except `variables`."""
+    """Run the command in a separate process, with no configuration except `variables`: once or so for each command."""
     return subprocess.run(
         [sys.executable, "-c", RUN, *map(str, args)],
         input=stdin,
@@ -130,6 +130,11 @@ def run_here(*args: object, stdin: str = "", **variables: str) -> tuple[int, str
     ):
         code = main([str(argument) for argument in args])
     return code, out.getvalue(), err.getvalue()
+
+
+def done_here(*args: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process, half a second of a core sooner than `pagoda`; return what that returns."""
+    return subprocess.CompletedProcess(args, *run_here(*args, stdin=stdin, **variables))
 
 
 def one_line(code: int, out: str, err: str) -> str:

@@ -18,7 +18,7 @@ from pagoda import Cache, Config, KVLayout
 from pagoda.ledger import admin
 from pagoda.tiers import tier_registry
 from pagoda.transfer import BlockKV
-from tests.cli.shelf import LLAMA, QWEN, answer, disk, host, pagoda, put, refused, save, writer
+from tests.cli.shelf import LLAMA, QWEN, answer, disk, done_here, host, pagoda, put, refused, save, writer
 
 
 def test_everything_in_all_tiers(shm_root: Path, tmp_path: Path) -> None:
@@ -157,5 +157,5 @@ def test_a_remote_tier_whose_password_is_not_kept_is_named(shm_root: Path) -> No
     found = answer("clear", "--yes", code=1)
     assert found["cleared"] == 4
     assert list(found["failed"]) == ["redis://:***@127.0.0.1:1/0"]  # type: ignore[call-overload]
-    looked = pagoda("stats")
+    looked = done_here("stats")
     assert looked.returncode == 0 and "redis://:***@127.0.0.1:1/0" in looked.stderr

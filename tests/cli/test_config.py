@@ -13,7 +13,7 @@ from typing import cast
 
 import pagoda as package
 from pagoda.config import option_names
-from tests.cli.shelf import answer, one_line, pagoda, refused
+from tests.cli.shelf import answer, done_here, one_line, pagoda, refused
 
 
 def test_show_tells_where_each_value_came_from(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_schema_is_json() -> None:
 def test_version_help_and_no_command() -> None:
     assert pagoda("--version").stdout == f"pagoda {package.__version__}\n"
     for arguments in ([], ["--help"], ["-h"]):
-        done = pagoda(*arguments)
+        done = done_here(*arguments)
         assert done.returncode == 0
         for command in ("stats", "ls", "check", "clear", "explain", "bench", "demo", "config", "replay"):
             assert command in done.stdout

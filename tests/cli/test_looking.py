@@ -16,7 +16,21 @@ from pagoda.cli import main
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.locks import OPEN
 from pagoda.ledger.store_state import LOCKS, read_state, write_state
-from tests.cli.shelf import CHUNK, LLAMA, QWEN, RUN, answer, disk, host, pagoda, put, refused, save, writer
+from tests.cli.shelf import (
+    CHUNK,
+    LLAMA,
+    QWEN,
+    RUN,
+    answer,
+    disk,
+    done_here,
+    host,
+    pagoda,
+    put,
+    refused,
+    save,
+    writer,
+)
 from tests.ledger.support import holding
 
 
@@ -55,7 +69,7 @@ def test_stats_of_two_tiers_from_the_configuration(shm_root: Path, tmp_path: Pat
         "qwen",
     ]
     assert second["gauges"]["ready"] == 3
-    shown = pagoda("stats", **where).stdout
+    shown = done_here("stats", **where).stdout
     assert "llama kv_dtype=bfloat16" in shown and "qwen" in shown
     assert re.search(r"host +absent +2", shown)
     assert "queue_full" not in shown  # only reasons that happened are shown
@@ -73,7 +87,7 @@ def test_one_store_may_be_named_too(shm_root: Path) -> None:
 def test_prometheus_has_one_type_line_a_family_and_its_samples_together(shm_root: Path) -> None:
     for name in ("a", "b"):
         put(host(shm_root, name=name), LLAMA, range(16))
-    text = pagoda("stats", shm_root, "--prometheus").stdout
+    text = done_here("stats", shm_root, "--prometheus").stdout
     sample = re.compile(r'([a-z_]+)\{([a-z_]+="[^"]*",?)*\} -?[0-9.e+]+')
     family = ""
     families, seen = set(), set()
@@ -111,7 +125,7 @@ def test_ls_lists_latest_first_within_the_limit(shm_root: Path) -> None:
     assert {chunk["key"] for chunk in cast("list[dict[str, object]]", everything["chunks"])} == {
         key.hex() for key in old
     }
-    done = pagoda("ls", shm_root, "--limit", 1)
+    done = done_here("ls", shm_root, "--limit", 1)
     assert done.stdout.count("\n") == 2 and "5 more" in done.stderr
 
 
@@ -133,7 +147,7 @@ def test_looking_changes_no_recency_and_no_counters(shm_root: Path) -> None:
     put(ledger, LLAMA, range(64))
     before = (ledger.columns.last_use.tobytes(), ledger.columns.hits.tobytes(), admin.counters(ledger))
     for command in (["stats"], ["ls"], ["check"]):
-        assert pagoda(*command, shm_root).returncode == 0
+        assert done_here(*command, shm_root).returncode == 0
     assert (
         ledger.columns.last_use.tobytes(),
         ledger.columns.hits.tobytes(),
@@ -174,7 +188,7 @@ def test_check_reads_the_disk_and_names_what_is_damaged(tmp_path: Path) -> None:
     (store,) = stores(found)
     assert found["ok"] is False
     assert store["damaged"] == [keys[2].hex()] and store["read_chunks"] == 4 and store["dropped"] == 0
-    assert keys[2].hex()[:12] in pagoda("check", tmp_path, "--read").stderr
+    assert keys[2].hex()[:12] in done_here("check", tmp_path, "--read").stderr
     (store,) = stores(answer("check", tmp_path, "--read", "--drop", code=1))
     assert store["dropped"] == 1
     assert stores(answer("check", tmp_path, "--read"))[0]["read_chunks"] == 3
@@ -187,7 +201,7 @@ def test_a_store_that_cannot_be_used_fails_and_hides_no_other(shm_root: Path) ->
     found = stores(answer("stats", shm_root, code=1))
     assert [("error" in store) for store in found] == [False, True]
     assert stores(answer("check", shm_root, code=1))[0]["trouble"]
-    done = pagoda("stats", shm_root)
+    done = done_here("stats", shm_root)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "bad" in done.stderr
 
 
@@ -219,12 +233,12 @@ def test_what_is_yet_to_be_read_back_is_not_called_damaged(tmp_path: Path) -> No
     state = read_state(directory)
     assert state is not None
     write_state(directory, msgspec.structs.replace(state, clean=False, boot_id="another"))
-    done = pagoda("check", tmp_path)
+    done = done_here("check", tmp_path)
     assert done.returncode == 0 and "being rebuilt" in done.stdout and "to be scanned" in done.stderr
     assert answer("check", tmp_path)["ok"] is True
     with disk(tmp_path) as tier:
         assert tier.wait_ready(60)
-    assert "being rebuilt" not in pagoda("check", tmp_path).stdout
+    assert "being rebuilt" not in done_here("check", tmp_path).stdout
 
 
 def test_a_damaged_ledger_is_found(shm_root: Path) -> None:
@@ -234,13 +248,13 @@ def test_a_damaged_ledger_is_found(shm_root: Path) -> None:
     with session._tables.env.begin(write=True) as txn:  # type: ignore[union-attr]
         txn.delete(keys[0], db=session._tables.entries)  # type: ignore[union-attr]
     found = answer("check", shm_root, code=1)
-    assert "disagree" in str(stores(found)[0]["trouble"]) and "DAMAGED" in pagoda("check", shm_root).stdout
+    assert "disagree" in str(stores(found)[0]["trouble"]) and "DAMAGED" in done_here("check", shm_root).stdout
 
 
 def test_nothing_stored_yet_is_no_error(tmp_path: Path) -> None:
     where = {"PAGODA_HOST_PATH": str(tmp_path / "none")}
     for command in ("stats", "ls", "check"):
-        done = pagoda(command, **where)
+        done = done_here(command, **where)
         assert done.returncode == 0
     assert answer("stats", **where) == {"stores": [], "remotes": []}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.ledger import admin
-from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, disk, host, pagoda, put, refused, save
+from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, disk, done_here, host, pagoda, put, refused, save
 
 PROMPT = list(range(100, 164))  # four chunks
 
@@ -58,6 +58,6 @@ def test_the_disk_too_and_one_model_only(tmp_path: Path) -> None:
 def test_wrong_use_and_nothing_to_pin(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, PROMPT)
     assert "--tokens" in refused("pin", shm_root)
-    nothing = pagoda("pin", shm_root, "--tokens", "-", stdin=json.dumps(list(range(3 * CHUNK))))
+    nothing = done_here("pin", shm_root, "--tokens", "-", stdin=json.dumps(list(range(3 * CHUNK))))
     assert nothing.returncode == 1 and "beginning" in nothing.stderr
     assert "--owner" in refused("pin", shm_root, "--tokens", "-", "--owner", "", stdin=json.dumps(PROMPT))

@@ -19,7 +19,7 @@ from pagoda.ledger import admin
 from pagoda.tiers.remote.open_client import open_client
 from pagoda.tiers.remote.store_client import PutResult
 from testbed.servers import Server, free_port, nginx_dav, pagoda_server, redis_server
-from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, host, pagoda, put, refused
+from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, done_here, host, pagoda, put, refused
 from tests.serve.kit import Client, payload_of, value_of
 
 
@@ -91,7 +91,7 @@ def test_no_command_shows_the_password(where: dict[str, str], url: str) -> None:
         ["check", "--json"],
         ["clear", "--yes"],
     ):
-        done = pagoda(*command, **where)
+        done = done_here(*command, **where)
         assert done.returncode == 0, done.stderr
         assert "hunter2" not in done.stdout + done.stderr
     assert masked(url) in pagoda("config", "show", **where).stdout
@@ -102,9 +102,9 @@ def test_stats_ask_how_full_it_is(where: dict[str, str], url: str) -> None:
     (found,) = answer("stats", **where)["remotes"]  # type: ignore[misc]
     assert (found["tier"], found["address"], found["error"]) == ("redis", masked(url), "")
     assert found["used_bytes"] > 0 and found["limit_bytes"] is None
-    shown = pagoda("stats", **where).stdout
+    shown = done_here("stats", **where).stdout
     assert "remote tiers" in shown and "answers" in shown
-    text = pagoda("stats", "--prometheus", **where).stdout
+    text = done_here("stats", "--prometheus", **where).stdout
     assert '# TYPE pagoda_remote_reachable gauge\npagoda_remote_reachable{tier="redis"} 1.0\n' in text
     assert 'pagoda_remote_used_bytes{tier="redis"} ' in text and "limit_bytes" not in text
 
@@ -128,8 +128,8 @@ def test_ls_counts_what_is_there_and_names_what_this_machine_knows(
     assert found["total"] == 2 and found["remotes"] == [
         {"tier": "redis", "namespace": LLAMA.root.hex(), "chunks": 3}
     ]
-    assert "redis: 4 chunks more" in pagoda("ls", **where).stderr
-    assert "(not named)" in pagoda("ls", "--by", "namespace", **where).stdout
+    assert "redis: 4 chunks more" in done_here("ls", **where).stderr
+    assert "(not named)" in done_here("ls", "--by", "namespace", **where).stdout
 
 
 def test_explain_goes_on_where_the_host_tier_ends(where: dict[str, str], shm_root: Path, url: str) -> None:
@@ -159,7 +159,7 @@ def test_explain_asks_the_neighbours_too(where: dict[str, str], shm_root: Path) 
         told = [(one["tier"], one["num_tokens"], one["reason"]) for one in found["answers"]]  # type: ignore[attr-defined]
         name = f"peers 127.0.0.1:{neighbour.port}"
         assert told == [("host", 32, "absent"), (name, 64, "absent"), ("all", 64, "absent")]
-        done = pagoda("ls", PAGODA_REMOTE=url.replace("?", "?server=pagoda&"))
+        done = done_here("ls", PAGODA_REMOTE=url.replace("?", "?server=pagoda&"))
         assert done.stderr.endswith("refuses: its chunks are that machine's: run pagoda ls there\n")
         neighbour.kill()
         found = answer("explain", "--tokens", "-", stdin=tokens, code=1, **where)
@@ -189,7 +189,7 @@ def test_clear_takes_one_namespace_only(where: dict[str, str], shm_root: Path, u
     other = url.replace("prefix=", "prefix=other-")
     share(other, mine, 1)
     assert answer("clear", "-y", "--namespace", mine.root.hex()[:16], **where)["cleared"] == 2
-    done = pagoda("clear", "-y", "--model", "llama", **where)
+    done = done_here("clear", "-y", "--model", "llama", **where)
     assert done.returncode == 0 and "1 namespace(s) have no name on this machine" in done.stderr
     assert [count(url, namespace) for namespace in (LLAMA, mine, theirs)] == [0, 0, 2]
     assert count(other, mine) == 1
@@ -234,7 +234,7 @@ def test_a_tier_that_fails_is_named_and_the_others_are_served(
     share(url, LLAMA, 1)
     gone = dead()
     where["PAGODA_REMOTE"] = f"{gone},{url}"
-    done = pagoda(*command, **where)
+    done = done_here(*command, **where)
     assert done.returncode == 1
     assert place in done.stderr and masked(gone) in done.stderr and "does it run there?" in done.stderr
     assert "hunter2" not in done.stdout + done.stderr and "Traceback" not in done.stderr
@@ -254,13 +254,13 @@ def test_json_has_the_failures_too(where: dict[str, str]) -> None:
         assert list(answer(*command, code=1, **where)[key]) == [masked(gone)]  # type: ignore[call-overload]
     assert "does it run there?" in answer("stats", code=1, **where)["remotes"][0]["error"]  # type: ignore[index]
     assert answer("check", code=1, **where)["ok"] is False
-    done = pagoda("config", "check", "--json", **where)
+    done = done_here("config", "check", "--json", **where)
     assert done.returncode == 1 and "dead (" in json.loads(done.stdout)["troubles"][0]
 
 
 def test_a_name_that_only_the_dead_tier_may_know_is_not_called_wrong(where: dict[str, str]) -> None:
     where["PAGODA_REMOTE"] = dead()
-    done = pagoda("clear", "-y", "--namespace", "0" * 64, **where)
+    done = done_here("clear", "-y", "--namespace", "0" * 64, **where)
     assert done.returncode == 1 and "not cleared" in done.stderr
 
 
@@ -275,7 +275,7 @@ def test_wrong_passwords_and_missing_ones(where: dict[str, str], url: str, tmp_p
         (url.replace("hunter2", "hunter3"), 1),
         (f"{bare}&password_file={tmp_path / 'none'}", 1),
     ):
-        done = pagoda("config", "check", **{**where, "PAGODA_REMOTE": remote})
+        done = done_here("config", "check", **{**where, "PAGODA_REMOTE": remote})
         assert done.returncode == code, done.stderr
         assert "hunter" not in done.stdout + done.stderr
         assert code == 0 or done.stderr.count("\n") == 1
@@ -335,10 +335,10 @@ def test_an_object_store(shm_root: Path) -> None:
 
 
 def test_vllm_is_given_no_secret() -> None:
-    done = pagoda("vllm", "--print", "--remote", "redis://u@h?password_file=/x, s3://b", "serve", "m")
+    done = done_here("vllm", "--print", "--remote", "redis://u@h?password_file=/x, s3://b", "serve", "m")
     assert '"remote": ["redis://u@h?password_file=/x", "s3://b"]' in done.stdout, done.stderr
     for secret in ("redis://u:hunter2@h", "s3://b?secret_access_key=hunter2"):
         said = refused("vllm", "--remote", secret, "serve", "m")
         assert "password_file" in said and "hunter2" not in said
-    done = pagoda("vllm", "--print", "serve", "m", PAGODA_REMOTE="redis://u:hunter2@h")
+    done = done_here("vllm", "--print", "serve", "m", PAGODA_REMOTE="redis://u:hunter2@h")
     assert done.returncode == 0 and "remote" not in done.stdout

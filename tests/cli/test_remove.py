@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.tiers import DiskTier, tier_registry
-from tests.cli.shelf import LLAMA, answer, disk, host, pagoda, put, refused, save
+from tests.cli.shelf import LLAMA, answer, disk, done_here, host, pagoda, put, refused, save
 from tests.tiers.test_tier_registry import LAYOUT
 
 
@@ -33,7 +33,7 @@ def test_one_tier_then_all(shm_root: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and "disk" in done.stdout
     assert not list((tmp_path / "disk").glob("*/slab"))
     assert tier_registry.entries() == []
-    assert "no local tier" in pagoda("remove", "--yes").stderr
+    assert "no local tier" in done_here("remove", "--yes").stderr
 
 
 def test_a_path_is_a_root_or_a_store(shm_root: Path, tmp_path: Path) -> None:
@@ -90,11 +90,11 @@ def test_it_asks_and_refuses_in_one_line(
 
 def test_a_remote_tier_is_only_forgotten(register_of_tiers: Path) -> None:
     tier_registry.add("remote", "redis://:***@h/0")
-    assert pagoda("remove", "redis://:secret@h/0").returncode == 0
+    assert done_here("remove", "redis://:secret@h/0").returncode == 0
     assert tier_registry.entries() == []
 
 
 def test_the_message_of_a_new_tier_names_a_command_that_works(tmp_path: Path) -> None:
     DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
-    assert pagoda("remove", "disk", "--yes").returncode == 0
+    assert done_here("remove", "disk", "--yes").returncode == 0
     assert os.listdir(tmp_path / "disk") == ["locks"]

@@ -20,7 +20,7 @@ import pytest
 from pagoda import replay as pagoda_replay
 from pagoda.cli import main
 from pagoda.policy import DEFAULT
-from tests.cli.shelf import answer, one_line, pagoda, refused
+from tests.cli.shelf import answer, done_here, one_line, pagoda, refused
 from tests.cli.traces import PROMPTS, written
 
 Run = dict[str, float]
@@ -98,7 +98,7 @@ def test_a_trace_may_come_from_a_pipe_and_bytes_from_a_model(trace: Path) -> Non
     eight_bits = ("--model", "llama-3-8b", "--kv-dtype", "float8_e4m3fn")
     halved = answer("replay", trace, "--capacity-chunks", 4, "--policy", "lru", *eight_bits)
     assert halved["capacity_bytes"] == 2 * chunk_bytes
-    plain = pagoda("replay", trace, "--capacity-chunks", 4, "--bytes-per-token", 2**20).stdout
+    plain = done_here("replay", trace, "--capacity-chunks", 4, "--bytes-per-token", 2**20).stdout
     assert "2.00 GiB" in plain
 
 
@@ -116,7 +116,7 @@ def test_the_curve_is_a_table_and_a_png(tmp_path: Path) -> None:
         "--png",
         png,
     )
-    done = pagoda("replay", *options, "--model", "llama-3-8b")
+    done = done_here("replay", *options, "--model", "llama-3-8b")
     assert done.returncode == 0, done.stderr
     for word in ("fifo", "lru", "optimum", "300", "1,500", "GiB", str(png)):
         assert word in done.stdout
@@ -168,7 +168,7 @@ def test_size_of_a_small_trace_by_hand(trace: Path) -> None:
     sizes = {str(entry["policy"]): entry["chunks"] for entry in cast("list[Run]", found["sizes"])}
     assert sizes["optimum"] == 2 == found["optimum_chunks"]
     assert sizes["lru"] == 4
-    shown = pagoda("size", trace, "--percent", 100, "--policy", "lru").stdout
+    shown = done_here("size", trace, "--percent", 100, "--policy", "lru").stdout
     assert "100.0 %" in shown and "optimum" in shown
 
 

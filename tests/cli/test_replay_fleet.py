@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from tests.cli.shelf import answer, pagoda, refused
+from tests.cli.shelf import answer, done_here, refused
 from tests.cli.traces import PROMPTS, written
 
 CHUNK_BYTES = 512 * 4096
@@ -47,7 +47,7 @@ def test_a_fleet_by_hand(trace: Path, tmp_path: Path) -> None:
 
 
 def test_a_table_of_80_columns() -> None:
-    shown = pagoda("replay", "--machines", 10, "--host", "64GiB", "--remote", "1TiB", "--model", "llama-3-8b",
+    shown = done_here("replay", "--machines", 10, "--host", "64GiB", "--remote", "1TiB", "--model", "llama-3-8b",
                    "--link", "25Gbit")  # fmt: skip
     assert shown.returncode == 0 and max(map(len, shown.stdout.splitlines())) <= 80, shown
     for word in (
@@ -67,7 +67,7 @@ def test_second_sight_writes_less(trace: Path) -> None:
     written = [cast("list[Table]", found["links"])[0]["written_bytes"] for found in (through, sight)]
     assert 0 < written[1] < written[0]
     assert (through["remote_write_policy"], sight["remote_write_policy"]) == ("write_through", "second_sight")
-    shown = pagoda("replay", trace, *fleet, "--remote-write-policy", "second_sight").stdout
+    shown = done_here("replay", trace, *fleet, "--remote-write-policy", "second_sight").stdout
     assert "2 machines, round-robin, remote lru with second sight" in shown
 
 
@@ -78,7 +78,7 @@ def test_a_trace_without_time_has_no_rates(tmp_path: Path) -> None:
     found = answer("replay", trace, *options)
     assert found["hit_rate"] == 0.5 and found["lookups_per_second"] is None
     assert set(cast("Table", found["dollars_per_day"]).values()) == {None}
-    shown = pagoda("replay", trace, *options, "--link", "25Gbit")
+    shown = done_here("replay", trace, *options, "--link", "25Gbit")
     assert shown.returncode == 0 and "%" not in shown.stdout.partition("over the network")[2]
 
 

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from tests.cli.shelf import answer, pagoda, refused
+from tests.cli.shelf import answer, done_here, refused
 from tests.cli.traces import PROMPTS, written
 
 CHUNK_BYTES = 512 * 4096
@@ -49,7 +49,7 @@ def test_what_loads_more_slowly_than_it_is_computed_saves_nothing(trace: Path) -
     options = ("--disk", 100 * CHUNK_BYTES, "--bytes-per-token", 4096, "--prefill", 10**6, "--policy", "lru")
     found = answer("replay", trace, *options)
     assert found["hit_rate"] == 0.4 and found["prefill_tokens_saved"] == 2048
-    slow = pagoda("replay", trace, *options, "--disk-speed", 0.001)
+    slow = done_here("replay", trace, *options, "--disk-speed", 0.001)
     assert "disk 0.001 GB/s (given)" in slow.stdout and "computed and saves nothing" in slow.stderr
     assert answer("replay", trace, *options, "--disk-speed", 0.001)["prefill_tokens_saved"] == 0
 
@@ -72,7 +72,7 @@ def test_speeds_are_given_or_measured_or_assumed(trace: Path, tmp_path: Path) ->
 def test_without_a_model_nothing_is_said_of_time(trace: Path) -> None:
     options = ("--host", "1GiB", "--bytes-per-token", 4096)
     assert "ttft_seconds" not in answer("replay", trace, *options)
-    shown = pagoda("replay", trace, *options)
+    shown = done_here("replay", trace, *options)
     assert shown.returncode == 0 and "--prefill" in shown.stderr and "first token" not in shown.stdout
 
 
@@ -117,5 +117,5 @@ def test_engines_keep_prompts_waiting(trace: Path) -> None:
     assert cast("Table", one["hit_rates"])["disk"] == one["hit_rate"] == 0.4
     usual = cast("dict[str, object]", answer("replay", trace, *options)["load"])
     assert usual["engines"] == 2  # 5,120 tokens in 4 s are 1.28 engines, and they are to be 70 % busy
-    shown = pagoda("replay", trace, *options).stdout
+    shown = done_here("replay", trace, *options).stdout
     assert "2 engines in the time of the trace" in shown and "each prompt by itself" in shown

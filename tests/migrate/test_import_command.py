@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.shelf import answer, pagoda, refused
+from tests.cli.shelf import answer, done_here, pagoda, refused
 
 GOOD = "chunk_size: 128\nlocal_cpu: true\nmax_local_cpu_size: 0.5\nremote_url: redis://u:hunter2@h:6379\n"
 
@@ -29,14 +29,14 @@ def test_what_comes_out_goes_in(lmcache: Path, tmp_path: Path) -> None:
     assert options["chunk_tokens"] == {"value": 128, "origin": f"file {made}"}  # type: ignore[index]
     assert options["host_size"]["value"] == 2**29  # type: ignore[index]
     assert options["remote"]["value"] == ["redis://u:***@h:6379"]  # type: ignore[index]
-    assert pagoda("config", "import", lmcache).stdout == made.read_text()
+    assert done_here("config", "import", lmcache).stdout == made.read_text()
     assert "is there already" in refused("config", "import", lmcache, "-o", made)
     assert "cannot be written" in refused("config", "import", lmcache, "-o", tmp_path / "no" / "a.toml")
 
 
 def test_what_is_not_needed_is_a_remark(lmcache: Path) -> None:
     lmcache.write_text(GOOD + "numa_mode: auto\nsave_decode_cache: false\nenable_p2p: false\n")
-    done = pagoda("config", "import", lmcache)
+    done = done_here("config", "import", lmcache)
     assert done.returncode == 0
     assert done.stderr.splitlines() == [
         "pagoda: save_decode_cache: set elsewhere: the option store_output of the connector: "
@@ -51,14 +51,14 @@ def test_what_is_not_supported_is_refused_unless_forced(lmcache: Path) -> None:
     said = refused("config", "import", lmcache)
     assert "enable_p2p: " in said and "mystery: " in said and "cachegen" in said and "--force" in said
     assert "hunter2" not in said
-    done = pagoda("config", "import", lmcache, "--force")
+    done = done_here("config", "import", lmcache, "--force")
     assert done.returncode == 0 and "codec=zstd" in done.stdout
     assert "enable_p2p: not supported" in done.stderr and "mystery: unknown" in done.stderr
 
 
 def test_json(lmcache: Path) -> None:
     lmcache.write_text(GOOD + "enable_p2p: true\n")
-    done = pagoda("config", "import", lmcache, "--json")
+    done = done_here("config", "import", lmcache, "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 2 and found["ok"] is False
     assert [one["field"] for one in found["fields"] if one["verdict"] == "not supported"] == ["enable_p2p"]
@@ -70,7 +70,7 @@ def test_variables_count_where_there_is_no_file(lmcache: Path) -> None:
     variables = {"LMCACHE_CHUNK_SIZE": "64", "LMCACHE_MAX_LOCAL_CPU_SIZE": "2"}
     found = answer("config", "import", "--workers", "2", **variables)
     assert found["options"] == {"chunk_tokens": 64, "host_size": "4GiB"}
-    done = pagoda("config", "import", LMCACHE_CONFIG_FILE=str(lmcache), **variables)
+    done = done_here("config", "import", LMCACHE_CONFIG_FILE=str(lmcache), **variables)
     assert "chunk_tokens = 128" in done.stdout and "are ignored" in done.stderr
     assert "name LMCache's file" in refused("config", "import")
     assert "none.yaml" in refused("config", "import", lmcache.with_name("none.yaml"))
