@@ -15,9 +15,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from pagoda.cli.app import app
+from pagoda.cli.app import program
 from pagoda.config import Config
 from pagoda.connectors.vllm.supported_engines import FULL, HYBRID, TESTED, WHY
 from pagoda.metrics import DROPS, MISSES, Reason
@@ -85,14 +83,13 @@ def cli_page() -> str:
     """Return the page of all commands and their options."""
     import click
 
-    command = typer.main.get_command(app)
-    context = click.Context(command, info_name="pagoda")
+    context = click.Context(program, info_name="pagoda")
     parts = [
         f"# The command `pagoda`\n\n{GENERATED}\n",
         "Exit codes: 0 done; 1 failed (damage was found, or a store cannot be used); 2 wrong use (one line on stderr says what);\n"
         "130 interrupted. `--json` prints one JSON object. Progress and remarks are on stderr.\n",
     ]
-    parts += [_command_text(name, one, context) for name, one in _commands(command, context, "pagoda")]
+    parts += [_command_text(name, one, context) for name, one in _commands(program, context, "pagoda")]
     return "\n".join(parts)
 
 

@@ -91,13 +91,13 @@ def _run(args: Sequence[str]) -> int:
 
     # what matters is raised and said in one line
     logging.getLogger("pagoda").addHandler(logging.NullHandler())
-    from pagoda.cli.app import app
+    from pagoda.cli.app import program
     from pagoda.errors import ConfigError, PagodaError
 
     # the root of the errors that typer shows: click's own, or that of the click inside typer
     refusal = cast("type[Exception]", typer.BadParameter.__mro__[2])
     try:
-        code = typer.main.get_command(app).main(args=list(args), prog_name="pagoda", standalone_mode=False)
+        code = program.main(args=list(args), prog_name="pagoda", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except typer.Abort:

@@ -67,3 +67,6 @@ def root(
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
+
+
+program = typer.main.get_command(app)  # made once: it takes longer than some commands
