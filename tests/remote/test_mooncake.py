@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -151,23 +151,29 @@ LIES: dict[str, Callable[[Bytes], Bytes]] = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("is_warm", [False, True])
-def test_a_damaged_value_is_a_miss_and_makes_way(pool: Server, lie: str, is_warm: bool) -> None:
-    remote, (key,), (good,) = client_of(pool), keys_of(1), keys_of(1, chain=1)
-    for each in (key, good):
-        saved(remote, [each], LARGE)
+def test_damaged_values_are_misses_and_make_way(pool: Server, is_warm: bool) -> None:
+    remote, keys, (good,) = client_of(pool), keys_of(len(LIES)), keys_of(1, chain=1)
+    with tier_on(remote, LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
+        for key in (*keys, good):  # each the first of its chain
+            assert all(end.ok for end in ends(tier.save(chunks_of([key], LARGE), ROOT)))
     raw = RawStore(pool)
-    value = raw.get(name_in(remote, key))
-    assert value is not None
-    raw.put(name_in(remote, key), LIES[lie](value))
-    with tier_on(remote, LARGE, connections=2, deadline_seconds=PATIENT_SECONDS) as tier:
-        if is_warm:  # the memory that is shared has its size already
-            assert load(tier, [good], LARGE, PATIENT_SECONDS) == [None]
-        assert load(tier, [key], LARGE, PATIENT_SECONDS) == [Reason.FAILED_CHECK]
-        assert raw.get(name_in(remote, key)) is None
-        assert all(end.ok for end in ends(tier.save(chunks_of([key], LARGE), ROOT)))
-        assert load(tier, [key], LARGE, PATIENT_SECONDS) == [None]
+    for key, lie in zip(keys, LIES.values(), strict=True):
+        value = raw.get(name_in(remote, key))
+        assert value is not None
+        raw.put(name_in(remote, key), lie(value))
+    with ExitStack() as tiers:
+        for key, name in zip(keys, LIES, strict=True):
+            if not is_warm or key == keys[0]:  # a new tier's memory that is shared has no size yet
+                tiers.close()
+                patient = tier_on(remote, LARGE, connections=2, deadline_seconds=PATIENT_SECONDS)
+                tier = tiers.enter_context(patient)
+            if is_warm:
+                assert load(tier, [good], LARGE, PATIENT_SECONDS) == [None]
+            assert load(tier, [key], LARGE, PATIENT_SECONDS) == [Reason.FAILED_CHECK], name
+            assert raw.get(name_in(remote, key)) is None, name
+            assert all(end.ok for end in ends(tier.save(chunks_of([key], LARGE), ROOT)))
+            assert load(tier, [key], LARGE, PATIENT_SECONDS) == [None], name
     raw.close()
 
 
