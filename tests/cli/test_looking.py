@@ -75,7 +75,6 @@ def test_stats_of_two_tiers_from_the_configuration(shm_root: Path, tmp_path: Pat
     assert "queue_full" not in shown  # only reasons that happened are shown
 
 
-@pytest.mark.slow
 def test_one_store_may_be_named_too(shm_root: Path) -> None:
     put(host(shm_root, name="a"), LLAMA, range(16))
     put(host(shm_root, name="b"), LLAMA, range(32))
@@ -108,7 +107,6 @@ def test_prometheus_has_one_type_line_a_family_and_its_samples_together(shm_root
     assert len([line for line in seen if line.startswith("pagoda_ready{")]) == 2
 
 
-@pytest.mark.slow
 def test_ls_lists_latest_first_within_the_limit(shm_root: Path) -> None:
     ledger = host(shm_root)
     old = put(ledger, LLAMA, range(64))
@@ -173,7 +171,6 @@ def test_the_truth_while_another_process_stores(shm_root: Path) -> None:
     assert answer("check", shm_root)["ok"] is True  # the writer was killed
 
 
-@pytest.mark.slow
 def test_check_reads_the_disk_and_names_what_is_damaged(tmp_path: Path) -> None:
     with disk(tmp_path) as tier:
         keys = save(tier, LLAMA, range(64))
@@ -205,6 +202,7 @@ def test_a_store_that_cannot_be_used_fails_and_hides_no_other(shm_root: Path) ->
     assert done.returncode == 1 and "Traceback" not in done.stderr and "bad" in done.stderr
 
 
+@pytest.mark.slow
 def test_looking_at_a_store_that_is_broken_does_not_remove_it(shm_root: Path) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(64))
@@ -295,6 +293,7 @@ def test_output_that_cannot_be_written_is_one_line(shm_root: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "pagoda: No space left on device\n")
 
 
+@pytest.mark.slow
 def test_a_locale_that_cannot_write_what_is_shown_stops_no_command(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
     for command in (("top", "--once"), ("stats",)):

@@ -46,6 +46,7 @@ def written(path: Path, lines: list[QualityPrompt]) -> Path:
 USUAL = ("--chunk-tokens", CHUNK, "--new-tokens", 2, "--min-prompts", 4, "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_a_verdict_is_measured_printed_drawn_and_used(saved: Path, tmp_path: Path) -> None:
     file, png = written(tmp_path, prompts(6)), tmp_path / "q.png"
     asked = ("--blend", "deviation:1", "--blend", "first_k:0.1", "--codec", "q4")
@@ -98,6 +99,7 @@ def test_a_verdict_is_measured_printed_drawn_and_used(saved: Path, tmp_path: Pat
     assert "FAILED" in shown["detail"]
 
 
+@pytest.mark.slow
 def test_a_passing_verdict_lets_blending_start(saved: Path, tmp_path: Path) -> None:
     file = written(tmp_path, prompts(4))
     loose = ("--kl", 99, "--top1", 0, "--blend", "first_k:0.5", "--out", tmp_path)

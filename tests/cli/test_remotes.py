@@ -109,7 +109,6 @@ def test_stats_ask_how_full_it_is(where: dict[str, str], url: str) -> None:
     assert 'pagoda_remote_used_bytes{tier="redis"} ' in text and "limit_bytes" not in text
 
 
-@pytest.mark.slow
 def test_ls_counts_what_is_there_and_names_what_this_machine_knows(
     where: dict[str, str], shm_root: Path, url: str
 ) -> None:
@@ -180,7 +179,6 @@ def test_clear_reaches_every_tier(where: dict[str, str], shm_root: Path, url: st
     assert admin.gauges(ledger)["ready"] == count(url, LLAMA) == count(url, QWEN) == 0
 
 
-@pytest.mark.slow
 def test_clear_takes_one_namespace_only(where: dict[str, str], shm_root: Path, url: str) -> None:
     put(host(shm_root), LLAMA, range(32))
     mine, theirs = LLAMA.with_(salt="mine"), LLAMA.with_(salt="theirs")
@@ -196,7 +194,6 @@ def test_clear_takes_one_namespace_only(where: dict[str, str], shm_root: Path, u
     assert "no namespace begins so" in refused("clear", "-y", "--namespace", "0" * 64, **where)
 
 
-@pytest.mark.slow
 def test_a_directory_is_that_directory_alone(where: dict[str, str], shm_root: Path, url: str) -> None:
     put(host(shm_root), LLAMA, range(32))
     share(url, LLAMA, 2)
@@ -247,7 +244,6 @@ def test_a_tier_that_fails_is_named_and_the_others_are_served(
         assert 'pagoda_remote_reachable{tier="dead"} 0' in done.stdout
 
 
-@pytest.mark.slow
 def test_json_has_the_failures_too(where: dict[str, str]) -> None:
     where["PAGODA_REMOTE"] = gone = dead()
     for command, key in ((["clear", "-y"], "failed"), (["ls"], "failed")):
@@ -264,7 +260,6 @@ def test_a_name_that_only_the_dead_tier_may_know_is_not_called_wrong(where: dict
     assert done.returncode == 1 and "not cleared" in done.stderr
 
 
-@pytest.mark.slow
 def test_wrong_passwords_and_missing_ones(where: dict[str, str], url: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hunter2\n")
@@ -320,7 +315,6 @@ def test_an_engine_whose_library_is_not_installed(
     assert f"pip install 'pagodakv[{extra}]'" in pinged([parse(url)])[0].trouble
 
 
-@pytest.mark.slow
 def test_an_object_store(shm_root: Path) -> None:
     with nginx_dav() as server:
         url = f"{server.url}/kv/"

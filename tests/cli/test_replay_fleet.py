@@ -46,6 +46,7 @@ def test_a_fleet_by_hand(trace: Path, tmp_path: Path) -> None:
     assert found["link_bits_per_second"] == 8e6
 
 
+@pytest.mark.slow
 def test_a_table_of_80_columns() -> None:
     shown = done_here("replay", "--machines", 10, "--host", "64GiB", "--remote", "1TiB", "--model", "llama-3-8b",
                    "--link", "25Gbit")  # fmt: skip

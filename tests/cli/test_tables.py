@@ -166,6 +166,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [in_pipe, in_terminal])
 def test_no_line_is_wider_than_80_and_no_value_is_cut(
     machine: Path, run: Callable[..., tuple[int, str]]

@@ -151,6 +151,7 @@ LIES: dict[str, Callable[[Bytes], Bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_damaged_values_are_misses_and_make_way(pool: Server, is_warm: bool) -> None:
     remote, keys, (good,) = client_of(pool), keys_of(len(LIES)), keys_of(1, chain=1)
@@ -200,6 +201,7 @@ def test_a_chunk_in_use_can_be_removed(pool: Server) -> None:
         assert load(tier, keys, seconds=PATIENT_SECONDS) == [Reason.ABSENT, None, None]
 
 
+@pytest.mark.slow
 def test_a_clear_keeps_to_its_prefix_and_namespace(pool: Server) -> None:
     remote, others, keys = client_of(pool), client_of(pool), keys_of(3)
     similar = MooncakeClient(pool.url, prefix=remote.base.partition(":")[0].replace("-", ".", 1))
@@ -215,6 +217,7 @@ def test_a_clear_keeps_to_its_prefix_and_namespace(pool: Server) -> None:
             assert tier.clear(NAMESPACE.root) == 3
 
 
+@pytest.mark.slow
 def test_a_full_pool_takes_no_more_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with mooncake_master() as master, mooncake_peer(master, "16MB"):
         patient = {"deadline_seconds": PATIENT_SECONDS, "look_seconds": PATIENT_SECONDS}
@@ -233,6 +236,7 @@ def test_a_full_pool_takes_no_more_and_says_so(caplog: pytest.LogCaptureFixture)
 # ---- machines and the master
 
 
+@pytest.mark.slow
 def test_a_machine_that_dies_costs_its_chunks_only(caplog: pytest.LogCaptureFixture) -> None:
     with mooncake_master() as master, mooncake_peer(master), mooncake_peer(master) as second:
         remote, keys = client_of(master), keys_of(24)
@@ -247,6 +251,7 @@ def test_a_machine_that_dies_costs_its_chunks_only(caplog: pytest.LogCaptureFixt
     assert "does not answer" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_a_dead_machine_had_is_stored_again() -> None:
     with mooncake_master(QUICK) as master, mooncake_peer(master) as first:
         keys = keys_of(4)
@@ -259,6 +264,7 @@ def test_what_a_dead_machine_had_is_stored_again() -> None:
                 )
 
 
+@pytest.mark.slow
 def test_the_master_is_killed_and_comes_back() -> None:
     keys, later = keys_of(4), keys_of(4, chain=1)
     with mooncake_master() as master, mooncake_peer(master), tier_on(client_of(master)) as tier:
@@ -310,6 +316,7 @@ def test_a_pool_whose_master_stands_still_is_left_soon() -> None:
             master.cont()
 
 
+@pytest.mark.slow
 def test_a_call_that_is_late_writes_nothing_afterwards() -> None:
     """The machine that has the chunk stops in the middle: Mooncake waits for it for half a minute."""
     with mooncake_master("-client_ttl=60") as master, mooncake_peer(master) as machine:
@@ -347,6 +354,7 @@ def test_a_hanging_call_does_not_delay_the_end() -> None:
 # ---- processes
 
 
+@pytest.mark.slow
 def test_a_crash_of_the_library_costs_no_more_than_a_call(pool: Server) -> None:
     keys, before = keys_of(4), helpers()
     with tier_on(client_of(pool), deadline_seconds=START_SECONDS) as tier:
@@ -358,6 +366,7 @@ def test_a_crash_of_the_library_costs_no_more_than_a_call(pool: Server) -> None:
             assert not tier.resting
 
 
+@pytest.mark.slow
 def test_the_memory_of_this_machine_is_part_of_the_pool(caplog: pytest.LogCaptureFixture) -> None:
     """From the first save on, until the client is dropped; a process that ends is replaced."""
     with mooncake_master(QUICK) as master:

@@ -339,6 +339,7 @@ def test_a_directory_that_was_never_reached_is_trouble_and_no_miss() -> None:
         assert load(tier, fresh_keys(1)) == [Reason.TIER_SKIPPED]
 
 
+@pytest.mark.slow
 def test_neighbours_are_bounded_and_their_connections_too(meeting: Server) -> None:
     client = client_of(meeting, look_seconds=0.5)
     connection = client.connection().open(until())
@@ -535,6 +536,7 @@ def test_a_server_says_where_it_is_reached(options: dict[str, object], expected:
         assert url == expected.format(port=listening.getsockname()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log_format", ["plain", "json"])
 def test_a_server_that_cannot_tell_anybody_says_so(log_format: str, tmp_path: Path) -> None:
     gone = f"redis://:hunter2@127.0.0.1:{free_port()}"

@@ -33,6 +33,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
+@pytest.mark.slow
 def test_the_token_is_made_once_and_only_its_user_can_read_it(tmp_path: Path) -> None:
     state = tmp_path / "state"
     for _ in range(2):
@@ -48,6 +49,7 @@ def test_the_token_is_made_once_and_only_its_user_can_read_it(tmp_path: Path) ->
     assert "chmod 600" in refused("serve", "--listen", "127.0.0.1:0", "--token-file", file)
 
 
+@pytest.mark.slow
 def test_wrong_options_are_one_line_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("abc")
     (tmp_path / "short").chmod(0o600)

@@ -11,6 +11,7 @@ from tests.serve import kit
 from tests.serve.kit import LAYOUT, engine, keys_of, payload_of, server, verified, wait_until
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ODD", "LARGE"])
 def test_every_byte_of_an_engines_chunks_arrives_from_memory(name: str, shm_root: Path) -> None:
     layout = getattr(kit, name)

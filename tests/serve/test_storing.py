@@ -101,6 +101,7 @@ def test_a_compressed_value_is_stored_as_it_was(host: Server) -> None:
     assert found is not None and (found == payload).all()
 
 
+@pytest.mark.slow
 def test_an_engine_that_starts_later_finds_what_was_put(shm_root: Path) -> None:
     with server("--host-size", "4MiB", PAGODA_HOST_PATH=str(shm_root)) as running:
         fields = {"model": "llama", "salt": "secret", "kv_dtype": "float32"}
@@ -135,6 +136,7 @@ def test_a_full_store_evicts_and_one_too_small_refuses(shm_root: Path) -> None:
         assert 8 <= len(found) <= 16
 
 
+@pytest.mark.slow
 def test_a_server_that_only_reads_takes_and_removes_nothing(shm_root: Path) -> None:
     with engine(host_path=str(shm_root), host_size=4 << 20) as running:
         keys = running.store(1, 2)
