@@ -80,7 +80,6 @@ def test_computing_everything_again_is_a_full_prefill(name: str, policy: str, ho
     cached = house.open(model)
     for seed in (1, 2):
         documents, question = pieces(seed)
-        want = generated(model, whole(documents, question), 24)[0]
         for order in (documents, documents[:1] + documents[:0:-1]):
             want = generated(model, whole(order, question), 24)[0]
             options = {"recompute": 1.0, "policy": policy}

@@ -109,7 +109,7 @@ def test_controls_zeroed_kv_and_another_prompts_kv_change_the_text(name: str, ho
 def test_partial_hits(name: str, shared: int, house: House) -> None:
     model = MODELS[name]()
     cached = house.open(model)
-    text(cached, prompt(80))
+    cached.generate(prompt(80), max_new_tokens=1, do_sample=False)
     ids = torch.cat([prompt(80)[:, :shared], prompt(85 - shared, seed=9)], 1)
     out = cached.generate(ids, max_new_tokens=16, do_sample=False)
     assert out[:, 85:].tolist() == generated(model, ids, new=16)
