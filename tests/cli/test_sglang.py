@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.config import option_names
-from tests.cli.shelf import pagoda, refused
+from tests.cli.shelf import done_here, pagoda, refused
 
 STORAGE = {
     "backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache",
@@ -19,7 +19,7 @@ STORAGE = {
 
 def printed(*arguments: object, **variables: str) -> tuple[list[str], dict[str, object]]:
     """Return the command that would be run without its last flag, and what that flag says."""
-    done = pagoda("sglang", "--print", *arguments, **variables)
+    done = done_here("sglang", "--print", *arguments, **variables)
     assert (done.returncode, done.stderr) == (0, "")
     *command, flag, value = shlex.split(done.stdout)
     assert flag == "--hicache-storage-backend-extra-config"
@@ -58,7 +58,7 @@ def test_options_travel_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_every_option_is_there_but_the_size_of_a_chunk() -> None:
-    told = pagoda("sglang", "--help", COLUMNS="200").stdout
+    told = done_here("sglang", "--help", COLUMNS="200").stdout
     assert all("--" + name.replace("_", "-") in told for name in option_names())
     assert "--page-size" in refused("sglang", "--chunk-tokens", "64", "serve", "m")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.config import option_names
-from tests.cli.shelf import pagoda, refused
+from tests.cli.shelf import done_here, pagoda, refused
 
 ROUTE_A = {
     "kv_connector": "PagodaConnector",
@@ -42,7 +42,7 @@ def install_plugin(site: Path) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every process that a test here starts finds the plugin."""
+    """This process and every one that a test here starts find the plugin."""
     site = tmp_path_factory.mktemp("site")
     install_plugin(site)
     with pytest.MonkeyPatch.context() as patch:
@@ -50,12 +50,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             "PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
         )
         patch.delenv("VLLM_PLUGINS", raising=False)
+        patch.syspath_prepend(str(site))
         yield
 
 
 def printed(*arguments: object, **variables: str) -> tuple[list[str], dict[str, object]]:
     """Return the command that would be run without its last flag, and what that flag says."""
-    done = pagoda("vllm", "--print", *arguments, **variables)
+    done = done_here("vllm", "--print", *arguments, **variables)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") == 1
     *command, flag, value = shlex.split(done.stdout)
@@ -112,7 +113,6 @@ def test_options_before_serve_go_to_the_connector(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
 def test_where_vllm_does_not_load_the_plugin_the_module_is_named() -> None:
     assert printed("serve", "m", VLLM_PLUGINS="others,pagoda")[1] == ROUTE_A
     assert printed("serve", "m", VLLM_PLUGINS="others")[1] == ROUTE_A | MODULE
@@ -126,13 +126,12 @@ def test_what_the_environment_says_is_left_to_the_connector(tmp_path: Path) -> N
     assert config == ROUTE_A
 
 
-@pytest.mark.slow
 def test_every_option_of_the_configuration_is_there() -> None:
-    done = pagoda("vllm", "--help", COLUMNS="200")
+    done = done_here("vllm", "--help", COLUMNS="200")
     assert done.returncode == 0 and "serve" in done.stdout
     for name in option_names():
         assert f"--{name.replace('_', '-')} " in done.stdout
-    assert "vllm" in pagoda("--help").stdout
+    assert "vllm" in done_here("--help").stdout
 
 
 @pytest.mark.parametrize(
