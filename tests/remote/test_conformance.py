@@ -98,6 +98,7 @@ class Remotely(TierConformance):
     """The suite on tiers over `self.server`, each with a separate prefix."""
 
     codec = "raw"
+    connections = 4
     layout = LAYOUT
     server: Server
     prefix: str  # of the latest tier
@@ -113,6 +114,7 @@ class Remotely(TierConformance):
             self.layout,
             self.remote(),
             codec=self.codec,
+            connections=self.connections,
             deadline_seconds=PATIENT_SECONDS,
             look_seconds=PATIENT_SECONDS,
         )
@@ -269,6 +271,8 @@ class TestWebDav(Remotely):
 
 
 class TestMooncake(Remotely):
+    connections = 2  # each is a process
+
     @pytest.fixture(autouse=True)
     def _server(self, pool: Server) -> None:
         self.server = pool
