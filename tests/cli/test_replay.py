@@ -37,7 +37,6 @@ def runs(found: dict[str, object]) -> list[Run]:
     return cast("list[Run]", found["runs"])
 
 
-@pytest.mark.slow
 def test_one_tier_has_the_keys_that_programs_ask_for(trace: Path) -> None:
     found = answer("replay", trace, "--capacity-chunks", 4, "--policy", "lru")
     assert found["policy"] == "lru" and found["capacity_chunks"] == 4
@@ -79,7 +78,6 @@ def test_what_the_trace_cannot_fill_costs_nothing(trace: Path) -> None:
     assert found["capacity_chunks"] == 10**15
 
 
-@pytest.mark.slow
 def test_a_trace_may_come_from_a_pipe_and_bytes_from_a_model(trace: Path) -> None:
     found = answer(
         "replay",
@@ -123,7 +121,6 @@ def test_the_curve_is_a_table_and_a_png(tmp_path: Path) -> None:
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.slow
 def test_the_curve_chooses_its_sizes_and_never_passes_the_optimum(trace: Path, tmp_path: Path) -> None:
     found = answer("replay", trace, "--curve", "--png", tmp_path / "x.png", "--points", 4)
     sizes = sorted({run["capacity_chunks"] for run in runs(found)})

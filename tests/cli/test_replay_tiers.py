@@ -44,7 +44,6 @@ def test_tiers_by_hand(trace: Path) -> None:
     assert warm["p50"] == pytest.approx(1.024) and warm["p99"] == pytest.approx(1.024)
 
 
-@pytest.mark.slow
 def test_what_loads_more_slowly_than_it_is_computed_saves_nothing(trace: Path) -> None:
     options = ("--disk", 100 * CHUNK_BYTES, "--bytes-per-token", 4096, "--prefill", 10**6, "--policy", "lru")
     found = answer("replay", trace, *options)
@@ -54,7 +53,6 @@ def test_what_loads_more_slowly_than_it_is_computed_saves_nothing(trace: Path) -
     assert answer("replay", trace, *options, "--disk-speed", 0.001)["prefill_tokens_saved"] == 0
 
 
-@pytest.mark.slow
 def test_speeds_are_given_or_measured_or_assumed(trace: Path, tmp_path: Path) -> None:
     measured = tmp_path / "bench.json"
     measured.write_text(json.dumps({"chunk_bytes": 1, "host_read": {"gb_per_second": 7.5}}))
@@ -68,7 +66,6 @@ def test_speeds_are_given_or_measured_or_assumed(trace: Path, tmp_path: Path) ->
     assert usual["disk_gbps"] == 6 and cast("dict[str, str]", usual["sources"])["disk"] == "assumed"
 
 
-@pytest.mark.slow
 def test_without_a_model_nothing_is_said_of_time(trace: Path) -> None:
     options = ("--host", "1GiB", "--bytes-per-token", 4096)
     assert "ttft_seconds" not in answer("replay", trace, *options)
@@ -103,7 +100,6 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
         assert "pagoda bench --json" in refused("replay", trace, *some)
 
 
-@pytest.mark.slow
 def test_engines_keep_prompts_waiting(trace: Path) -> None:
     options = ("--disk", "1GiB", "--bytes-per-token", 4096, "--prefill", 1000, "--policy", "lru")
     one = cast("dict[str, object]", answer("replay", trace, *options, "--engines", 1)["load"])

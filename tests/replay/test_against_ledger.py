@@ -142,6 +142,7 @@ def test_what_is_no_chain_in_a_full_tier(seed: int) -> None:
         compare(32, policy, [request(*ids, ms=100.0 * i) for i, ids in enumerate(paths)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recorded_requests(policy: str) -> None:
     requests = [asked._replace(hash_ids=asked.hash_ids[:128]) for asked in sample()[:600]]

@@ -70,6 +70,7 @@ def test_random_streams(policy: str, stream: list[int], chunks: int) -> None:
     assert our_hits(policy, chunks, stream) == their_hits(policy, chunks, stream)
 
 
+@pytest.mark.slow
 @policies
 @pytest.mark.parametrize("chunks", [50, 500, 2000])
 def test_a_real_stream(policy: str, chunks: int) -> None:

@@ -113,7 +113,7 @@ def fleet(requests: Sequence[Request], spec: FleetSpec, tick: Callable[[int], No
 
 def results(plan: FleetPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[PolicyOutcome]:
     """Simulate the fleet with each policy in the machines' own tiers."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool, cores
+    from pagoda.cli.trace_pool import TraceJob, TracePool, useful_jobs
     from pagoda.replay import FleetSpec
 
     work = []
@@ -121,7 +121,7 @@ def results(plan: FleetPlan, policies: Sequence[str], jobs: int | None, quiet: b
         *own, remote = specs_of(plan.trace, plan.sizes, plan.chunk_bytes, policy)
         remote = remote._replace(policy=plan.remote_policy)
         work.append(TraceJob(fleet, (FleetSpec(plan.machines, own, remote, plan.route, plan.write_policy),)))
-    with TracePool(plan.trace.requests, jobs or cores(), quiet) as pool:
+    with TracePool(plan.trace.requests, jobs or useful_jobs(plan.trace.requests), quiet) as pool:
         return pool.run(work, f"replaying {plan.trace.name}")
 
 

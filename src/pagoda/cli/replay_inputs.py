@@ -37,7 +37,10 @@ KVType: TypeAlias = Annotated[
     str, Option("--kv-dtype", metavar="DTYPE", help="For bytes: what the model's KV is kept in.")
 ]
 Jobs: TypeAlias = Annotated[
-    int | None, Option(min=1, max=256, metavar="N", help="Processes; default: one a processor.")
+    int | None,
+    Option(
+        min=1, max=256, metavar="N", help="Processes; default: one a processor, or one for a small trace."
+    ),
 ]
 
 

@@ -114,7 +114,7 @@ class ReplayResult(NamedTuple):
 
 def results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[ReplayResult]:
     """Simulate the tiers under each policy."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool, cores
+    from pagoda.cli.trace_pool import TraceJob, TracePool, useful_jobs
 
     trace, chunk_bytes, speeds = plan.trace, plan.chunk_bytes, plan.speeds
     specs = [specs_of(trace, plan.sizes, chunk_bytes, policy) for policy in policies]
@@ -124,7 +124,7 @@ def results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: 
     if plan.engines:
         work += [TraceJob(loaded, (tiers, chunk_bytes, speeds, plan.engines), 1.3) for tiers in specs]
     work.append(TraceJob(best, (room,), 0.2))
-    with TracePool(trace.requests, jobs or cores(), quiet) as pool:
+    with TracePool(trace.requests, jobs or useful_jobs(trace.requests), quiet) as pool:
         found = pool.run(work, f"replaying {trace.name}")
     alone = [one for one in found if isinstance(one, ReplayedTiers)]
     load: list[TimedOutcome | None] = [one for one in found if not isinstance(one, ReplayedTiers | Cell)]

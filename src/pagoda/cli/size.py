@@ -60,9 +60,9 @@ def size(
 
 def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int | None, quiet: bool) -> list[Cell]:
     """Return the smallest cell that does, of each policy and then of the optimum, below which no policy can lie."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool, cores
+    from pagoda.cli.trace_pool import TraceJob, TracePool, useful_jobs
 
-    jobs = jobs or cores()
+    jobs = jobs or useful_jobs(trace.requests)
     with TracePool(trace.requests, jobs, quiet) as pool:
 
         def bound(sizes: Sequence[int]) -> list[Cell]:

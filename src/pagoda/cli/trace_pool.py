@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _TICK_SECONDS = 0.1
+_FEW_CHUNKS = 10_000  # are replayed sooner than processes start
 
 
 class TraceJob(NamedTuple, Generic[R]):
@@ -47,9 +48,14 @@ class TraceJob(NamedTuple, Generic[R]):
     weight: float = 1.0
 
 
-def cores() -> int:
+def _cores() -> int:
     """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def useful_jobs(requests: Sequence[Request]) -> int:
+    """Return how many processes are worth their start: one for a small trace."""
+    return _cores() if _chunks(requests) > _FEW_CHUNKS else 1
 
 
 class TracePool:
