@@ -116,6 +116,7 @@ def test_two_layers_are_exact_once_k_of_the_second_was_looked_at(
     assert error_of(model, found) <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["first_k", "deviation"])
 def test_divergence_falls_with_the_share(policy: str, house: House) -> None:  # noqa: F811
     model = llama()

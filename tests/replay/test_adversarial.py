@@ -63,6 +63,7 @@ def test_never_far_behind_lru_whatever_the_times(kind: str, name: str) -> None:
         _check(streams.odd_times(stream)[name], chunks)
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_same_every_time() -> None:
     for make, sizes in list(STREAMS.values())[3:]:
         assert make() == make()

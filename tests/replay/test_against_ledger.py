@@ -133,6 +133,7 @@ def test_what_is_no_chain(paths: list[list[int]], policy: str) -> None:
     compare(32, policy, [request(*ids, ms=700.0 * i) for i, ids in enumerate(paths)])
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(st.integers(0, 2**32))
 def test_what_is_no_chain_in_a_full_tier(seed: int) -> None:
