@@ -127,7 +127,6 @@ def test_a_store_that_fails_is_named_and_the_others_are_cleared(shm_root: Path) 
     assert admin.gauges(good)["ready"] == 0
 
 
-@pytest.mark.slow
 def test_clearing_while_another_process_stores(shm_root: Path) -> None:
     with writer(shm_root) as process:
         assert answer("clear", shm_root, "--yes")["failed"] == {}

@@ -127,7 +127,6 @@ def test_below_the_minimum_and_short_prompts(shm_root: Path) -> None:
     assert "chunk of 16" in detail
 
 
-@pytest.mark.slow
 def test_not_worth_loading_where_computing_is_faster(shm_root: Path, tmp_path: Path) -> None:
     put(host(shm_root), LLAMA, PROMPT)
     with disk(tmp_path) as tier:
@@ -358,7 +357,6 @@ def words(tokens: list[int]) -> str:
     return " ".join(f"t{token}" for token in tokens)
 
 
-@pytest.mark.slow
 def test_text_and_messages_by_a_tokenizer(shm_root: Path, tmp_path: Path, tokenizer: Path) -> None:
     logged(host(shm_root), LLAMA, PROMPT)
     for place in (tokenizer, tokenizer / "tokenizer.json"):

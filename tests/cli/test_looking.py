@@ -154,7 +154,6 @@ def test_looking_changes_no_recency_and_no_counters(shm_root: Path) -> None:
     assert admin.gauges(ledger)["members"] == 1
 
 
-@pytest.mark.slow
 def test_the_truth_while_another_process_stores(shm_root: Path) -> None:
     with writer(shm_root) as process:
         for _ in range(3):

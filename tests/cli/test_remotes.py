@@ -74,7 +74,6 @@ def count(url: str, namespace: Namespace) -> int:
     return sum(row["chunks"] for row in rows)
 
 
-@pytest.mark.slow
 def test_no_command_shows_the_password(where: dict[str, str], url: str) -> None:
     share(url, LLAMA, 1)
     for command in (

@@ -222,7 +222,6 @@ def test_ctrl_c_ends_it_and_what_came_stays(where: dict[str, str], host: HostTie
     assert admin.gauges(host.ledger)["reserved"] == 0 and brought(**where) == (30 - len(came), 0, "all")
 
 
-@pytest.mark.slow
 def test_a_server_that_counts_uses(where: dict[str, str], host: HostTier) -> None:
     with redis_server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lfu") as lfu:
         keys = [share(lfu.url, chain, 3) for chain in (1, 2)]

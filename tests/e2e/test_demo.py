@@ -128,6 +128,7 @@ def test_torch_missing_is_one_line_with_the_remedy() -> None:
     assert "needs torch" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_an_interrupted_demo_leaves_nothing_behind(how: str, shm_root: Path, tmp_path: Path) -> None:
     command = [*COMMAND, "--json", "--host-path", str(shm_root), "--disk-path", str(tmp_path)]

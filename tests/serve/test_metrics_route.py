@@ -32,6 +32,7 @@ def scrape(served: Server) -> dict[str, float]:
     return values(answer.body.decode())
 
 
+@pytest.mark.slow
 def test_a_scrape_has_what_engines_counted(shm_root: Path) -> None:
     (shm_root / "broken").mkdir()
     (shm_root / "broken" / "state").write_bytes(b"x" * 4096)
@@ -49,6 +50,7 @@ def test_a_scrape_has_what_engines_counted(shm_root: Path) -> None:
         assert f'pagoda_store_readable{{store="{shm_root}/broken"}} 0.0' in answer
 
 
+@pytest.mark.slow
 def test_only_who_has_the_token_may_scrape_and_may_choose_the_format(shm_root: Path) -> None:
     with engine(host_path=str(shm_root), host_size="4MiB") as writer, server(shm_root) as served:
         writer.store(1, 1)
@@ -80,6 +82,7 @@ def test_a_store_that_a_stopped_process_holds_is_named_in_time(shm_root: Path) -
         wait_until(lambda: scrape(served).get("pagoda_ready") == 2)
 
 
+@pytest.mark.slow
 def test_many_scrapes_at_once_are_one_reading(shm_root: Path) -> None:
     with engine(host_path=str(shm_root), host_size="4MiB") as writer, server(shm_root) as served:
         writer.store(1, 1)

@@ -69,6 +69,7 @@ def trouble(slab: FaultySlab, dice: random.Random, enough: Callable[[], bool]) -
         time.sleep(0.004)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_no_wrong_bytes_no_leaks_no_hangs(tmp_path: Path, seed: int) -> None:
     tier, slab = open_faulty(tmp_path, slots=48, io_threads=3, queue_chunks=24)
