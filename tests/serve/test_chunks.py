@@ -26,7 +26,6 @@ def test_every_byte_of_an_engines_chunks_arrives_from_memory(name: str, shm_root
                 assert found is not None and (found == payload_of(1, position, layout)).all()
 
 
-@pytest.mark.slow
 def test_every_byte_arrives_from_the_disk(shm_root: Path, tmp_path: Path) -> None:
     with engine(host_size=0, disk_path=str(tmp_path), disk_size=16 << 20) as running:
         keys = running.store(1, 5)

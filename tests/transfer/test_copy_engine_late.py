@@ -189,14 +189,13 @@ MOVES = {"down": store, "up": load}
 @pytest.mark.parametrize("direction", BOTH)
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("staging_bytes", [1 << 16, 256, 1])
-@pytest.mark.parametrize("outermost", [False, True])
-def test_every_way(way: str | None, direction: str, slots: str, staging_bytes: int, outermost: bool) -> None:
+def test_every_way(way: str | None, direction: str, slots: str, staging_bytes: int) -> None:
     for seed in range(6):
         it = scene(
             seed,
-            outermost=outermost,
+            outermost=seed % 2 == 1,
             group=1 + seed % 3,
-            skipped=0.3 * (seed % 2) * (direction == "up"),
+            skipped=0.3 * (seed // 3) * (direction == "up"),
             twice=direction == "down",
         )
         device = device_of(it, slots, seed)
