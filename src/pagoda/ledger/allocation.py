@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pagoda.ledger.lmdb_tables import ENTRY, PLACE, SLOT, SLOT_KEY, Meta, Reservation
 from pagoda.ledger.members import reap
 from pagoda.ledger.outcomes import Busy, CommitResult, Outcome, Present, Refused, Reserved
-from pagoda.ledger.tables import ENTRY, PLACE, SLOT, SLOT_KEY, Meta, Reservation
 from pagoda.ledger.transaction import Transaction, window
 from pagoda.metrics import Reason
 

@@ -1,6 +1,7 @@
 """One write transaction: what it changes in the tables, and what it publishes in the columns after its commit.
 
-`session` runs it; the steps in `allocation`, `chunk_ops`, `members` and `namespaces` change the tables through it.
+`session` runs it. The steps in `allocation`, `hold_pin_remove`, `members` and `clears_and_labels` change the tables
+through it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import lmdb
 import numpy as np
 
 from pagoda.ledger.columns import BARE, KEY_BYTES, NO_PARENT, NOT_READY, Columns, marks_of
-from pagoda.ledger.eviction import GHOST_REASONS
-from pagoda.ledger.tables import (
+from pagoda.ledger.eviction_policy import GHOST_REASONS
+from pagoda.ledger.lmdb_tables import (
     HOLD,
     MEMBER,
     MEMBER_KEY,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pagoda.ledger.allocation import ATTEMPTS, MOST_VICTIMS, PRESENT_LEASE_SECONDS, STAMP_STEP
 from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, Marks
-from pagoda.ledger.eviction import GHOST_REASONS, Evictor
+from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.transaction import BATCH
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.redis import GHOST_SECONDS
