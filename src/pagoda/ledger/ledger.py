@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from pagoda.clock import Clock
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.finalizers import settle
+from pagoda.fork import call_in_child
 from pagoda.ledger import allocation, hold_pin_remove, queries
 from pagoda.ledger.columns import KEY_BYTES, NOT_READY, Columns, marks_of
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
@@ -609,7 +610,8 @@ class Ledger:
                 _changed.notify_all()
 
 
-def _fresh_locks() -> None:
+@call_in_child
+def _reset_in_child() -> None:
     """Renew locks in a forked child: it has one thread, so a lock that another thread held must not stay locked."""
     global _changed
     _changed = Condition()
@@ -623,9 +625,6 @@ def _fresh_locks() -> None:
         if ledger._closing or ledger._borrowed:  # by a thread that this process does not have
             _ledgers.remove(ledger)
             ledger.session.close()
-
-
-os.register_at_fork(after_in_child=_fresh_locks)
 
 
 def _with_space(step: Callable[[float], T], until: float) -> T:

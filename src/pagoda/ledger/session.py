@@ -25,6 +25,7 @@ import numpy as np
 
 from pagoda.clock import Clock
 from pagoda.errors import ClosedError, LedgerCorrupt, StoreError
+from pagoda.fork import call_in_child
 from pagoda.ledger.clears_and_labels import load_saved
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.lmdb_tables import MEMBER, MEMBER_KEY, Tables, Txn
@@ -557,11 +558,12 @@ def _after_in_parent_again() -> None:
     _forking.sessions = ()  # or their files would stay open after they are closed
 
 
-def _after_in_child() -> None:
+@call_in_child
+def _reset_in_child() -> None:
     _forking.sessions = ()
     for session in list(_sessions):
         session.after_fork_in_child()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent)
 os.register_at_fork(after_in_parent=_after_in_parent_again)
