@@ -273,11 +273,6 @@ class Transaction:
             self._known_alive[member] = self._alive(member)
         return self._known_alive[member]
 
-    def reserved_by(self, member: int) -> int:
-        """Return the number of slots that a member has reserved."""
-        row = self.get(MEMBER_KEY.pack(member), db=self.tables.members)
-        return 0 if row is None else max(0, MEMBER.unpack(row)[2] + self.owed.get(member, 0))
-
     # ---- the end
 
     def save(self) -> None:
