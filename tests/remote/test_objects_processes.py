@@ -122,7 +122,7 @@ from pagoda.tiers.remote.object_store import ObjectStoreClient
 connection = ObjectStoreClient(sys.argv[1]).connection().open(time.monotonic() + 15)
 page, stored = np.zeros(4096, np.uint8), np.zeros(1 << 24, np.uint8)
 try:
-    connection.put(bytes(32), bytes(32), page, stored, lambda: True, time.monotonic() + 0.3)
+    connection.put(PutRequest(bytes(32), bytes(32), page, stored, lambda: True), time.monotonic() + 0.3)
 except TimeoutError:
     print("late")
 connection.close()

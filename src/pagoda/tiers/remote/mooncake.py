@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Self
@@ -35,7 +35,15 @@ from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
-from pagoda.tiers.remote.store_client import NAME_FORMAT, ListingDeadline, PutResult, RefusedError, Usage
+from pagoda.tiers.remote.store_client import (
+    NAME_FORMAT,
+    GetRequest,
+    ListingDeadline,
+    PutRequest,
+    PutResult,
+    RefusedError,
+    Usage,
+)
 from pagoda.tiers.remote.store_urls import check_prefix
 
 DEFAULT_PORT = 50051
@@ -334,45 +342,32 @@ class MooncakeConnection:
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
         """Do nothing: there are no claims."""
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
+    def put(self, request: PutRequest, until: float) -> PutResult:
         """Store a copy; `is_valid` is called after the copy and before it is sent.
 
         STORED also if the key was present or another writer was first: the master does not tell, and nothing is sent.
         """
         self._client.mount(until)
-        nbytes = HEADER_BYTES + stored.nbytes
+        nbytes = HEADER_BYTES + request.stored.nbytes
         staging = self._opened.reserve(nbytes, until)
-        staging[:HEADER_BYTES] = page
-        staging[HEADER_BYTES:nbytes] = stored
-        if not is_valid():
+        staging[:HEADER_BYTES] = request.page
+        staging[HEADER_BYTES:nbytes] = request.stored
+        if not request.is_valid():
             return PutResult.STALE
-        (code,) = self._call(until, "put", self._name(namespace, key), nbytes)
+        (code,) = self._call(until, "put", self._name(request.namespace, request.key), nbytes)
         if code == _FULL:
             raise RefusedError(Reason.FULL, f"the pool has no room ({code}): give it more by ?segment=SIZE")
         if code:
             raise RefusedError(Reason.IO_ERROR, f"the chunk was not stored ({code})")
         return PutResult.STORED
 
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | Reason | None:
+    def get(self, request: GetRequest, until: float) -> int | Reason | None:
         """Copy a value to `page` and to the result of `destination`, once all of it has been received."""
-        name = self._name(namespace, key)
+        name, page, destination = (
+            self._name(request.namespace, request.key),
+            request.page,
+            request.destination,
+        )
         staging = self._opened.reserve(HEADER_BYTES, until)
         code, *size = self._call(until, "get", name)
         if code == _TOO_SMALL and size:

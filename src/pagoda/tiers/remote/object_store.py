@@ -36,7 +36,9 @@ from pagoda.tiers.remote.obstore_runner import (
 )
 from pagoda.tiers.remote.store_client import (
     NAME_FORMAT,
+    GetRequest,
     ListingDeadline,
+    PutRequest,
     PutResult,
     RefusedError,
     Usage,
@@ -175,36 +177,23 @@ class ObjectStoreConnection:
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
         """Do nothing: there are no claims."""
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
+    def put(self, request: PutRequest, until: float) -> PutResult:
         """Store it unless the store sees that it is present, then call `is_valid`. The buffers are not copied."""
-        name = self._name(namespace, key)
-        if not self._put_object(name, [page, stored], until):
+        name = self._name(request.namespace, request.key)
+        if not self._put_object(name, [request.page, request.stored], until):
             return PutResult.PRESENT
-        if is_valid():
+        if request.is_valid():
             return PutResult.STORED
         self._delete_one(name, until)
         return PutResult.STALE
 
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | None:
+    def get(self, request: GetRequest, until: float) -> int | None:
         """Fill `page` and the result of `destination`, directly from the socket or piece by piece as they arrive."""
-        name = self._name(namespace, key)
+        name, page, destination = (
+            self._name(request.namespace, request.key),
+            request.page,
+            request.destination,
+        )
         if self._is_direct:
             return self._get_direct(name, page, destination, until)
         return self._runner.run(self._get_by_obstore(name, page, destination), until)

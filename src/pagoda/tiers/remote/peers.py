@@ -16,7 +16,7 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
@@ -24,12 +24,18 @@ from pagoda.clock import Clock
 from pagoda.fork import reset_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Condition, Pool
-from pagoda.tiers.base import Bytes
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.http import resolve
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient, PagodaServerConnection
 from pagoda.tiers.remote.peer_directory import PeerDirectory, PeerDirectoryConnection
-from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
+from pagoda.tiers.remote.store_client import (
+    GetRequest,
+    ListingDeadline,
+    PutRequest,
+    PutResult,
+    RefusedError,
+    Usage,
+)
 
 _MOST_PEERS = 8  # that are asked at once
 _MOST_LINES = 4 * _MOST_PEERS  # that are kept open while others are asked
@@ -432,15 +438,7 @@ class PeersConnection:
         if found and late:
             self._client.record_answers(look.keys, {line.peer: found})
 
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | Reason | None:
+    def get(self, request: GetRequest, until: float) -> int | Reason | None:
         """Fill `page` and the result of `destination` from a neighbour that has the chunk, or from the next one.
 
         What a neighbour does wrong is a miss with a reason, and no failure of all neighbours together.
@@ -448,7 +446,7 @@ class PeersConnection:
         if self._served is not None:  # there was no complaint about what it sent
             self._served.trust.record_success()
             self._served = None
-        holders, rest = self._client.holders(key)
+        holders, rest = self._client.holders(request.key)
         lines = [line for line in map(self._line, holders + rest) if not line.looks]
         reason = None if lines or not self._client.peers() else Reason.TIER_SKIPPED
         for tried, line in enumerate(lines):
@@ -457,7 +455,7 @@ class PeersConnection:
                 break
             share = until - left + left / max(1, len(holders) - tried)
             try:
-                count = line.connection.get(namespace, key, page, destination, share)
+                count = line.connection.get(request, share)
             except RefusedError as refusal:
                 reason = refusal.reason
                 if reason is Reason.FAILED_CHECK:
@@ -475,7 +473,7 @@ class PeersConnection:
                     return count
                 if line.peer in holders:
                     line.peer.record_absent()
-            self._client.forget(key, line.peer)
+            self._client.forget(request.key, line.peer)
         return reason
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
@@ -501,16 +499,7 @@ class PeersConnection:
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
         """Do nothing: there are no claims."""
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
+    def put(self, request: PutRequest, until: float) -> PutResult:
         """Refuse: neighbours are only read."""
         raise RefusedError(Reason.NOT_ADMITTED, "neighbours are only read")
 

@@ -35,7 +35,9 @@ from pagoda.tiers.remote.resp import (
 from pagoda.tiers.remote.socket_keepalive import abort
 from pagoda.tiers.remote.store_client import (
     NAME_FORMAT,
+    GetRequest,
     ListingDeadline,
+    PutRequest,
     PutResult,
     RefusedError,
     Usage,
@@ -272,41 +274,27 @@ class RedisConnection:
         """End the claims of this process that no put has ended. One round trip."""
         self._drop(until, claims=[self._names.chunk(namespace, key) + b":w" for key in keys])
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
+    def put(self, request: PutRequest, until: float) -> PutResult:
         """Write a draft, call `is_valid`, rename the draft: one or two round trips, by size. Ends the claim.
 
         A draft has an expiry time from its first byte on, so what a dead writer leaves disappears.
         """
         self._renew_rules(until)
-        result = self._put(namespace, key, page, stored, is_valid, until, rank)
+        result = self._put(request, until)
         if result is PutResult.PRESENT:
             with suppress(RefusedError):
-                self.touch(namespace, [key], until, [rank])
+                self.touch(request.namespace, [request.key], until, [request.rank])
         return result
 
-    def _put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int,
-    ) -> PutResult:
-        name, fields = self._names.chunk(namespace, key), _fields(page, stored)
+    def _put(self, request: PutRequest, until: float) -> PutResult:
+        name, fields = (
+            self._names.chunk(request.namespace, request.key),
+            _fields(request.page, request.stored),
+        )
+        is_valid, rank = request.is_valid, request.rank
         claim, draft = name + b":w", name + b":w:" + os.urandom(16).hex().encode()
         with self._drop_on_refusal(draft, claim, until):
-            if stored.nbytes <= _SMALL_BYTES:
+            if request.stored.nbytes <= _SMALL_BYTES:
                 result = self._put_in_one(name, draft, claim, fields, is_valid, until, rank)
             else:
                 # where Redis evicts by life, a draft with a short one would be the first to be evicted
@@ -368,29 +356,21 @@ class RedisConnection:
         life = self._lives.begin(draft, rank)
         return [life, command(b"RENAMENX", draft, name), command(b"UNLINK", draft, claim)]
 
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | None:
+    def get(self, request: GetRequest, until: float) -> int | None:
         """Fill `page` and the result of `destination`; one round trip: the first pieces are requested with the page.
 
         So is a longer life for the chunk.
         """
         self._renew_rules(until)
         self._resp.check_usable()
-        name = self._names.chunk(namespace, key)
+        name, page, rank = self._names.chunk(request.namespace, request.key), request.page, request.rank
         use = self._lives.used(name, rank)
         self._request(use, name, [b"h", *_field_names(range(_READ_PIECES))], until)
         remaining = [
             self._resp.read_reply(until, NUMBER) for _ in use
         ]  # a refusal does not keep the chunk from us
         found = self._resp.read_into(page.data, until)
-        buffer = destination() if found == page.nbytes else None
+        buffer = request.destination() if found == page.nbytes else None
         pieces = [] if buffer is None else _pieces(buffer.data)
         received = self._receive(name, pieces, until)
         for reply in (found, *received):

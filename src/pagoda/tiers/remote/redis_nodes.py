@@ -28,11 +28,17 @@ from pagoda.clock import Clock
 from pagoda.fork import reset_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool, wait
-from pagoda.tiers.base import Bytes
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.redis import ChunkUse, RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_lives import LIFE_SECONDS
-from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
+from pagoda.tiers.remote.store_client import (
+    GetRequest,
+    ListingDeadline,
+    PutRequest,
+    PutResult,
+    RefusedError,
+    Usage,
+)
 from pagoda.tiers.remote.store_urls import node_urls
 from pagoda.url_parts import place_of, split_url
 
@@ -324,36 +330,13 @@ class RedisNodesConnection:
         """End claims that no put has ended, on the nodes that answer."""
         self._ask_for(keys, RedisConnection.release, namespace, until, patience_seconds=math.inf)
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
+    def put(self, request: PutRequest, until: float) -> PutResult:
         """Store a chunk on its node; see RedisConnection."""
+        return self._call_for(request.key, lambda line: line.put(request, until), until, writes=True)
 
-        def put(line: RedisConnection) -> PutResult:
-            return line.put(namespace, key, page, stored, is_valid, until, rank)
-
-        return self._call_for(key, put, until, writes=True)
-
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | None:
+    def get(self, request: GetRequest, until: float) -> int | None:
         """Fill `page` and the result of `destination` from the chunk's node; see RedisConnection."""
-        return self._call_for(
-            key, lambda line: line.get(namespace, key, page, destination, until, rank), until
-        )
+        return self._call_for(request.key, lambda line: line.get(request, until), until)
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove chunks; return how many there were. Of a pool all nodes are asked: it may have been on another one.

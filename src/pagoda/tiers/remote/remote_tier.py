@@ -31,7 +31,9 @@ from pagoda.tiers.remote.leading_run import EXACT_KEYS, EXACT_REQUESTS
 from pagoda.tiers.remote.presence import PresenceCache
 from pagoda.tiers.remote.query_queue import QueryFunction, QueryQueue
 from pagoda.tiers.remote.store_client import (
+    GetRequest,
     ListingDeadline,
+    PutRequest,
     PutResult,
     RefusedError,
     StoreClient,
@@ -644,7 +646,7 @@ class RemoteWorker(IoWorker):
 
         try:
             until, rank = store.deadline(store.chunk_bytes), store.rank(read.stamp, read.position)
-            count = connection.get(root, read.key, self._page, destination, until, rank)
+            count = connection.get(GetRequest(root, read.key, self._page, destination, rank), until)
             if isinstance(count, Reason):
                 store.count({"failed_checks": int(count is Reason.FAILED_CHECK and not stays)})
                 return count
@@ -796,7 +798,8 @@ class RemoteWorker(IoWorker):
 
         def put(connection: StoreConnection) -> PutResult:
             until, rank = store.deadline(stored.nbytes), store.rank(write.stamp, write.chunk.position)
-            return connection.put(write.namespace, write.chunk.key, self._page, stored, is_valid, until, rank)
+            request = PutRequest(write.namespace, write.chunk.key, self._page, stored, is_valid, rank)
+            return connection.put(request, until)
 
         result = self._connection.call(put, "a save", store.write_breaker)
         return result if isinstance(result, Reason) else self._finish_put(write, result)
