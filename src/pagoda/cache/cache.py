@@ -51,8 +51,6 @@ from pagoda.threads import Condition
 from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 
-__all__ = ["Cache", "NameTaken", "forget"]
-
 log = guarded_logger("pagoda.cache")
 
 _CLOSE_SECONDS = 5.0

@@ -30,17 +30,6 @@ from pagoda.metrics import Reason, guarded_logger
 from pagoda.tiers.base import Bytes
 from pagoda.transfer import Transfer
 
-__all__ = [
-    "CacheRequest",
-    "Call",
-    "CallOptions",
-    "CheckedTransfer",
-    "KeyScheme",
-    "build_request",
-    "enable_profiler_ranges",
-    "enable_spans",
-]
-
 log = guarded_logger("pagoda.cache")
 T = TypeVar("T")
 

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from pagoda.metrics import Reason
 
-__all__ = ["CacheStats", "Cleared", "Hit", "Stored"]
-
 
 @dataclass(frozen=True, eq=False)
 class Hit:

@@ -18,17 +18,6 @@ from typer import Option
 from pagoda.cli import FailedError, UsageError
 from pagoda.config import Config
 
-__all__ = [
-    "become",
-    "check_tiers",
-    "given_values",
-    "installed_version",
-    "own_flags",
-    "refuse_secrets",
-    "serve_command",
-    "with_config_options",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _SIZES = ("host_size", "disk_size")
 

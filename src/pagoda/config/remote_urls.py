@@ -18,19 +18,6 @@ from pagoda.url_parts import place_of, split_url
 if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient
 
-__all__ = [
-    "LOSSY",
-    "MOST_PEERS",
-    "RemoteSpec",
-    "parse",
-    "parse_lookup",
-    "parse_peer",
-    "peers_of",
-    "redacted",
-    "split",
-    "tuple_of",
-]
-
 REDIS, OBJECTS, PAGODA, MOONCAKE = "redis", "objects", "pagoda", "mooncake"
 _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL gives one, how a URL is written
     "redis": (REDIS, "redis", "redis://host:6379/0"),

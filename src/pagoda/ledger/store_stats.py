@@ -16,8 +16,6 @@ from pagoda.ledger.request_ring import RecentRequest
 from pagoda.ledger.session import PATIENT_SECONDS
 from pagoda.metrics import COUNTERS
 
-__all__ = ["StoreStats"]
-
 
 class StoreStats(NamedTuple):
     """What one store said at one moment."""

@@ -19,8 +19,6 @@ from pagoda.ledger.transaction import BATCH
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.redis import GHOST_SECONDS
 
-__all__ = ["Chain", "SecondSightTier", "SimulatedTier", "marks_of_ids"]
-
 _LEASE_NS = int(PRESENT_LEASE_SECONDS * 1e9)
 _SHARE_NS, _PREPARE_NS = 1_000_000_000, 100_000_000
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -14,8 +14,6 @@ from contextlib import contextmanager
 
 from pagoda.fork import reset_in_child
 
-__all__ = ["ALREADY_GONE", "Driver", "DriverError"]
-
 LIBRARY = "libcuda.so.1"
 _PORTABLE, _DEVICEMAP = 1, 2
 _INVALID_CONTEXT = 201

@@ -25,8 +25,6 @@ from pagoda.slab.cuda_driver import ALREADY_GONE, Driver, DriverError
 from pagoda.slab.linux_mmap import collapse_huge_pages, populate
 from pagoda.threads import NO_THREAD, Event, begin
 
-__all__ = ["MAX_PIECE_BYTES", "PIECE_BYTES", "PinnedMemory", "check", "copying", "device_address", "pin"]
-
 # At about 0.1 s per GiB a piece takes some 25 ms: close() waits no longer for one, and neither does another call of the
 # driver, which has one lock for all calls (NVIDIA/TensorRT-LLM#17773 uses pieces of 1 GiB for that reason).
 PIECE_BYTES = 256 << 20

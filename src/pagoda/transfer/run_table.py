@@ -18,8 +18,6 @@ from pagoda.transfer.base import Ids
 from pagoda.transfer.cpu_copy import KvRows
 from pagoda.transfer.pages_kv import PagePlane
 
-__all__ = ["ByteRun", "RunTable", "dense_run_table", "page_run_table", "run_table"]
-
 
 class ByteRun(NamedTuple):
     """Bytes that are contiguous on both sides: `nbytes` from `address` on, and from `offset` in the slot on."""

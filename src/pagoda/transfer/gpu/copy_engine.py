@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     from pagoda.transfer.gpu.kernels import DeviceTable
 
-__all__ = ["WAYS", "CopyEngine", "GpuCopy", "Way", "copy_engine_of"]
-
 Way: TypeAlias = Literal["direct", "staged", "runs"]
 WAYS: tuple[Way, ...] = get_args(Way)
 

@@ -24,8 +24,6 @@ from pagoda.transfer.run_table import page_run_table
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DevicePagesKV", "DeviceSnapshot", "SnapshotBuffer"]
-
 
 class DevicePagesKV:
     """The KV of one sequence in planes of pages on a CUDA device, or in CPU memory; otherwise as `PagesKV`.
