@@ -54,9 +54,8 @@ class CallOptions(TypedDict, total=False):
     items: Sequence[Item]  # multimodal items at their token positions
     lora: str | None  # instead of the namespace's
     salt: str | None  # instead of the namespace's: keeps tenants apart
-    weights_version: (
-        str | None
-    )  # instead of the one that `weights_changed` named; "": the namespace's weights
+    # instead of the one that `weights_changed` named; "": the namespace's weights
+    weights_version: str | None
     tiers: Iterable[str] | None  # only these
     deadline_seconds: float | None  # of the whole call; default: config.deadline_seconds without progress
 

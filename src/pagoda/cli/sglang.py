@@ -118,9 +118,8 @@ def _refuse(arguments: Sequence[str]) -> None:
     ours = own_flags()
     for argument in arguments:
         name = argument.split("=")[0]
-        if name.startswith("--hicache-storage-b") and EXTRA.startswith(
-            name
-        ):  # SGLang takes any unique beginning
+        # SGLang takes any unique beginning
+        if name.startswith("--hicache-storage-b") and EXTRA.startswith(name):
             raise UsageError(
                 f"{name} is what this command writes: leave it out, or start sglang.launch_server yourself"
             )

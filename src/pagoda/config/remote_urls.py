@@ -37,12 +37,8 @@ _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL 
     "https": (OBJECTS, "webdav", "https://host/path/"),
 }
 _SCHEMES_OF_ONE_REDIS = ("redis", "rediss", "unix")
-_LOOKS = {
-    REDIS: "50ms",
-    OBJECTS: "300ms",
-    PAGODA: "50ms",
-    MOONCAKE: "50ms",
-}  # some round trips of a network that such an engine is on
+# some round trips of a network that such an engine is on
+_LOOKS = {REDIS: "50ms", OBJECTS: "300ms", PAGODA: "50ms", MOONCAKE: "50ms"}
 _MEANT = {  # what others call them
     "valkey": "redis",
     "valkeys": "rediss",
@@ -74,13 +70,8 @@ _OF_LOOKUP = ("prefix", "password_file")
 MOST_PEERS = 8
 """How many neighbours are asked at once; of more, `lookup` says which."""
 _TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile")
-_RESERVED = (
-    "all",
-    "device",
-    "disk",
-    "host",
-    "peers",
-)  # names of tiers that are no remote ones, and of all together
+# names of tiers that are no remote ones, and of all together
+_RESERVED = "all", "device", "disk", "host", "peers"
 LOSSY = ("q8", "q4", "qzstd")  # codecs after which KV is approximate; `pagoda.codec` has them
 _CODECS = ("raw", "zstd", *LOSSY)
 
@@ -98,9 +89,8 @@ _NO_SECRET = (  # these only say where one is
 )
 _NEXT = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*:/)|[\s,]+$")
 _USER = re.compile(r"[A-Za-z0-9_.%-]*")
-_HOST = re.compile(
-    r"(\[|[^:?,]*(:\d*)?(,[^:?,]*(:\d*)?)*([/?]|$))"
-)  # with a port or without; else a password is all there is
+# a host, with a port or without; else a password is all there is
+_HOST = re.compile(r"(\[|[^:?,]*(:\d*)?(,[^:?,]*(:\d*)?)*([/?]|$))")
 _PARAMETER = re.compile(r"([?&][^=&?]*)=([^&]*)")
 _MASK = "***"
 

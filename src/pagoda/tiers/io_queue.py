@@ -89,9 +89,8 @@ class IoQueue:
         self._read_chunks = read_chunks
         self._changed = Condition()
         self._writes: deque[WriteRequest] = deque()
-        self._delayed: list[
-            tuple[float, int, WriteRequest]
-        ] = []  # writes that were put back: a heap, by when due
+        # writes that were put back: a heap, by when due
+        self._delayed: list[tuple[float, int, WriteRequest]] = []
         self._reads: deque[ReadRequest] = deque()
         self._outstanding_writes: dict[bytes, WriteRequest] = {}  # queued or running, by key
         # reads that others wait for, too

@@ -94,9 +94,8 @@ class HttpConnection:
         into[:at] = self._buffer[self._begin : self._begin + at]
         self._begin += at
         with self._drop_on_error():
-            while (
-                into.nbytes - at > 2 * _WAKE_BYTES and self._tls is None
-            ):  # woken less often, at no cost for others
+            # woken less often, at no cost for others
+            while into.nbytes - at > 2 * _WAKE_BYTES and self._tls is None:
                 self._wake_at(_WAKE_BYTES)
                 at += self._receive(into[at : at + _STEP_BYTES], until)
             self._wake_at(1)

@@ -60,12 +60,8 @@ _SETTINGS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_CLIENT_METRIC": "0"
 _FULL, _TOO_SMALL, _TRANSFER_FAILED = -200, -600, -800
 _NOT_FOUND = -704
 _INCOMPLETE = -703
-_ABSENT = (
-    -702,
-    _INCOMPLETE,
-    _NOT_FOUND,
-    -707,
-)  # no replica, not yet complete, no such name, gone while it was read
+# no replica, not yet complete, no such name, gone while it was read
+_ABSENT = -702, _INCOMPLETE, _NOT_FOUND, -707
 _NO_ANSWER = -900  # and below: the master did not answer
 
 _logger = guarded_logger("pagoda.tiers.remote")

@@ -42,10 +42,8 @@ _MOST_LINES = 4 * _MOST_PEERS  # that are kept open while others are asked
 _MOST_FOUND = 1024  # neighbours that are known from the directory alone
 _PATIENCE_SHARE = 0.5  # of the time that a caller waits: then a slow neighbour is not waited for
 _FAILURES, _REST_SECONDS = 2, 1.0  # after these a neighbour is left out until it answers a look-up again
-_LIES, _DISTRUST_SECONDS = (
-    8,
-    30.0,
-)  # wrong or missing values in a row: then nothing is asked of it for a while
+# wrong or missing values in a row: then nothing is asked of it for a while
+_LIES, _DISTRUST_SECONDS = 8, 30.0
 _MOST_KEYS = 1 << 17  # whose neighbours are remembered: a few MiB
 _RESOLVE_SECONDS = 30.0  # between two questions for the addresses of a name
 _RESOLVE_PATIENCE_SECONDS = 5.0
@@ -347,9 +345,8 @@ class PeersConnection:
         self._client.resolve(patience)
         look, asked = _Look(keys), self._whom_to_ask(keys, patience)
         lines = self._free_lines(asked)
-        used = {
-            line.peer for line in lines if line.peer.is_used
-        }  # the others are only asked if they work again
+        # the others are only asked if they work again
+        used = {line.peer for line in lines if line.peer.is_used}
         look.open |= used or {line.peer for line in lines}
         for line in lines:
             line.looks = True

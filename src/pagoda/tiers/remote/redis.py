@@ -366,9 +366,8 @@ class RedisConnection:
         name, page, rank = self._names.chunk(request.namespace, request.key), request.page, request.rank
         use = self._lives.used(name, rank)
         self._request(use, name, [b"h", *_field_names(range(_READ_PIECES))], until)
-        remaining = [
-            self._resp.read_reply(until, NUMBER) for _ in use
-        ]  # a refusal does not keep the chunk from us
+        # a refusal does not keep the chunk from us
+        remaining = [self._resp.read_reply(until, NUMBER) for _ in use]
         found = self._resp.read_into(page.data, until)
         buffer = request.destination() if found == page.nbytes else None
         pieces = [] if buffer is None else _pieces(buffer.data)
@@ -379,9 +378,8 @@ class RedisConnection:
         sizes = [piece.nbytes for piece in pieces]
         if buffer is not None and received == sizes + [None] * (len(received) - len(sizes)):
             if self._lives.learn(remaining, rank):
-                with suppress(
-                    OSError, RefusedError
-                ):  # the chunk is here: the next call finds out what is wrong
+                # the chunk is here: the next call finds out what is wrong
+                with suppress(OSError, RefusedError):
                     self._replies([self._lives.extend(name, rank)], until, NUMBER)
             return buffer.nbytes
         is_missing = None in (found, *received[: len(sizes)])
