@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote
@@ -176,10 +176,14 @@ def parse(url: str) -> RemoteSpec:
     Raises:
         ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
     """
+    return _of_option("remote", _parsed, url)
+
+
+def _of_option(option: str, read: Callable[[str], RemoteSpec], url: str) -> RemoteSpec:
     try:
-        return _parsed(url)
+        return read(url)
     except ValueError as trouble:
-        raise ConfigError(f"remote = {redacted(url)!r}: {trouble}") from None
+        raise ConfigError(f"{option} = {redacted(url)!r}: {trouble}") from None
 
 
 def split(text: str) -> tuple[str, ...]:
@@ -222,10 +226,7 @@ def parse_peer(url: str) -> RemoteSpec:
     Raises:
         ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
     """
-    try:
-        return _parsed_peer(url)
-    except ValueError as trouble:
-        raise ConfigError(f"peers = {redacted(url)!r}: {trouble}") from None
+    return _of_option("peers", _parsed_peer, url)
 
 
 def peers_of(value: object) -> tuple[str, ...]:
@@ -250,16 +251,7 @@ def parse_lookup(url: str) -> RemoteSpec:
     Raises:
         ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
     """
-    try:
-        if url.partition("://")[0].lower() not in _SCHEMES_OF_ONE_REDIS:
-            raise ValueError("machines meet in a Redis; write redis://host:6379/0")
-        spec, given = _parsed(url), _parameters(url.partition("?")[2])
-        for name in given:
-            if name in _OURS and name not in _OF_LOOKUP:
-                raise ValueError(f"{name}: means nothing here; remove it")
-    except ValueError as trouble:
-        raise ConfigError(f"lookup = {redacted(url)!r}: {trouble}") from None
-    return replace(spec, name="lookup")
+    return _of_option("lookup", _parsed_lookup, url)
 
 
 def redacted(url: str) -> str:
@@ -468,10 +460,7 @@ def _check_pagoda(ours: Mapping[str, str], given: Mapping[str, str]) -> None:
     for name in _OF_REDIS:
         if name in ours:
             raise ValueError(f"{name}: a pagoda serve has none; remove it")
-    known = tuple(name for name in _OURS if name not in _OF_REDIS)
-    for name in given:
-        hint = did_you_mean(name, known)
-        raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
+    _refuse_unknown(given, [name for name in _OURS if name not in _OF_REDIS])
 
 
 def _check_mooncake(parts: SplitResult, ours: Mapping[str, str], given: dict[str, str]) -> None:
@@ -481,11 +470,7 @@ def _check_mooncake(parts: SplitResult, ours: Mapping[str, str], given: dict[str
     for name in _NOT_OF_MOONCAKE:
         if name in ours:
             raise ValueError(f"{name}: a Mooncake pool has none; remove it")
-    known = (*(name for name in _OURS if name not in _NOT_OF_MOONCAKE), *_OF_MOONCAKE)
-    for name in given:
-        if name not in _OF_MOONCAKE:
-            hint = did_you_mean(name, known)
-            raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
+    _refuse_unknown(given, [*(name for name in _OURS if name not in _NOT_OF_MOONCAKE), *_OF_MOONCAKE])
     if "segment" in given:
         size = parse_size(given["segment"])
         if size == AUTO:
@@ -501,10 +486,7 @@ def _parsed_peer(url: str) -> RemoteSpec:
     if scheme not in ("http", "https"):
         raise ValueError("a neighbour is a pagoda serve; write http://host:7777")
     given = _parameters(query)
-    for name in given:
-        if name not in _OF_PEERS:
-            hint = did_you_mean(name, _OF_PEERS)
-            raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(_OF_PEERS)})")
+    _refuse_unknown(given, _OF_PEERS)
     if (dns := given.get("dns")) not in (None, "all"):
         raise ValueError(f"dns={dns}: only dns=all is known: one neighbour at each address of the host")
     if dns and scheme == "https":
@@ -513,6 +495,23 @@ def _parsed_peer(url: str) -> RemoteSpec:
     place = url.partition("?")[0]
     spec = _parsed(f"{place}?{'&'.join([*others, f'server={PAGODA}'])}")
     return replace(spec, name="peers", redacted=redacted(url), options={"dns": dns} if dns else {})
+
+
+def _parsed_lookup(url: str) -> RemoteSpec:
+    if url.partition("://")[0].lower() not in _SCHEMES_OF_ONE_REDIS:
+        raise ValueError("machines meet in a Redis; write redis://host:6379/0")
+    spec, given = _parsed(url), _parameters(url.partition("?")[2])
+    for name in given:
+        if name in _OURS and name not in _OF_LOOKUP:
+            raise ValueError(f"{name}: means nothing here; remove it")
+    return replace(spec, name="lookup")
+
+
+def _refuse_unknown(given: Iterable[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
 
 
 def _named(name: str) -> str:
