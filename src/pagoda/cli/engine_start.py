@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, NoReturn, TypeAlias, TypeVar, get_type_hints
 
 import typer
 from typer import Option
@@ -20,6 +20,12 @@ from pagoda.config import Config
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _SIZES = ("host_size", "disk_size")
+
+PrintOnly: TypeAlias = Annotated[bool, Option("--print", help="Print the command instead of running it.")]
+Weights: TypeAlias = Annotated[
+    str | None, Option(help="What names the weights, instead of a digest of the checkpoint's files.")
+]
+Salt: TypeAlias = Annotated[str | None, Option(help="Only engines with the same salt share what is stored.")]
 
 
 def _flag(name: str) -> str:

@@ -359,16 +359,12 @@ class MooncakeConnection:
 
     def get(self, request: GetRequest, until: float) -> int | Reason | None:
         """Copy a value to `page` and to the result of `destination`, once all of it has been received."""
-        name, page, destination = (
-            self._name(request.namespace, request.key),
-            request.page,
-            request.destination,
-        )
+        name, page = self._name(request.namespace, request.key), request.page
         staging = self._opened.reserve(HEADER_BYTES, until)
         code, *size = self._call(until, "get", name)
         if code == _TOO_SMALL and size:
             page[:] = staging[:HEADER_BYTES]
-            self._fitting(destination(), size[0] - HEADER_BYTES)
+            request.space_for(size[0] - HEADER_BYTES)
             staging = self._opened.reserve(size[0], until)
             code, *size = self._call(until, "get", name)
         if code in _ABSENT:
@@ -383,13 +379,8 @@ class MooncakeConnection:
             raise RefusedError(Reason.FAILED_CHECK if code >= 0 else Reason.IO_ERROR, f"the value {what}")
         page[:] = staging[:HEADER_BYTES]
         rest_bytes = code - HEADER_BYTES
-        self._fitting(destination(), rest_bytes)[:rest_bytes] = staging[HEADER_BYTES:code]
+        request.space_for(rest_bytes)[:rest_bytes] = staging[HEADER_BYTES:code]
         return rest_bytes
-
-    def _fitting(self, target: Bytes | None, nbytes: int) -> Bytes:
-        if target is None or nbytes > target.nbytes:
-            raise RefusedError(Reason.FAILED_CHECK, "the value is not the requested chunk")
-        return target
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove values, leased ones too; return how many were present. What is being written is waited for."""

@@ -10,10 +10,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -149,17 +148,14 @@ class PagodaServerConnection:
         if response.status != 200:
             self._answer(response, until, good=(404,))
             return None
-        with self._dropped_on_error():
+        with self._http.dropped_on_error():  # the rest of a value is not read
             if response.length is None or response.length < HEADER_BYTES:
                 raise RefusedError(
                     Reason.FAILED_CHECK, "the value is shorter than a header, or of unknown length"
                 )
             self._http.read_into(request.page.data, until)
             rest_bytes = response.length - HEADER_BYTES
-            rest = request.destination()
-            if rest is None or rest_bytes > rest.nbytes:
-                raise RefusedError(Reason.FAILED_CHECK, "the value is not the requested chunk")
-            self._http.read_into(rest.data[:rest_bytes], until)
+            self._http.read_into(request.space_for(rest_bytes).data[:rest_bytes], until)
             self._http.finish(response, response.length, until)
         return rest_bytes
 
@@ -207,15 +203,6 @@ class PagodaServerConnection:
         if response.status in good:
             return answer
         raise _failure(response.status, str(answer.get("reason", ""))[:100])
-
-    @contextlib.contextmanager
-    def _dropped_on_error(self) -> Iterator[None]:
-        """Drop the connection if the block fails: the rest of a value is not read."""
-        try:
-            yield
-        except BaseException:
-            self._http.drop()
-            raise
 
 
 def _target(namespace: bytes, key: bytes) -> str:

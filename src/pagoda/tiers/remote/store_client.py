@@ -86,6 +86,13 @@ class GetRequest(NamedTuple):
     destination: Callable[[], Bytes | None]
     rank: int = 0
 
+    def space_for(self, nbytes: int) -> Bytes:
+        """Return where the rest goes, which has `nbytes`. RefusedError: it is not wanted, or does not fit."""
+        found = self.destination()
+        if found is None or nbytes > found.nbytes:
+            raise RefusedError(Reason.FAILED_CHECK, "the value is not the requested chunk")
+        return found
+
 
 class Usage(NamedTuple):
     """How full the store is, in bytes; None if it does not say."""
