@@ -53,8 +53,9 @@ class PresentWeights:
         self._epoch = WeightsEpoch(resources.config.roots(), namespace.model, namespace.weights_epoch)
         self._base = namespace
         self._named = ("", 0)  # the version that the weights were changed to, and the epoch then
-        # the namespace, and whether tiers are left out
-        self._scopes: dict[tuple[str, str, str, int], tuple[Namespace, bool]] = {}
+        self._scopes: dict[
+            tuple[str, str, str, int], tuple[Namespace, bool]
+        ] = {}  # and whether tiers are left out
         self._begun = list(begun)
         self._measured: dict[tuple[str, int], list[QualityState]] = {}
         self.reset()
