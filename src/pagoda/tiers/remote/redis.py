@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from itertools import compress, takewhile
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypedDict
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.errors import ConfigError
@@ -78,6 +78,17 @@ class RedirectError(RefusedError):
         super().__init__(Reason.IO_ERROR, f"{advice} ({error.text})")
         self.has_moved = error.code == "MOVED"
         self.target = words[2] if error.code == "ASK" and len(words) == 3 else ""
+
+
+class RedisOptions(TypedDict, total=False):
+    """What a client of Redis is made with: see RedisClient."""
+
+    prefix: str
+    ttl_seconds: float
+    ranks: bool
+    second_sight: bool
+    name: str
+    password_file: str
 
 
 class RedisClient:
