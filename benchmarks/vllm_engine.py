@@ -359,7 +359,7 @@ def _watch(room: Room) -> None:
     if not has_kv_transfer_group():
         return
     from pagoda.connectors.vllm.connector_stats import PagodaStats
-    from pagoda.transfer.pages import PagesKV
+    from pagoda.transfer.pages_kv import PagesKV
 
     scheduler = room.llm.llm_engine.engine_core.engine_core.scheduler
     for half, names in ((scheduler.connector, _SCHEDULER_CALLS), (get_kv_transfer_group(), _WORKER_CALLS)):
