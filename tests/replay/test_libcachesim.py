@@ -34,25 +34,25 @@ def their_hits(policy: str, chunks: int, stream: Sequence[int]) -> list[bool]:
 
 
 def zipf(rng: np.random.Generator) -> list[int]:
-    return [int(one) for one in rng.zipf(1.2, 2000) % 400]
+    return [int(one) for one in rng.zipf(1.2, 1000) % 400]
 
 
 def loop(rng: np.random.Generator) -> list[int]:
-    return list(range(int(rng.integers(10, 150)))) * 15
+    return list(range(int(rng.integers(10, 150)))) * 8
 
 
 def scans(rng: np.random.Generator) -> list[int]:
     """Request popular chunks repeatedly, and sometimes a long run of chunks that are requested once."""
     stream, new = [], 1000
     for _ in range(5):
-        stream += zipf(rng)[:500]
-        stream += range(new, new + 600)
-        new += 600
+        stream += zipf(rng)[:300]
+        stream += range(new, new + 300)
+        new += 300
     return stream
 
 
 def shifts(rng: np.random.Generator) -> list[int]:
-    return [one + 100 * turn for turn in range(5) for one in zipf(rng)[:600]]
+    return [one + 100 * turn for turn in range(5) for one in zipf(rng)[:300]]
 
 
 @policies
