@@ -17,6 +17,7 @@ from pagoda.cli.stores import AsJson, ConfigFile, configured
 if TYPE_CHECKING:
     import torch
 
+    from pagoda.config import Config
     from pagoda.connectors.transformers.blend_policies import SelectionPolicy
     from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer
     from pagoda.quality.run import QualityRun
@@ -33,7 +34,7 @@ def quality(
     ],
     blend: Annotated[
         list[str] | None,
-        Option(metavar="POLICY:SHARE", help="Blending, such as deviation:0.15; or several."),
+        Option(metavar="POLICY:SHARE[:NAME=N]", help="Blending, such as deviation:0.15; or several."),
     ] = None,
     codec: Annotated[
         list[str] | None, Option(metavar="NAME", help="A lossy codec, such as q8; or several.")
@@ -107,7 +108,7 @@ def quality(
                 limits, tokenizer = _described(model)
             lines = _prompts(prompts, limits, tokenizer, new_tokens)
             if not blends and not codecs:
-                blends, codecs = _usual(lines)
+                blends, codecs = _usual(lines, loaded)
             with _one_line(f"{model}: cannot be used"):
                 network = _loaded(model, dtype, device)
             bars.update(task, total=1)
@@ -238,17 +239,18 @@ def _prompts(
     return good
 
 
-def _blend_of(text: str) -> tuple[SelectionPolicy, float]:
-    """Return what "deviation:0.15" or "deviation:0.15:layer=2" says. Raises UsageError."""
-    from pagoda.connectors.transformers.blend_policies import POLICIES, checked_share
+def _blend_of(text: str) -> tuple[SelectionPolicy, float, int]:
+    """Return what "deviation:0.15" or "deviation:0.15:layer=2:min_tokens=256" says. Raises UsageError."""
+    from pagoda.connectors.transformers.blend_policies import POLICIES, checked_min_tokens, checked_share
 
     name, share, *options = text.split(":") if ":" in text else (text, "")
     try:
         if name not in POLICIES:
             raise ValueError(f"the policies are {', '.join(POLICIES)}")
-        given = dict(option.split("=") for option in options)
+        given = {key: int(value) for key, value in (option.split("=") for option in options)}
+        least = checked_min_tokens(given.pop("min_tokens", 0))
         policy = cast("Callable[..., SelectionPolicy]", POLICIES[name])
-        return policy(**{key: int(value) for key, value in given.items()}), checked_share(float(share))
+        return policy(**given), checked_share(float(share)), least
     except (TypeError, ValueError) as trouble:
         raise UsageError(
             f"--blend {text}: give a policy and the share to compute again, such as deviation:0.15 ({trouble})"
@@ -266,12 +268,18 @@ def _codecs_of(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _usual(prompts: Sequence[QualityPrompt]) -> tuple[list[tuple[SelectionPolicy, float]], list[str]]:
-    """Return what is measured if nothing was asked for: all codecs, and blending if the prompts have documents."""
+def _usual(
+    prompts: Sequence[QualityPrompt], config: Config
+) -> tuple[list[tuple[SelectionPolicy, float, int]], list[str]]:
+    """Return what is measured if nothing was asked for: all codecs, and blending if the prompts have documents.
+
+    The configured share is one of those that are measured, with the configured least tokens of a document.
+    """
     from pagoda import codec
     from pagoda.connectors.transformers.blend_policies import POLICIES, policy_named
 
-    blends = [(policy_named(name), share) for name in POLICIES for share in _USUAL_SHARES]
+    shares = sorted({*_USUAL_SHARES, config.blend_recompute})
+    blends = [(policy_named(name), share, config.blend_min_tokens) for name in POLICIES for share in shares]
     return (blends if all(prompt.documents for prompt in prompts) else []), list(codec.LOSSY)
 
 

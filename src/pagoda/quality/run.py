@@ -33,7 +33,7 @@ def measure_quality(
     model: torch.nn.Module,
     prompts: Sequence[QualityPrompt],
     *,
-    blends: Sequence[tuple[SelectionPolicy, float]] = (),
+    blends: Sequence[tuple[SelectionPolicy, float] | tuple[SelectionPolicy, float, int]] = (),
     codecs: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
     chunk_tokens: int = 256,
@@ -50,7 +50,7 @@ def measure_quality(
     Args:
         model: a causal model of Transformers, on its device.
         prompts: what `read_prompts` returns; all with documents if there are blends.
-        blends: policies and shares to compute again.
+        blends: policies, shares to compute again, and if not 0 the least tokens of a document that is reused.
         codecs: names of lossy codecs.
         tokenizer: needed if an expected answer is text.
         chunk_tokens: tokens of a chunk, as in the engine; codecs depend on it.
@@ -82,7 +82,7 @@ def measure_quality(
             cached = opened.enter_context(
                 _documents_cache(model, prompts, chunk_tokens, token_bytes, weights)
             )
-            asked = [(Deviation(), 0.0), *(one for one in blends if one[1])]
+            asked = [(Deviation(), 0.0), *(one for one in blends if any(one[1:]))]
             named = {blend.name: blend for blend in (Blend(cached, *one) for one in asked)}
             features = [*named.values(), *features]
         total = (1 + len(features) + len(controls)) * (1 + len(prompts))
