@@ -11,13 +11,24 @@ it starts. In the lowest layer, because a connector and a tier of a cache both c
     checksum                                     of all the rest
 
 The checksum detects damage and careless edits, not forgery: who may write the file may also set `unchecked`.
+
+The usual bounds say how much may change, and what for:
+
+    kl        nats a token; the perplexity of the model's own text rises by exp(kl). Blending: 10 %. Codecs: 1 %
+    top1      tokens that stay the same. Codecs: 99 %, the bar that papers on KV quantisation set. Blending: 93 %
+    answers   right answers beside exact KV. Blending: 93 %, what CacheBlend was seen to keep. Codecs: 99 %
+    prompts   50: if none of n prompts fails, 3 / n may still fail (the rule of three, 95 %): 6 % of 50
+
+Users may loosen them; then a start says so. Beyond `LOOSEST` nothing passes: such bounds say nothing of a model.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -26,11 +37,15 @@ import msgspec
 from blake3 import blake3
 
 from pagoda.errors import ConfigError
+from pagoda.metrics import guarded_logger
 
 __all__ = [
-    "FORMAT", "VERSION", "Bounds", "Figures", "Interval", "QualityState", "Result", "Setting", "Verdict",
-    "default_directory", "objections", "read_verdict", "require_quality", "weights_name",
+    "DEFAULT_BOUNDS", "FORMAT", "LOOSEST", "VERSION", "Bounds", "Figures", "Interval", "QualityState", "Result",
+    "Setting", "Verdict", "default_directory", "is_surely_noticed", "loosened", "objections", "read_verdict",
+    "require_quality", "too_loose", "weights_name",
 ]  # fmt: skip
+
+_log = guarded_logger("pagoda.quality")
 
 FORMAT = "pagoda quality verdict"
 VERSION = 1  # raised when figures or bounds change their meaning: older verdicts are then refused
@@ -89,6 +104,14 @@ class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top1: float  # at least; share of tokens whose most likely successor is the same
     answers: float  # at least; right answers as a share of those with exact KV. Needs expected answers
     prompts: int  # at least; fewer cannot tell
+
+
+DEFAULT_BOUNDS = {
+    "blend": Bounds(kl=0.095, top1=0.93, answers=0.93, prompts=50),
+    "codec": Bounds(kl=0.01, top1=0.99, answers=0.99, prompts=50),
+}
+LOOSEST = Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=4)  # if none of 3 prompts fails, all others may
+_CONFIDENCE, _LEAST_CONFIDENCE = 0.95, 0.5
 
 
 class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -151,9 +174,10 @@ class QualityState(NamedTuple):
     """Why a feature runs with a setting, or no longer does; `stats` shows it."""
 
     setting: Setting
+    # "loosened": it passed bounds that are looser than the usual ones
     # "exact": these options change nothing that the model computes, as the feature itself says
     # "left out": it began with other weights, and is not used with the present ones
-    checked: Literal["passed", "unchecked", "exact", "left out"]
+    checked: Literal["passed", "loosened", "unchecked", "exact", "left out"]
     detail: str
 
     def as_stats(self) -> dict[str, object]:
@@ -168,12 +192,23 @@ class _Refusal(NamedTuple):
     why: str
 
 
+class _Passed(NamedTuple):
+    """A file that has a passing result, and which of its bounds are looser than the usual ones."""
+
+    where: str
+    loosened: str
+
+
+_FAILED = 4  # the rank of a setting that was measured and failed
+
+
 def require_quality(
     setting: Setting, *, weights: str, weights_epoch: int = 0, verdicts: str | Path, unchecked: bool = False
 ) -> QualityState:
     """Return why a feature may start with these settings, or raise what is missing. Changes nothing.
 
-    Reads one small file, or those of a directory: remember the answer. Call it again when the weights change.
+    Reads one small file, or those of a directory: remember the answer. Call it again when the weights change. In a
+    directory a result that failed counts, also beside one that passed. A start with loosened bounds is logged.
     Thread-safe.
 
     Args:
@@ -187,11 +222,15 @@ def require_quality(
         ConfigError: there is no passing verdict; one sentence with the reason and the command to run.
     """
     name = weights_name(weights, weights_epoch)
-    found: str | _Refusal = _Refusal(0, "the namespace does not name the weights")
+    found: _Passed | _Refusal = _Refusal(0, "the namespace does not name the weights")
     if name:
         found = _looked_up(setting, name, Path(verdicts or default_directory()))
-    if isinstance(found, str):
-        return QualityState(setting, "passed", f"measured: {found}")
+    if isinstance(found, _Passed):
+        if not found.loosened:
+            return QualityState(setting, "passed", f"measured: {found.where}")
+        said = f"passed loosened bounds: {found.loosened}; measured: {found.where}"
+        _log.warning("%s %s", setting, said)
+        return QualityState(setting, "loosened", said)
     if unchecked:
         return QualityState(setting, "unchecked", f"used without a passing verdict: {found.why}")
     remedy = (
@@ -221,7 +260,7 @@ def objections(
     figures: Figures, bounds: Bounds, controls: dict[str, bool], prompts: int, confidence: float
 ) -> list[str]:
     """Return in plain words why a setting does not pass; empty: it passes. Pure."""
-    found = []
+    found = too_loose(bounds, confidence)
     if prompts < bounds.prompts:
         found.append(f"{prompts} prompts are too few to tell: at least {bounds.prompts} are needed")
     if not controls:
@@ -232,6 +271,55 @@ def objections(
         if not noticed
     ]
     return found + _broken(figures, bounds, confidence)
+
+
+def too_loose(bounds: Bounds, confidence: float) -> list[str]:
+    """Return in plain words which bounds say nothing of a model, those that are no numbers included. Pure."""
+    limits = {
+        f"a KL divergence of {bounds.kl:g} nats a token, at most {LOOSEST.kl:g}": bounds.kl <= LOOSEST.kl,
+        f"{_percent(bounds.top1)} same tokens, at least {_percent(LOOSEST.top1)}": bounds.top1
+        >= LOOSEST.top1,
+        f"{_percent(bounds.answers)} right answers, at least {_percent(LOOSEST.answers)}": (
+            bounds.answers >= LOOSEST.answers
+        ),
+        f"{bounds.prompts} prompts, at least {LOOSEST.prompts}": bounds.prompts >= LOOSEST.prompts,
+        f"intervals of {_percent(confidence)}, at least {_percent(_LEAST_CONFIDENCE)}": (
+            confidence >= _LEAST_CONFIDENCE
+        ),
+    }
+    return [
+        f"a bound is so loose that it says nothing of a model: {said} can be asked for"
+        for said, holds in limits.items()
+        if not holds
+    ]
+
+
+def loosened(result: Result) -> str:
+    """Return which bounds of a result are looser than the usual ones, in plain words; empty: none is. Pure."""
+    mine, usual = result.bounds, DEFAULT_BOUNDS.get(result.setting.feature)
+    if usual is None:
+        return ""
+    found = []
+    if mine.kl > usual.kl:
+        found.append(f"KL at most {mine.kl:g} instead of {usual.kl:g}")
+    if mine.top1 < usual.top1:
+        found.append(f"same tokens at least {_percent(mine.top1)} instead of {_percent(usual.top1)}")
+    if mine.answers < usual.answers and result.figures.answers is not None:
+        found.append(f"right answers at least {_percent(mine.answers)} instead of {_percent(usual.answers)}")
+    if mine.prompts < usual.prompts and result.prompts < usual.prompts:
+        found.append(f"{result.prompts} prompts instead of {usual.prompts}")
+    if result.confidence < _CONFIDENCE:
+        found.append(f"intervals of {_percent(result.confidence)} instead of {_percent(_CONFIDENCE)}")
+    return ", ".join(found)
+
+
+def is_surely_noticed(control: Figures, bounds: Bounds) -> bool:
+    """Return whether KV that is wrong surely breaks a bound: the better end of an interval does. Pure."""
+    return (
+        control.kl.low > bounds.kl
+        or control.top1.high < bounds.top1
+        or (control.answers is not None and control.answers.high < bounds.answers)
+    )
 
 
 def _broken(figures: Figures, bounds: Bounds, confidence: float) -> list[str]:
@@ -270,7 +358,7 @@ def read_verdict(path: str | Path) -> Verdict:
     content = _content(path)
     try:
         head = msgspec.json.decode(content, type=_Head)
-        if head.format != FORMAT or len(content) > _MOST_BYTES:
+        if head.format != FORMAT:
             raise ConfigError(f"{path}: is no verdict of pagoda quality")
         if head.version != VERSION:
             age = "an older" if head.version < VERSION else "a newer"
@@ -280,7 +368,7 @@ def read_verdict(path: str | Path) -> Verdict:
         raise ConfigError(f"{path}: is no verdict of pagoda quality: {trouble}") from None
     if verdict.checksum != verdict.digest():
         raise ConfigError(f"{path}: its checksum is not that of its content: it was damaged or edited")
-    for result in verdict.results:
+    for number, result in enumerate(verdict.results):
         reasons = objections(
             result.figures, result.bounds, result.controls, result.prompts, result.confidence
         )
@@ -288,14 +376,19 @@ def read_verdict(path: str | Path) -> Verdict:
             raise ConfigError(
                 f"{path}: contradicts itself: {result.setting} does not follow from its figures"
             )
+        if any(result.setting.is_same(other.setting) for other in verdict.results[:number]):
+            raise ConfigError(f"{path}: contradicts itself: it has two results for {result.setting}")
     return verdict
 
 
 def _content(path: str | Path) -> bytes:
-    """Return the first bytes of a file, more than a verdict has. Waits for no pipe. Raises ConfigError."""
+    """Return what is in a file of a verdict's size. Waits for no pipe. Raises ConfigError."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            return file.read(_MOST_BYTES + 1) or b""  # None: a pipe that is empty now
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+                raise ConfigError(f"{path}: is no verdict of pagoda quality: no file, or too large")
+            return file.read(_MOST_BYTES)
     except (OSError, ValueError) as trouble:
         said = trouble.strerror if isinstance(trouble, OSError) else trouble
         raise ConfigError(f"{path}: cannot be read: {said}") from None
@@ -304,36 +397,40 @@ def _content(path: str | Path) -> bytes:
 # ---- looking up
 
 
-def _looked_up(setting: Setting, name: str, place: Path) -> str | _Refusal:
-    """Return the file with a passing result, else the refusal that says most."""
-    worst = _Refusal(0, f"there is no verdict for the weights {name} in {place}")
-    for path, is_asked in _candidates(place, name):
-        answer = _judged(setting, name, path, is_asked)
-        if isinstance(answer, str):
-            return answer
-        worst = max(worst, answer, key=lambda refusal: refusal.rank)
-    return worst
+def _looked_up(setting: Setting, name: str, place: Path) -> _Passed | _Refusal:
+    """Return the file with a passing result, if no other one failed; else the refusal that says most."""
+    passed, worst = None, _Refusal(0, f"there is no verdict for the weights {name} in {place}")
+    try:
+        for path, is_asked in _candidates(place, name):
+            answer = _judged(setting, name, path, is_asked)
+            if isinstance(answer, _Passed):
+                passed = passed or answer
+            else:
+                worst = max(worst, answer, key=lambda refusal: refusal.rank)
+    except OSError as trouble:
+        if trouble.errno != errno.ENOENT:
+            worst = _Refusal(0, f"{worst.why}, which cannot be read: {trouble.strerror}")
+    return worst if passed is None or worst.rank == _FAILED else passed
 
 
 def _candidates(place: Path, name: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the files to look at, and whether each one is named for these weights; other files may be for others."""
-    if os.path.isfile(
-        place
-    ):  # Path.is_file raises where a directory may not be searched, or a name is too long
+    """Yield the files to look at, and whether each one is named for these weights; other files may be for others.
+
+    Raises OSError: the directory cannot be read.
+    """
+    if os.path.isfile(place):
         yield place, True
         return
-    own = place / Verdict.file_name(name)
-    if os.path.isfile(own):
-        yield own, True
-    try:
-        others = sorted(path for path in place.glob("*.json") if path != own)
-    except OSError:
-        return
-    for path in others[:_MOST_FILES]:
-        yield path, False
+    own = Verdict.file_name(name)
+    found = sorted(file for file in os.listdir(place) if file.endswith(".json"))
+    if own in found:
+        yield place / own, True
+    for file in found[:_MOST_FILES]:
+        if file != own:
+            yield place / file, False
 
 
-def _judged(setting: Setting, name: str, path: Path, is_asked: bool) -> str | _Refusal:
+def _judged(setting: Setting, name: str, path: Path, is_asked: bool) -> _Passed | _Refusal:
     try:
         verdict = read_verdict(path)
     except ConfigError as trouble:
@@ -346,8 +443,8 @@ def _judged(setting: Setting, name: str, path: Path, is_asked: bool) -> str | _R
     for result in verdict.results:
         if result.setting.is_same(setting):
             if result.passed:
-                return f"{path}, {result.made}"
-            return _Refusal(4, f"it was measured and FAILED ({path}): {'; '.join(result.reasons)}")
+                return _Passed(f"{path}, {result.made}", loosened(result))
+            return _Refusal(_FAILED, f"it was measured and FAILED ({path}): {'; '.join(result.reasons)}")
     return _Refusal(3, f"{path} is about other settings: {_listed(verdict.results, setting)}")
 
 

@@ -88,10 +88,10 @@ def quality(
         raise UsageError(
             f"pagoda quality needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'"
         )
-    from pagoda.quality.write_verdict import check_place
+    from pagoda.quality.write_verdict import check_names, check_place
     from pagoda.quality_verdict import default_directory
 
-    loaded = configured(config)
+    loaded, bounds = configured(config), _bounds(kl, top1, answers, min_prompts, confidence)
     if png is not None:
         from pagoda.cli.hit_rate_plot import check_png
 
@@ -101,6 +101,7 @@ def quality(
     blends, codecs = [_blend_of(text) for text in blend or ()], _codecs_of(codec or ())
     place = out or Path(loaded.quality_verdicts or default_directory())
     check_place(place)
+    check_names(weights or ())
     try:
         with printing.progress(as_json) as bars:
             task = bars.add_task("loading the model", total=None)
@@ -125,7 +126,7 @@ def quality(
                     tokenizer=tokenizer,
                     chunk_tokens=chunk_tokens or loaded.chunk_tokens,
                     new_tokens=new_tokens,
-                    bounds=_bounds(kl, top1, answers, min_prompts),
+                    bounds=bounds,
                     confidence=confidence,
                     seed=seed,
                     step=step,
@@ -283,12 +284,17 @@ def _usual(
     return (blends if all(prompt.documents for prompt in prompts) else []), list(codec.LOSSY)
 
 
-def _bounds(kl: float | None, top1: float | None, answers: float | None, prompts: int) -> dict[str, Bounds]:
-    """Return the bounds by feature: the usual ones, but for those that were given."""
+def _bounds(
+    kl: float | None, top1: float | None, answers: float | None, prompts: int, confidence: float
+) -> dict[str, Bounds]:
+    """Return the bounds by feature: the usual ones, but for those that were given. UsageError: they say nothing."""
     from msgspec.structs import replace
 
-    from pagoda.quality.report import DEFAULT_BOUNDS
+    from pagoda.quality_verdict import DEFAULT_BOUNDS, too_loose
 
     given = {"kl": kl, "top1": top1, "answers": answers, "prompts": prompts}
     known = {name: value for name, value in given.items() if value is not None}
-    return {feature: replace(bounds, **known) for feature, bounds in DEFAULT_BOUNDS.items()}
+    bounds = {feature: replace(usual, **known) for feature, usual in DEFAULT_BOUNDS.items()}
+    if wrong := too_loose(bounds["blend"], confidence):
+        raise UsageError("; ".join(wrong))
+    return bounds

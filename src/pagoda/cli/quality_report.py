@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pagoda.cli import printing
 from pagoda.cli.text_tables import RightAligned
+from pagoda.quality_verdict import loosened
 
 if TYPE_CHECKING:
     from pagoda.quality.report import Judged
@@ -41,6 +42,7 @@ def as_json(model: str, run: QualityRun, verdict: Path, png: Path | None) -> dic
             entry |= {
                 "setting": to_builtins(row.result.setting),
                 "bounds": to_builtins(row.result.bounds),
+                "loosened": loosened(row.result),
                 "controls_noticed": row.result.controls,
                 "passed": row.result.passed,
                 "reasons": row.result.reasons,
@@ -93,7 +95,9 @@ def _percent(share: float) -> str:
 def _sentence(row: Judged) -> str:
     """Return the verdict on a setting in plain words."""
     assert row.result is not None
-    said = "PASS: it keeps all bounds, and wrong KV was noticed on these prompts"
+    loose = loosened(row.result)
+    bounds = f"loosened bounds ({loose})" if loose else "all bounds"
+    said = f"PASS: it keeps {bounds}, and wrong KV was noticed on these prompts"
     if not row.result.passed:
         said = f"FAIL: {'; '.join(row.result.reasons)}"
     return ". ".join([said, *_notes(row)]) + "."

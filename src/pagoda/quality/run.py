@@ -55,22 +55,26 @@ def measure_quality(
         tokenizer: needed if an expected answer is text.
         chunk_tokens: tokens of a chunk, as in the engine; codecs depend on it.
         new_tokens: most tokens of an answer of which none is expected.
-        bounds: by feature, "blend" and "codec"; default: `report.DEFAULT_BOUNDS`.
+        bounds: by feature, "blend" and "codec"; default: `quality_verdict.DEFAULT_BOUNDS`.
         confidence: of the intervals, below 1.
         seed: of the bootstrap.
         step: called before each approach on each prompt, with its name and how often it will be called in all.
 
     Raises:
-        ValueError: prompts that do not go with what is asked; a model, a codec or a policy that cannot be used; or the
-            model gives no expected answer at all, so that answers tell nothing.
+        ValueError: prompts that do not go with what is asked; a model, a codec or a policy that cannot be used; bounds
+            that say nothing; or the model gives no expected answer at all, so that answers tell nothing.
     """
     from pagoda.connectors.transformers.blend_policies import Deviation
     from pagoda.connectors.transformers.model_identity import weights_digest
     from pagoda.connectors.transformers.supported_models import check_model, probe_model
     from pagoda.quality.approaches import Approach, Blend, Codec, SwappedValues, ZeroedKV
     from pagoda.quality.measure import measured
-    from pagoda.quality.report import DEFAULT_BOUNDS, judged
+    from pagoda.quality.report import judged
+    from pagoda.quality_verdict import DEFAULT_BOUNDS, too_loose
 
+    bounds = DEFAULT_BOUNDS if bounds is None else bounds
+    if wrong := [text for one in bounds.values() for text in too_loose(one, confidence)]:
+        raise ValueError(wrong[0])
     _check_prompts(prompts, bool(blends), chunk_tokens if codecs else 0)
     check_model(model)
     probed, weights = probe_model(model, chunk_tokens), weights_digest(model)
@@ -104,7 +108,7 @@ def measure_quality(
         samples,
         {one.name: one.setting for one in features if one.setting is not None},
         [control.name for control in controls],
-        bounds=DEFAULT_BOUNDS if bounds is None else bounds,
+        bounds=bounds,
         has_answers=has_answers,
         digest=prompts_digest(prompts),
         new_tokens=new_tokens,
