@@ -203,8 +203,9 @@ _FAILED = 4  # the rank of a setting that was measured and failed
 
 
 def require_quality(
-    setting: Setting, *, weights: str, weights_epoch: int = 0, verdicts: str | Path, unchecked: bool = False
-) -> QualityState:
+    setting: Setting, *, weights: str, weights_epoch: int = 0, adapters: str = "", verdicts: str | Path,
+    unchecked: bool = False,
+) -> QualityState:  # fmt: skip
     """Return why a feature may start with these settings, or raise what is missing. Changes nothing.
 
     Reads one small file, or those of a directory: remember the answer. Call it again when the weights change. In a
@@ -215,13 +216,14 @@ def require_quality(
         setting: the feature and its options.
         weights: what names the weights, `Namespace.weights`.
         weights_epoch: updates in place since then, `Namespace.weights_epoch`.
+        adapters: what names the active adapters, `Namespace.lora`.
         verdicts: a verdict file or a directory of them, `Config.quality_verdicts`; empty: `default_directory()`.
         unchecked: start without a passing verdict, `Config.unchecked`.
 
     Raises:
         ConfigError: there is no passing verdict; one sentence with the reason and the command to run.
     """
-    name = weights_name(weights, weights_epoch)
+    name = weights_name(weights, weights_epoch, adapters)
     found: _Passed | _Refusal = _Refusal(0, "the namespace does not name the weights")
     if name:
         found = _looked_up(setting, name, Path(verdicts or default_directory()))
@@ -251,9 +253,12 @@ def default_directory() -> Path:
     return Path(home, "pagoda", "quality")
 
 
-def weights_name(weights: str, weights_epoch: int = 0) -> str:
-    """Return the name of weights in a verdict: weights that were updated in place are others. Pure."""
-    return f"{weights}+epoch{weights_epoch}" if weights and weights_epoch else weights
+def weights_name(weights: str, weights_epoch: int = 0, adapters: str = "") -> str:
+    """Return the name of weights in a verdict: updated in place, or with active adapters, they are others. Pure."""
+    if not weights:
+        return ""
+    epoch = f"+epoch{weights_epoch}" if weights_epoch else ""
+    return f"{weights}{epoch}{'+adapters ' if adapters else ''}{adapters}"
 
 
 def objections(

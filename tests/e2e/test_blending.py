@@ -20,6 +20,10 @@ from pagoda.connectors.transformers.rotary import rotary_of
 from pagoda.connectors.transformers.supported_models import probe_model
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
+from pagoda.quality import measure_quality
+from pagoda.quality.prompt_lines import QualityPrompt
+from pagoda.quality.write_verdict import write_verdict
+from pagoda.quality_verdict import Bounds, Figures, Interval, Result
 from tests.e2e.test_transformers import CHUNK, House, house  # noqa: F401  # a fixture
 from tests.e2e.tiny import _SIZE, _built, deepseek, generated, llama, prompt, qwen
 
@@ -346,9 +350,6 @@ def test_least_tokens_are_a_whole_number(min_tokens: object, house: House) -> No
 
 
 def test_after_new_weights_without_a_verdict_everything_is_computed(house: House, tmp_path, caplog) -> None:  # noqa: F811
-    from pagoda.quality.write_verdict import write_verdict
-    from pagoda.quality_verdict import Bounds, Figures, Interval, Result
-
     model = llama()
     cached = house.open(model, quality_verdicts=str(tmp_path))
     one, none = Interval(1.0, 1.0, 1.0), Interval(0.0, 0.0, 0.0)
@@ -372,6 +373,25 @@ def test_after_new_weights_without_a_verdict_everything_is_computed(house: House
     assert found.blend.state.checked == "exact"
     assert error_of(model, found) <= 1e-4
     assert "documents are computed in full" in caplog.text
+
+
+def test_a_verdict_is_about_the_adapters_that_were_active(house: House, tmp_path) -> None:  # noqa: F811
+    model = llama()
+    cached = house.open(model, quality_verdicts=str(tmp_path))
+    measured = measure_quality(
+        model,
+        [QualityPrompt(1, *pieces(1, (12, 9)), None)] * 4,
+        blends=[(Deviation(), 0.99)],
+        chunk_tokens=CHUNK,
+        bounds={"blend": Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=4)},
+    )
+    results = [row.result for row in measured.rows if row.result is not None]
+    write_verdict(tmp_path, model="llama", weights=[measured.weights], pagoda="0", results=results)
+    options = {"recompute": 0.99, "policy": "deviation"}
+    assert cached.blend(*pieces(), **options).blend.state.checked == "loosened"
+    model.model.layers[0].mlp.active_adapters = ["one"]
+    with pytest.raises(ConfigError, match=r"no verdict for the weights .*adapters "):
+        cached.blend(*pieces(), **options)
 
 
 @pytest.mark.parametrize(

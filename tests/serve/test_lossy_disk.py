@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.ledger.stores_under_root import remove_store
+from pagoda.tiers import DiskTier
 from tests.cli.shelf import refused
 from tests.serve.kit import CHUNK, LAYOUT, engine, keys_of, payload_of, server, verified
 
@@ -58,9 +59,7 @@ def test_no_key_of_exact_kv_leads_to_what_a_lossy_disk_had(shm_root: Path, tmp_p
 
 
 def test_a_lossy_disk_alone_is_refused_at_the_start(tmp_path: Path) -> None:
-    options = {"host_size": 0, "disk_path": str(tmp_path), "disk_size": 16 << 20}
-    with engine(**options, **LOSSY) as running:
-        running.store(1, 2)
+    DiskTier.open(LAYOUT, tmp_path, 16 << 20, codec_name="q4").close()
     store = tmp_path / f"{LAYOUT.fingerprint}.q4"
     (tmp_path / "link").symlink_to(store)
     for named in (store, tmp_path / "link"):

@@ -65,12 +65,12 @@ def measure_quality(
             that say nothing; or the model gives no expected answer at all, so that answers tell nothing.
     """
     from pagoda.connectors.transformers.blend_policies import Deviation
-    from pagoda.connectors.transformers.model_identity import weights_digest
+    from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
     from pagoda.connectors.transformers.supported_models import check_model, probe_model
     from pagoda.quality.approaches import Approach, Blend, Codec, SwappedValues, ZeroedKV
     from pagoda.quality.measure import measured
     from pagoda.quality.report import judged
-    from pagoda.quality_verdict import DEFAULT_BOUNDS, too_loose
+    from pagoda.quality_verdict import DEFAULT_BOUNDS, too_loose, weights_name
 
     bounds = DEFAULT_BOUNDS if bounds is None else bounds
     if wrong := [text for one in bounds.values() for text in too_loose(one, confidence)]:
@@ -116,7 +116,7 @@ def measure_quality(
         seed=seed,
         made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
-    return QualityRun(rows, weights)
+    return QualityRun(rows, weights_name(weights, adapters=adapters_digest(model)))
 
 
 def _check_prompts(prompts: Sequence[QualityPrompt], need_documents: bool, chunk_tokens: int) -> None:

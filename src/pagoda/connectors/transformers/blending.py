@@ -179,22 +179,27 @@ class Blender:
         return list(self._states.values())
 
     def state_of(
-        self, policy: SelectionPolicy, recompute: float, unchecked: bool, min_tokens: int = 0
+        self,
+        policy: SelectionPolicy,
+        recompute: float,
+        unchecked: bool,
+        min_tokens: int = 0,
+        adapters: str | None = None,
     ) -> QualityState:
         """Return whether a setting may be used. Raises ConfigError, which says what to do, if it may not."""
         setting = blend_setting(policy, recompute, min_tokens)
-        name = f"{setting}{unchecked}"
+        name = f"{setting}{unchecked}{adapters}"
         if name not in self._states:
-            self._states[name] = self._checked(setting, unchecked)
+            self._states[name] = self._checked(setting, unchecked, adapters or "")
         return self._states[name]
 
-    def _checked(self, setting: Setting, unchecked: bool) -> QualityState:
+    def _checked(self, setting: Setting, unchecked: bool, adapters: str) -> QualityState:
         if setting.options["recompute"] == 1.0:
             return QualityState(setting, "exact", "every token after the first document is computed")
         space, config = self._exact.namespace, self._exact.config
         return require_quality(
-            setting, weights=space.weights, weights_epoch=space.weights_epoch, verdicts=config.quality_verdicts,
-            unchecked=unchecked or config.unchecked,
+            setting, weights=space.weights, weights_epoch=space.weights_epoch, adapters=adapters,
+            verdicts=config.quality_verdicts, unchecked=unchecked or config.unchecked,
         )  # fmt: skip
 
     def blend(

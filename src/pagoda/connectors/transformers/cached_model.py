@@ -286,7 +286,7 @@ class CachedModel:
         recompute = config.blend_recompute if recompute is None else recompute
         min_tokens = config.blend_min_tokens if min_tokens is None else min_tokens
         try:
-            state = blender.state_of(chosen_by, recompute, unchecked, min_tokens)
+            state = blender.state_of(chosen_by, recompute, unchecked, min_tokens, space["lora"])
         except ConfigError as refusal:
             if not self._blended_before:
                 raise
