@@ -14,21 +14,8 @@ import pytest
 
 from pagoda.errors import ConfigError
 from pagoda.quality.write_verdict import check_place, write_verdict
-from pagoda.quality_verdict import (
-    VERSION,
-    Bounds,
-    Figures,
-    Interval,
-    Result,
-    Setting,
-    is_surely_noticed,
-    loosened,
-    objections,
-    read_verdict,
-    require_quality,
-    too_loose,
-    weights_name,
-)
+from pagoda.quality_bounds import Bounds, Figures, Interval, is_surely_noticed, objections, too_loose
+from pagoda.quality_verdict import VERSION, Result, Setting, read_verdict, require_quality, weights_name
 
 Edit = Callable[[dict], None]  # of the file's JSON
 
@@ -332,15 +319,15 @@ def test_bounds_that_are_looser_than_the_usual_ones_are_said(
     assert state.checked == "loosened" and state.detail.startswith(f"{said}; measured: {tmp_path}")
     (line,) = caplog.messages
     assert line == f"{BLEND} {state.detail}"
-    assert loosened(result(CODEC, bounds=LOOSE)).startswith("KL at most 0.5 instead of 0.01, ")
+    assert result(CODEC, bounds=LOOSE).loosened.startswith("KL at most 0.5 instead of 0.01, ")
     for usual in (
         result(),
         result(bounds=BOUNDS, prompts=50),
         result(bounds=msgspec.structs.replace(BOUNDS, prompts=5)),
     ):
-        assert loosened(usual) == ""
+        assert usual.loosened == ""
     no_answers = result(found=figures(answers=None), bounds=msgspec.structs.replace(BOUNDS, answers=0.6))
-    assert loosened(no_answers) == ""
+    assert no_answers.loosened == ""
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,6 @@ it starts. In the lowest layer, because a connector and a tier of a cache both c
     checksum                                     of all the rest
 
 The checksum detects damage and careless edits, not forgery: who may write the file may also set `unchecked`.
-
-The usual bounds say how much may change, and what for:
-
-    kl        nats a token; the perplexity of the model's own text rises by exp(kl). Blending: 10 %. Codecs: 1 %
-    top1      tokens that stay the same. Codecs: 99 %, the bar that papers on KV quantisation set. Blending: 93 %
-    answers   right answers beside exact KV. Blending: 93 %, what CacheBlend was seen to keep. Codecs: 99 %
-    prompts   50: if none of n prompts fails, 3 / n may still fail (the rule of three, 95 %): 6 % of 50
-
-Users may loosen them; then a start says so. Beyond `LOOSEST` nothing passes: such bounds say nothing of a model.
 """
 
 from __future__ import annotations
@@ -38,11 +29,11 @@ from blake3 import blake3
 
 from pagoda.errors import ConfigError
 from pagoda.metrics import guarded_logger
+from pagoda.quality_bounds import DEFAULT_BOUNDS, Bounds, Figures, loosened, objections
 
 __all__ = [
-    "DEFAULT_BOUNDS", "FORMAT", "LOOSEST", "VERSION", "Bounds", "Figures", "Interval", "QualityState", "Result",
-    "Setting", "Verdict", "default_directory", "is_surely_noticed", "loosened", "objections", "read_verdict",
-    "require_quality", "too_loose", "weights_name",
+    "FORMAT", "VERSION", "QualityState", "Result", "Setting", "Verdict", "default_directory", "read_verdict",
+    "require_quality", "weights_name",
 ]  # fmt: skip
 
 _log = guarded_logger("pagoda.quality")
@@ -89,46 +80,8 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sorted((name, value) for name, value in self.options.items() if name != "version")
 
 
-class Interval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A figure and its confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a setting must keep. An interval keeps a bound if its worse end does."""
-
-    kl: float  # at most; nats a token: the log of how much the perplexity of the model's own text rises
-    top1: float  # at least; share of tokens whose most likely successor is the same
-    answers: float  # at least; right answers as a share of those with exact KV. Needs expected answers
-    prompts: int  # at least; fewer cannot tell
-
-
-DEFAULT_BOUNDS = {
-    "blend": Bounds(kl=0.095, top1=0.93, answers=0.93, prompts=50),
-    "codec": Bounds(kl=0.01, top1=0.99, answers=0.99, prompts=50),
-}
-LOOSEST = Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=4)  # if none of 3 prompts fails, all others may
-_CONFIDENCE, _LEAST_CONFIDENCE = 0.95, 0.5
-
-
-class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured for one setting, beside exact KV."""
-
-    kl: Interval
-    top1: Interval
-    same_text: Interval  # share of prompts whose greedy text is the same
-    answers: (
-        Interval | None
-    )  # right answers as a share of those with exact KV; None if no answers were expected
-    ttft: Interval  # time to first token, as a share of that with exact KV computed
-    bytes: float  # of the KV as it is stored, as a share of the exact one
-
-
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One setting, measured. `passed` and `reasons` follow from the other fields: see `objections`."""
+    """One setting, measured. `passed` and `reasons` follow from the other fields: see `quality_bounds.objections`."""
 
     setting: Setting
     bounds: Bounds
@@ -142,6 +95,14 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     made: str  # when, in UTC
     passed: bool
     reasons: list[str]
+
+    @property
+    def loosened(self) -> str:
+        """Which bounds are looser than the usual ones, in plain words; empty: none is."""
+        if (usual := DEFAULT_BOUNDS.get(self.setting.feature)) is None:
+            return ""
+        answers = self.figures.answers is not None
+        return loosened(self.bounds, usual, self.prompts, self.confidence, has_answers=answers)
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -261,99 +222,6 @@ def weights_name(weights: str, weights_epoch: int = 0, adapters: str = "") -> st
     return f"{weights}{epoch}{'+adapters ' if adapters else ''}{adapters}"
 
 
-def objections(
-    figures: Figures, bounds: Bounds, controls: dict[str, bool], prompts: int, confidence: float
-) -> list[str]:
-    """Return in plain words why a setting does not pass; empty: it passes. Pure."""
-    found = too_loose(bounds, confidence)
-    if prompts < bounds.prompts:
-        found.append(f"{prompts} prompts are too few to tell: at least {bounds.prompts} are needed")
-    if not controls:
-        found.append("nothing shows that wrong KV would have been noticed: no control was run")
-    found += [
-        f"the control was not noticed: {name} keeps the bounds too, so these prompts do not depend on the KV"
-        for name, noticed in controls.items()
-        if not noticed
-    ]
-    return found + _broken(figures, bounds, confidence)
-
-
-def too_loose(bounds: Bounds, confidence: float) -> list[str]:
-    """Return in plain words which bounds say nothing of a model, those that are no numbers included. Pure."""
-    limits = {
-        f"a KL divergence of {bounds.kl:g} nats a token, at most {LOOSEST.kl:g}": bounds.kl <= LOOSEST.kl,
-        f"{_percent(bounds.top1)} same tokens, at least {_percent(LOOSEST.top1)}": bounds.top1
-        >= LOOSEST.top1,
-        f"{_percent(bounds.answers)} right answers, at least {_percent(LOOSEST.answers)}": (
-            bounds.answers >= LOOSEST.answers
-        ),
-        f"{bounds.prompts} prompts, at least {LOOSEST.prompts}": bounds.prompts >= LOOSEST.prompts,
-        f"intervals of {_percent(confidence)}, at least {_percent(_LEAST_CONFIDENCE)}": (
-            confidence >= _LEAST_CONFIDENCE
-        ),
-    }
-    return [
-        f"a bound is so loose that it says nothing of a model: {said} can be asked for"
-        for said, holds in limits.items()
-        if not holds
-    ]
-
-
-def loosened(result: Result) -> str:
-    """Return which bounds of a result are looser than the usual ones, in plain words; empty: none is. Pure."""
-    mine, usual = result.bounds, DEFAULT_BOUNDS.get(result.setting.feature)
-    if usual is None:
-        return ""
-    found = []
-    if mine.kl > usual.kl:
-        found.append(f"KL at most {mine.kl:g} instead of {usual.kl:g}")
-    if mine.top1 < usual.top1:
-        found.append(f"same tokens at least {_percent(mine.top1)} instead of {_percent(usual.top1)}")
-    if mine.answers < usual.answers and result.figures.answers is not None:
-        found.append(f"right answers at least {_percent(mine.answers)} instead of {_percent(usual.answers)}")
-    if mine.prompts < usual.prompts and result.prompts < usual.prompts:
-        found.append(f"{result.prompts} prompts instead of {usual.prompts}")
-    if result.confidence < _CONFIDENCE:
-        found.append(f"intervals of {_percent(result.confidence)} instead of {_percent(_CONFIDENCE)}")
-    return ", ".join(found)
-
-
-def is_surely_noticed(control: Figures, bounds: Bounds) -> bool:
-    """Return whether KV that is wrong surely breaks a bound: the better end of an interval does. Pure."""
-    return (
-        control.kl.low > bounds.kl
-        or control.top1.high < bounds.top1
-        or (control.answers is not None and control.answers.high < bounds.answers)
-    )
-
-
-def _broken(figures: Figures, bounds: Bounds, confidence: float) -> list[str]:
-    """Return which figures break their bounds. A figure that is no number breaks any bound."""
-    found, sure = [], f"the {confidence * 100:g} % interval"
-    kl, top1, answers = figures.kl, figures.top1, figures.answers
-    if not kl.high <= bounds.kl:
-        found.append(
-            f"the KL divergence is {kl.value:.4f} nats a token, and {sure} reaches {kl.high:.4f}: "
-            f"at most {bounds.kl:g} is allowed{_unsure(kl.value <= bounds.kl)}"
-        )
-    if not top1.low >= bounds.top1:
-        found.append(
-            f"{_percent(top1.value)} of the tokens are the same, and {sure} begins at {_percent(top1.low)}: "
-            f"at least {_percent(bounds.top1)} are needed{_unsure(top1.value >= bounds.top1)}"
-        )
-    if answers is not None and not answers.low >= bounds.answers:
-        found.append(
-            f"right answers are {_percent(answers.value)} of those with exact KV, and {sure} begins at "
-            f"{_percent(answers.low)}: at least {_percent(bounds.answers)} are needed"
-            f"{_unsure(answers.value >= bounds.answers)}"
-        )
-    return found
-
-
-def _unsure(keeps: bool) -> str:
-    return "; it may be good enough, and more prompts would tell" if keeps else ""
-
-
 def read_verdict(path: str | Path) -> Verdict:
     """Return the verdict in a file, after all checks. Changes nothing.
 
@@ -448,7 +316,7 @@ def _judged(setting: Setting, name: str, path: Path, is_asked: bool) -> _Passed 
     for result in verdict.results:
         if result.setting.is_same(setting):
             if result.passed:
-                return _Passed(f"{path}, {result.made}", loosened(result))
+                return _Passed(f"{path}, {result.made}", result.loosened)
             return _Refusal(_FAILED, f"it was measured and FAILED ({path}): {'; '.join(result.reasons)}")
     return _Refusal(3, f"{path} is about other settings: {_listed(verdict.results, setting)}")
 
@@ -486,7 +354,3 @@ def _rounded(options: dict[str, Option]) -> dict[str, tuple[str, Option]]:
 
 def _text(value: Option) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

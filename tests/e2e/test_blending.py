@@ -23,7 +23,8 @@ from pagoda.metrics import Reason
 from pagoda.quality import measure_quality
 from pagoda.quality.prompt_lines import QualityPrompt
 from pagoda.quality.write_verdict import write_verdict
-from pagoda.quality_verdict import Bounds, Figures, Interval, Result
+from pagoda.quality_bounds import Bounds, Figures, Interval
+from pagoda.quality_verdict import Result
 from tests.e2e.test_transformers import CHUNK, House, house  # noqa: F401  # a fixture
 from tests.e2e.tiny import _SIZE, _built, deepseek, generated, llama, prompt, qwen
 

@@ -19,7 +19,8 @@ from pagoda.quality.measure import QualitySample, measured
 from pagoda.quality.prompt_lines import ExpectedAnswer, QualityPrompt, prompts_digest
 from pagoda.quality.report import figures_of, judged
 from pagoda.quality.run import QualityRun
-from pagoda.quality_verdict import DEFAULT_BOUNDS, Result
+from pagoda.quality_bounds import DEFAULT_BOUNDS
+from pagoda.quality_verdict import Result
 from tests.quality.tiny import CHUNK, prompts, tiny_llama
 
 FEW = {feature: msgspec.structs.replace(bounds, prompts=4) for feature, bounds in DEFAULT_BOUNDS.items()}

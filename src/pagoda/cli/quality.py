@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pagoda.connectors.transformers.blend_policies import SelectionPolicy
     from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer
     from pagoda.quality.run import QualityRun
-    from pagoda.quality_verdict import Bounds
+    from pagoda.quality_bounds import Bounds
 
 _USUAL_SHARES = (0.05, 0.15, 0.3)
 _MOST_NAMED = 20  # bad lines that are told one by one
@@ -290,7 +290,7 @@ def _bounds(
     """Return the bounds by feature: the usual ones, but for those that were given. UsageError: they say nothing."""
     from msgspec.structs import replace
 
-    from pagoda.quality_verdict import DEFAULT_BOUNDS, too_loose
+    from pagoda.quality_bounds import DEFAULT_BOUNDS, too_loose
 
     given = {"kl": kl, "top1": top1, "answers": answers, "prompts": prompts}
     known = {name: value for name, value in given.items() if value is not None}

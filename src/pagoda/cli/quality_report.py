@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from pagoda.cli import printing
 from pagoda.cli.text_tables import RightAligned
-from pagoda.quality_verdict import loosened
 
 if TYPE_CHECKING:
     from pagoda.quality.report import Judged
     from pagoda.quality.run import QualityRun
-    from pagoda.quality_verdict import Interval
+    from pagoda.quality_bounds import Interval
 
 
 def print_report(model: str, prompts: Path, rows: Sequence[Judged]) -> None:
@@ -42,7 +41,7 @@ def as_json(model: str, run: QualityRun, verdict: Path, png: Path | None) -> dic
             entry |= {
                 "setting": to_builtins(row.result.setting),
                 "bounds": to_builtins(row.result.bounds),
-                "loosened": loosened(row.result),
+                "loosened": row.result.loosened,
                 "controls_noticed": row.result.controls,
                 "passed": row.result.passed,
                 "reasons": row.result.reasons,
@@ -95,7 +94,7 @@ def _percent(share: float) -> str:
 def _sentence(row: Judged) -> str:
     """Return the verdict on a setting in plain words."""
     assert row.result is not None
-    loose = loosened(row.result)
+    loose = row.result.loosened
     bounds = f"loosened bounds ({loose})" if loose else "all bounds"
     said = f"PASS: it keeps {bounds}, and wrong KV was noticed on these prompts"
     if not row.result.passed:

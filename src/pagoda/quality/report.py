@@ -10,15 +10,8 @@ import numpy as np
 from pagoda.quality.approaches import PLAIN_REUSE
 from pagoda.quality.bootstrap import difference_interval, ratio_interval
 from pagoda.quality.measure import QualitySample
-from pagoda.quality_verdict import (
-    Bounds,
-    Figures,
-    Interval,
-    Result,
-    Setting,
-    is_surely_noticed,
-    objections,
-)
+from pagoda.quality_bounds import Bounds, Figures, Interval, is_surely_noticed, objections
+from pagoda.quality_verdict import Result, Setting
 
 __all__ = ["Judged", "figures_of", "judged"]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagoda.connectors.transformers import CachedModel
     from pagoda.connectors.transformers.blend_policies import SelectionPolicy
     from pagoda.quality.report import Judged
-    from pagoda.quality_verdict import Bounds
+    from pagoda.quality_bounds import Bounds
 
 __all__ = ["QualityRun", "measure_quality"]
 
@@ -55,7 +55,7 @@ def measure_quality(
         tokenizer: needed if an expected answer is text.
         chunk_tokens: tokens of a chunk, as in the engine; codecs depend on it.
         new_tokens: most tokens of an answer of which none is expected.
-        bounds: by feature, "blend" and "codec"; default: `quality_verdict.DEFAULT_BOUNDS`.
+        bounds: by feature, "blend" and "codec"; default: `quality_bounds.DEFAULT_BOUNDS`.
         confidence: of the intervals, below 1.
         seed: of the bootstrap.
         step: called before each approach on each prompt, with its name and how often it will be called in all.
@@ -70,7 +70,8 @@ def measure_quality(
     from pagoda.quality.approaches import Approach, Blend, Codec, SwappedValues, ZeroedKV
     from pagoda.quality.measure import measured
     from pagoda.quality.report import judged
-    from pagoda.quality_verdict import DEFAULT_BOUNDS, too_loose, weights_name
+    from pagoda.quality_bounds import DEFAULT_BOUNDS, too_loose
+    from pagoda.quality_verdict import weights_name
 
     bounds = DEFAULT_BOUNDS if bounds is None else bounds
     if wrong := [text for one in bounds.values() for text in too_loose(one, confidence)]:

@@ -20,7 +20,7 @@ __all__ = ["check_names", "check_place", "write_verdict"]
 _LOCK_SECONDS = 10.0  # it is held for moments
 
 
-class _Head(msgspec.Struct):
+class _Format(msgspec.Struct):
     format: str = ""
     version: int = 0
 
@@ -127,9 +127,9 @@ def check_place(path: str | Path) -> None:
 def _check_verdict(path: Path) -> None:
     """Raise ConfigError unless a file is a verdict, be it of an older version or damaged."""
     try:
-        head = msgspec.json.decode(path.read_bytes(), type=_Head)
+        head = msgspec.json.decode(path.read_bytes(), type=_Format)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        head = _Head()
+        head = _Format()
     if head.format != FORMAT:
         raise ConfigError(
             f"{path}: is no verdict of pagoda quality; name another file, so that it is not overwritten"
