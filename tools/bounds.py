@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 # due): the lowest of three runs counts, and bounds have a margin. Functions are those of all threads.
 BOUNDS = {
     "lines of code": (39_725, 23_000),
-    "lines of the core": (14_485, 9_200),
+    "lines of the core": (14_500, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),
     "modules with two themes": (8, 12),

@@ -35,6 +35,7 @@ from pagoda.connectors.transformers.blend_policies import (
     Positions,
     SelectionPolicy,
     blend_setting,
+    checked_min_tokens,
     checked_positions,
     checked_share,
 )
@@ -42,6 +43,7 @@ from pagoda.connectors.transformers.dynamic_cache import Planes, dynamic_cache, 
 from pagoda.connectors.transformers.rotary import check_attention, rotary_of
 from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.keys import Int32s, Item, as_token_ids
+from pagoda.metrics import Reason
 from pagoda.quality_verdict import QualityState, Setting, require_quality
 
 __all__ = ["Blended", "BlendedHit", "Blender", "as_documents", "hit_of"]
@@ -176,21 +178,28 @@ class Blender:
         """The settings that were used, and whether a verdict covers them."""
         return list(self._states.values())
 
-    def state_of(self, policy: SelectionPolicy, recompute: float, unchecked: bool) -> QualityState:
+    def state_of(
+        self,
+        policy: SelectionPolicy,
+        recompute: float,
+        unchecked: bool,
+        min_tokens: int = 0,
+        adapters: str | None = None,
+    ) -> QualityState:
         """Return whether a setting may be used. Raises ConfigError, which says what to do, if it may not."""
-        setting = blend_setting(policy, recompute)
-        name = f"{setting}{unchecked}"
+        setting = blend_setting(policy, recompute, min_tokens)
+        name = f"{setting}{unchecked}{adapters}"
         if name not in self._states:
-            self._states[name] = self._checked(setting, unchecked)
+            self._states[name] = self._checked(setting, unchecked, adapters or "")
         return self._states[name]
 
-    def _checked(self, setting: Setting, unchecked: bool) -> QualityState:
+    def _checked(self, setting: Setting, unchecked: bool, adapters: str) -> QualityState:
         if setting.options["recompute"] == 1.0:
             return QualityState(setting, "exact", "every token after the first document is computed")
         space, config = self._exact.namespace, self._exact.config
         return require_quality(
-            setting, weights=space.weights, weights_epoch=space.weights_epoch, verdicts=config.quality_verdicts,
-            unchecked=unchecked or config.unchecked,
+            setting, weights=space.weights, weights_epoch=space.weights_epoch, adapters=adapters,
+            verdicts=config.quality_verdicts, unchecked=unchecked or config.unchecked,
         )  # fmt: skip
 
     def blend(
@@ -206,7 +215,7 @@ class Blender:
         Args:
             pieces: the documents, then the question.
             policy: chooses what is computed again.
-            state: of the setting; its share is used.
+            state: of the setting; its share and its least tokens of a document are used.
             space: adapter and tenant.
             may_store: whether the weights are still those that compute.
         """
@@ -214,6 +223,7 @@ class Blender:
 
         check_attention(self._model)
         recompute = checked_share(state.setting.options["recompute"])
+        least = checked_min_tokens(state.setting.options.get("min_tokens", 0))
         *documents, question = pieces
         tokens = np.concatenate(pieces)
         starts = [0, *(int(end) for end in np.cumsum([len(piece) for piece in documents]))]
@@ -223,6 +233,8 @@ class Blender:
         with torch.no_grad():
             loaded = [
                 self._document(document, start, planes, space, may_store)
+                if not start or len(document) >= least
+                else _too_short(document, least)
                 for document, start in zip(documents, starts, strict=False)
             ]
             planes = [
@@ -232,7 +244,7 @@ class Blender:
             began = time.perf_counter()
             chosen = np.empty(0, np.int64)
             if len(documents) > 1:
-                chosen = self._choose(policy, recompute, tokens, starts, planes)
+                chosen = self._choose(policy, recompute, least, tokens, starts, planes)
             choose_seconds, began = time.perf_counter() - began, time.perf_counter()
             self._recompute(tokens, np.concatenate([chosen, np.arange(end, total - 1)]), planes)
         mask = np.zeros(total, np.bool_)
@@ -320,15 +332,26 @@ class Blender:
     # ---- the prompt
 
     def _choose(
-        self, policy: SelectionPolicy, recompute: float, tokens: Int32s, starts: list[int], planes: Planes
+        self,
+        policy: SelectionPolicy,
+        recompute: float,
+        least: int,
+        tokens: Int32s,
+        starts: list[int],
+        planes: Planes,
     ) -> Positions:
-        """Return the tokens to compute again; layers that a policy computed to look at K are exact afterwards."""
+        """Return the tokens to compute, those of documents with fewer than `least` tokens included.
+
+        Layers that a policy computed to look at K are exact afterwards.
+        """
         first, end = starts[1], starts[-1]
-        documents = [range(begin, stop) for begin, stop in pairwise(starts[1:])]
+        later = [range(begin, stop) for begin, stop in pairwise(starts[1:])]
+        documents = [one for one in later if len(one) >= least]
+        short = [token for one in later if len(one) < least for token in one]
         if recompute == 1.0:
             return np.arange(first, end)
-        if recompute == 0.0:
-            return np.empty(0, np.int64)
+        if recompute == 0.0 or not documents:
+            return np.array(short, np.int64)
         deviation = None
         if policy.layer:
             if policy.layer >= len(planes):
@@ -336,8 +359,11 @@ class Blender:
                     f"the policy compares K at layer {policy.layer}, the model has {len(planes)}: use fewer"
                 )
             deviation = self._deviation(policy.layer, tokens, first, end, planes)
-        chosen = policy.choose(Candidates(documents, recompute, deviation))
-        return checked_positions(policy, chosen, range(first, end))
+        candidates = Candidates(documents, recompute, None)
+        if deviation is not None:
+            candidates = candidates._replace(deviation=deviation[candidates.positions - first])
+        chosen = checked_positions(policy, policy.choose(candidates), range(first, end))
+        return np.union1d(chosen, np.array(short, np.int64))
 
     def _deviation(
         self, layer: int, tokens: Int32s, first: int, end: int, planes: Planes
@@ -432,6 +458,12 @@ class _LastLayer(_FilledLayer):  # type: ignore[no-untyped-call]
         deviation = (key_states.float() - before.float()).square().sum(dim=(0, 1, 3))
         super().update(key_states, value_states)
         raise _Reached(deviation.cpu().numpy())
+
+
+def _too_short(document: Int32s, least: int) -> _Loaded:
+    """Return what is said of a document that is computed in the prompt, because it has fewer than `least` tokens."""
+    why = f"its {len(document)} tokens are fewer than min_tokens = {least}: they are computed"
+    return _Loaded(Hit(0, {}, np.zeros(len(document), np.bool_), Reason.BELOW_MINIMUM, why), 0, 0.0, 0.0)
 
 
 def _without_padding(hit: Hit, length: int) -> Hit:
