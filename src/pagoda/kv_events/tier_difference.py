@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import numpy.ma  # else the first `np.isin` does it: 20 ms in the middle of an engine's step
 import numpy.typing as npt
 
 from pagoda.kv_events.notes import ChunkNote, EventForm
@@ -14,24 +15,29 @@ from pagoda.ledger.columns import NOT_READY, marks_of
 
 __all__ = ["PIECE", "Slots", "TierDifference"]
 
-PIECE = 8  # chunks told at once: less than a millisecond of the interpreter's lock
-_ROWS = 1 << 16  # compared at once
-_MOST_SORTED = 4096
+PIECE = 8  # chunks told at once: about 0.2 ms of the interpreter's lock
+_ROWS = 1 << 16  # looked at at once, by NumPy, which does not need that lock
+_MOST_SORTED = 2048  # more than a round can tell
 
 Slots = npt.NDArray[np.int64]
 _EMPTY, _WAITS, _TOLD, _OTHERS, _NO_NOTE = range(5)  # what is known of the chunk in a slot
 
 
 class TierDifference:
-    """What was told of one tier, slot by slot, and how its columns differ from it. For one thread."""
+    """What was told of one tier, slot by slot, and how its columns differ from it. For one thread.
 
-    def __init__(self, medium: str, ledger: Ledger, form: EventForm) -> None:
+    No loop of Python runs over all slots, and no dictionary has them: both would keep the interpreter from the engine.
+    """
+
+    def __init__(self, medium: str, ledger: Ledger, form: EventForm, rest: Callable[[], None]) -> None:
+        """`rest` is called between pieces of work: it may leave the interpreter to others for a while."""
         self.medium, self.ledger, self.notes = medium, ledger, ChunkNotes(ledger.directory)
-        self._form = form
+        self._form, self._rest = form, rest
         slots = ledger.columns.slots
         self._generation = np.zeros(slots, np.uint64)  # of the chunk that `_state` is about
         self._state = np.zeros(slots, np.uint8)
-        self._hashes: dict[int, bytes] = {}  # of the chunks that routers hold to be there, by slot
+        self._held = np.zeros(slots, np.bool_)  # whether routers hold the chunk to be there
+        self._hashes = np.full(slots, None, np.object_)  # of the chunks that they do
         self._marks = np.zeros(slots, np.uint64)  # of a namespace of which this engine has seen no request
         self._before: dict[bytes, int] = {}  # slots told in the last round and in this one, by the hashes
         self._just: dict[bytes, int] = {}
@@ -51,27 +57,29 @@ class TierDifference:
             marks = self.ledger.columns.keys[silent, 0]
             self._state[silent[np.isin(marks, marks_of(list(keys)))]] = _WAITS
 
+    def _slices(self) -> Iterator[slice]:
+        """Walk all slots, some at a time, from the last to the first: often those that were used last come first."""
+        for row in reversed(range(0, len(self._state), _ROWS)):
+            yield slice(row, row + _ROWS)
+            self._rest()
+
     def removed(self) -> Iterator[list[object]]:
         """Find the slots whose chunk is another than the last time; return the events of those that were told."""
         self._before, self._just = self._just, {}
         published = self.ledger.columns.generation
-        for row in range(0, len(published), _ROWS):
-            now = published[row : row + _ROWS].copy()
-            changed = np.flatnonzero(now != self._generation[row : row + _ROWS]) + row
+        for rows in self._slices():
+            changed = np.flatnonzero(published[rows] != self._generation[rows]) + rows.start
             if not len(changed):
                 continue
-            gone = [slot for slot in changed.tolist() if slot in self._hashes]
+            now, gone = published[changed], changed[self._held[changed]]
             for at in range(0, len(gone), PIECE):
-                hashes = [self._hashes.pop(slot) for slot in gone[at : at + PIECE]]
-                # a chunk that was stored again in another slot before this one was seen to be free
-                told = [
-                    one
-                    for slot, one in zip(gone[at:], hashes, strict=False)
-                    if self._before.get(one, slot) == slot
-                ]
-                if told:
+                slots = gone[at : at + PIECE]
+                pairs = zip(slots.tolist(), self._hashes[slots].tolist(), strict=True)
+                self._held[slots], self._hashes[slots] = False, None
+                # else a chunk that was stored again in another slot before this one was seen to be free
+                if told := [one for slot, one in pairs if self._before.get(one, slot) == slot]:
                     yield [self._form.removed(told, self.medium)]
-            self._generation[changed] = now[changed - row]
+            self._generation[changed] = now
             self._state[changed] = _WAITS
 
     def meet(self, roots: set[bytes]) -> None:
@@ -82,11 +90,16 @@ class TierDifference:
     def new(self) -> Iterator[Slots]:
         """Return slots to be told, in pieces: chunks used last first, and of one prompt from its first chunk on."""
         last_use = self.ledger.columns.last_use
-        ready = np.flatnonzero((self._state == _WAITS) & (last_use != NOT_READY))
-        if len(ready) > _MOST_SORTED:  # more than a round can tell
-            uses = last_use[ready]
-            ready = ready[uses >= np.partition(uses, -_MOST_SORTED)[-_MOST_SORTED]]
-        ready = ready[np.argsort(-last_use[ready], kind="stable")]
+        ready, uses, least = np.empty(0, np.int64), np.empty(0, np.int64), np.iinfo(np.int64).min
+        for rows in self._slices():
+            used = last_use[rows]
+            more = np.flatnonzero((self._state[rows] == _WAITS) & (used != NOT_READY) & (used >= least))
+            ready, uses = np.concatenate([more + rows.start, ready]), np.concatenate([used[more], uses])
+            if len(ready) > _MOST_SORTED:
+                last = np.sort(np.argsort(-uses, kind="stable")[:_MOST_SORTED])
+                ready, uses = ready[last], uses[last]
+                least = int(uses.min())
+        ready = ready[np.argsort(-uses, kind="stable")]
         for at in range(0, len(ready), PIECE):
             yield ready[at : at + PIECE]
 
@@ -115,7 +128,7 @@ class TierDifference:
                 self._marks[slot] = marks_of([note.root])[0]
             else:
                 self._state[slot] = _TOLD
-                self._hashes[slot] = note.hashes
+                self._held[slot], self._hashes[slot] = True, note.hashes
                 self._just[note.hashes] = slot
                 told.append(note)
         return told
