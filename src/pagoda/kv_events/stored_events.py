@@ -90,9 +90,7 @@ class StoredEvents:
         """
         self._facts, self._form, self._outlet, self._keeps_notes = facts, form, outlet, keeps_notes
         self._follow = follow
-        self._tiers = [
-            TierDifference(MEDIA[name], ledger, form, self._rest) for name, ledger in ledgers.items()
-        ]
+        self._tiers = [TierDifference(MEDIA[tier], at, form, self._rest) for tier, at in ledgers.items()]
         self._lock = threading.Lock()
         self._roots = {root}  # of which there was a request; the thread reads it without the lock
         self._met: set[bytes] = set()  # those of them that are new
@@ -189,9 +187,9 @@ class StoredEvents:
         cleared, self._rested = self._outlet.cleared, time.thread_time()
         # when all was last told from the beginning, whether it was completed, how long to wait before the next time
         retold, whole, pause, wanted = time.monotonic(), False, _RETELL_SECONDS, False
-        done = True  # the last round has told all
-        while not self._ended.wait(_ROUND_SECONDS if done else _PAUSE_SECONDS):
-            began, done = time.monotonic(), True
+        next_round = _ROUND_SECONDS
+        while not self._ended.wait(next_round):
+            began, next_round = time.monotonic(), _ROUND_SECONDS
             try:
                 wanted = self._outlet.newcomers() or wanted
                 if wanted and began >= retold + pause:
@@ -203,8 +201,9 @@ class StoredEvents:
                     for tier in self._tiers:
                         tier.tell_again()
                 self._follow()
-                done = self._round()
-                if done and not whole:
+                if not self._round():
+                    next_round = _PAUSE_SECONDS
+                elif not whole:
                     whole, pause = True, _RETELL_SHARE * (time.monotonic() - retold)
                 pause = min(max(pause, _RETELL_SECONDS), _LONGEST_RETELL_SECONDS)
             except Exception as trouble:  # noqa: BLE001  # a boundary: the engine serves on

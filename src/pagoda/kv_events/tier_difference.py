@@ -95,11 +95,10 @@ class TierDifference:
             used = last_use[rows]
             more = np.flatnonzero((self._state[rows] == _WAITS) & (used != NOT_READY) & (used >= least))
             ready, uses = np.concatenate([more + rows.start, ready]), np.concatenate([used[more], uses])
-            if len(ready) > _MOST_SORTED:
-                last = np.sort(np.argsort(-uses, kind="stable")[:_MOST_SORTED])
-                ready, uses = ready[last], uses[last]
-                least = int(uses.min())
-        ready = ready[np.argsort(-uses, kind="stable")]
+            last = np.argsort(-uses, kind="stable")[:_MOST_SORTED]
+            ready, uses = ready[last], uses[last]
+            if len(ready) == _MOST_SORTED:
+                least = int(uses[-1])
         for at in range(0, len(ready), PIECE):
             yield ready[at : at + PIECE]
 

@@ -59,16 +59,16 @@ class VLLMEventForm:
 
     def _names(self, chunks: Sequence[bytes]) -> list[Any]:
         """Return the hashes of the blocks of chunks, as events name them."""
-        names = [
-            hashes[at : at + size]
+        # that function asks for its option, which for each block would take 13 us a chunk instead of 4
+        numbers = isinstance(maybe_convert_block_hash(BlockHash(bytes(_NAME_BYTES))), int)
+        return [
+            int.from_bytes(hashes[at + size - _NAME_BYTES : at + size], "big")
+            if numbers
+            else hashes[at : at + size]
             for hashes in chunks
             for size in (len(hashes) // self._facts.blocks,)
             for at in range(0, len(hashes), size)
         ]
-        if isinstance(maybe_convert_block_hash(BlockHash(bytes(_NAME_BYTES))), bytes):
-            return names
-        # what that function does, which for each block would ask for its option: 13 instead of 4 us a chunk
-        return [int.from_bytes(name[-_NAME_BYTES:], "big") for name in names]
 
 
 def _note_of(request: Any, root: bytes, facts: BlockFacts, chunk: int) -> ChunkNote | None:
