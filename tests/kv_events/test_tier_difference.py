@@ -81,7 +81,7 @@ def test_between_two_rests_the_thread_runs_a_bounded_amount_of_python(
     """However many slots a store has, and whatever happens to all of them at once."""
     (tier,) = events._tiers
     columns = tier.ledger.columns
-    monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_SORTED", SLOTS)
+    monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_CHOSEN", SLOTS)
     with counted(events, monkeypatch) as lines:
         assert events._round()  # all are new
         assert np.count_nonzero(tier._held) == SLOTS

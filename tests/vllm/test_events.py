@@ -419,7 +419,7 @@ def test_of_many_chunks_those_used_last_are_told_first_and_then_the_others(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     monkeypatch.setattr("pagoda.kv_events.tier_difference._ROWS", rows)
-    monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_SORTED", 5)
+    monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_CHOSEN", 5)
     engine, requests = Engine(cache), [request_of(3, seed) for seed in range(4)]
     for request in requests:
         engine.stored(request)

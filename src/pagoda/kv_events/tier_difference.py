@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -17,7 +18,10 @@ __all__ = ["PIECE", "Slots", "TierDifference"]
 
 PIECE = 8  # chunks told at once: about 0.2 ms of the interpreter's lock
 _ROWS = 1 << 16  # looked at at once, by NumPy, which does not need that lock
-_MOST_SORTED = 2048  # more than a round can tell
+_MOST_CHOSEN, _CHOSEN_SECONDS = (
+    2048,
+    1.0,
+)  # of those to be told next; then those are chosen that were used since
 
 Slots = npt.NDArray[np.int64]
 _EMPTY, _WAITS, _TOLD, _OTHERS, _NO_NOTE = range(5)  # what is known of the chunk in a slot
@@ -41,6 +45,7 @@ class TierDifference:
         self._marks = np.zeros(slots, np.uint64)  # of a namespace of which this engine has seen no request
         self._before: dict[bytes, int] = {}  # slots told in the last round and in this one, by the hashes
         self._just: dict[bytes, int] = {}
+        self._chosen, self._more, self._chosen_at = np.empty(0, np.int64), False, 0.0  # to be told next
 
     def tell_again(self) -> None:
         """Tell everything once more. It stays told meanwhile: what goes before its turn is told to be gone."""
@@ -88,19 +93,31 @@ class TierDifference:
             self._state[(self._state == _OTHERS) & np.isin(self._marks, marks_of(list(roots)))] = _WAITS
 
     def new(self) -> Iterator[Slots]:
-        """Return slots to be told, in pieces: chunks used last first, and of one prompt from its first chunk on."""
-        last_use = self.ledger.columns.last_use
+        """Return slots to be told, in pieces: chunks used last first, and of one prompt from its first chunk on.
+
+        All slots are looked through for them, once a second if there are many: the next call goes on with the rest.
+        """
+        if not len(self._chosen) or time.monotonic() > self._chosen_at + _CHOSEN_SECONDS:
+            self._choose()
+        while len(self._chosen):
+            slots, self._chosen = self._chosen[:PIECE], self._chosen[PIECE:]
+            yield slots
+            if not len(self._chosen) and self._more:
+                self._choose()
+
+    def _choose(self) -> None:
+        """Choose the slots to be told next."""
+        last_use, self._chosen_at = self.ledger.columns.last_use, time.monotonic()
         ready, uses, least = np.empty(0, np.int64), np.empty(0, np.int64), np.iinfo(np.int64).min
         for rows in self._slices():
             used = last_use[rows]
             more = np.flatnonzero((self._state[rows] == _WAITS) & (used != NOT_READY) & (used >= least))
             ready, uses = np.concatenate([more + rows.start, ready]), np.concatenate([used[more], uses])
-            last = np.argsort(-uses, kind="stable")[:_MOST_SORTED]
+            last = np.argsort(-uses, kind="stable")[:_MOST_CHOSEN]
             ready, uses = ready[last], uses[last]
-            if len(ready) == _MOST_SORTED:
+            if len(ready) == _MOST_CHOSEN:
                 least = int(uses[-1])
-        for at in range(0, len(ready), PIECE):
-            yield ready[at : at + PIECE]
+        self._chosen, self._more = ready, len(ready) == _MOST_CHOSEN
 
     def places(self, slots: Slots) -> list[tuple[int, bytes]]:
         """Return these slots with their keys."""
