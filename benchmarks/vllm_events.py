@@ -1,8 +1,15 @@
-"""What it costs an engine's steps that routers are told of all that a tier holds.
+"""What an engine's steps wait for Python's lock while routers are told of all that a tier holds.
 
-A store of `--chunks` chunks with notes is made; then the main thread takes steps, some milliseconds of Python and a
-wait, as vLLM's scheduler does, while the thread of KV events tells of all chunks through vLLM's own publisher to a
-subscriber; before and after it as many without. Printed are the times of the steps both ways, and chunks a second.
+A store of `--chunks` chunks with notes is made. Then the main thread takes steps, as vLLM's scheduler does: it waits
+for the device, then runs Python with calls in between that give the lock up. Meanwhile the thread of KV events tells of
+all chunks through vLLM's own publisher to a subscriber, another process. It does so in turns: between them are turns in
+which nothing is told, and turns in which another process uses the processor as much as telling does.
+
+A step waits for the lock where its thread gives the processor up of itself (voluntary context switches) although it has
+nothing else to wait for: so other work on the machine, which takes the processor from it, is not counted. That which
+takes the processor from the thread that has the lock is: so `held` is what the other threads of this process used of
+the processor meanwhile, about what the wait would be on a machine with nothing else to do. Printed are percentiles of
+each kind of turn, and chunks told a second of the turns in which they are.
 Needs vLLM (make setup-vllm) and about 9 KiB of shared memory a chunk:
 
     .venv-vllm/bin/python -P benchmarks/vllm_events.py --chunks 100000 [--json]
@@ -11,20 +18,27 @@ Needs vLLM (make setup-vllm) and about 9 KiB of shared memory a chunk:
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import multiprocessing
+import resource
 import shutil
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import zmq
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisherFactory
+from vllm.envs import enable_envs_cache
 
 from pagoda import Cache, Config, KVLayout, Namespace
 from pagoda.cache.writeback import ChunkRef
@@ -36,7 +50,10 @@ from pagoda.ledger import Reserved
 from pagoda.ledger.chunk_notes import ChunkNotes
 
 TOKENS, BLOCKS, PROMPT = 256, 16, 64  # of a chunk; chunks of a prompt
-STEP_SECONDS, PYTHON = 0.01, 20_000
+DEVICE_SECONDS, PARTS, PYTHON, UNLOCKED = 0.002, 20, 5_000, bytes(32 << 10)  # of a step: about 7 ms
+TURNS = {"told": 4.0, "nothing": 0.7, "load": 0.7}  # seconds
+LONGEST_SECONDS = 3600
+LOAD_SECONDS = 0.0005  # of the other process's stretches
 
 
 def fill(cache: Cache, chunks: int) -> bytes:
@@ -64,75 +81,154 @@ def fill(cache: Cache, chunks: int) -> bytes:
     return root
 
 
-def steps(until: Callable[[], bool]) -> list[float]:
-    """Take steps until a condition holds; return the seconds of each."""
-    taken = []
-    while not until():
-        began = time.perf_counter()
+class Step(NamedTuple):
+    """Seconds of one step."""
+
+    wait: float  # for the lock
+    held: float  # what other threads of this process used of the processor meanwhile
+    whole: float
+
+
+def step() -> Step:
+    """Take a step: wait for the device, then run Python and calls that give the lock up."""
+    before, others, began = _switches(), _others(), time.perf_counter()
+    time.sleep(DEVICE_SECONDS)
+    now = time.perf_counter()
+    wait = now - began - DEVICE_SECONDS if _switches() > before + 1 else 0.0  # one for the device
+    held = min(wait, _others() - others)
+    switches, ran, others, now = _switches(), time.thread_time(), _others(), time.perf_counter()
+    for _ in range(PARTS):
+        before = switches, ran, others, now
         total = 0
         for n in range(PYTHON):
             total += n
-        time.sleep(STEP_SECONDS / 2)
-        taken.append(time.perf_counter() - began)
+        zlib.crc32(UNLOCKED)
+        switches, ran, others, now = _switches(), time.thread_time(), _others(), time.perf_counter()
+        if switches > before[0]:
+            wait += now - before[3] - (ran - before[1])
+            held += others - before[2]
+    return Step(wait, held, now - began)
+
+
+def _switches() -> int:
+    """Return how often this thread gave the processor up to wait for something: here, for the lock or the device."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def _others() -> float:
+    """Return how many seconds of the processor the other threads of this process have used."""
+    return time.process_time() - time.thread_time()
+
+
+def steps(until: float) -> list[Step]:
+    """Take steps until a time."""
+    taken = []
+    while time.perf_counter() < until:
+        taken.append(step())
     return taken
 
 
-def after_400() -> Callable[[], bool]:
-    """Return a condition that holds from the 401st question on."""
-    left = iter(range(400))
-    return lambda: next(left, None) is None
+class Turns(EventOutlet):
+    """An outlet that holds the thread that tells, without the lock, while it is not its turn."""
+
+    def __init__(self, config: KVEventsConfig) -> None:
+        super().__init__(config)
+        self.told = threading.Event()
+
+    def send(self, events: Sequence[object]) -> None:
+        """Publish events once it is their turn."""
+        self.told.wait()
+        super().send(events)
+
+
+def listen(address: str) -> None:
+    """Hear all that is told: the subscriber's process."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as sub:
+        sub.connect(address)
+        sub.subscribe(b"")
+        while True:
+            sub.recv_multipart()
+
+
+def load(share: Synchronized[float]) -> None:
+    """Use that share of a processor: the process beside which steps are compared."""
+    while True:
+        if not (now := share.value):
+            time.sleep(0.01)
+            continue
+        until = time.thread_time() + LOAD_SECONDS
+        while time.thread_time() < until:
+            pass
+        time.sleep(LOAD_SECONDS * (1 / now - 1))
+
+
+def told(stored: StoredEvents) -> int:
+    """Return of how many chunks routers were told."""
+    return int(np.count_nonzero(stored._tiers[0]._held))
+
+
+@contextmanager
+def processes(address: str, share: Synchronized[float]) -> Iterator[None]:
+    """Run the subscriber and the load."""
+    spawn = multiprocessing.get_context("spawn")
+    started = [
+        spawn.Process(target=target, args=(argument,), daemon=True)
+        for target, argument in ((listen, address), (load, share))
+    ]
+    for process in started:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
 
 
 def measure(cache: Cache, root: bytes, chunks: int) -> dict[str, float]:
-    """Take steps while all chunks are told, and as many without."""
+    """Take steps while all chunks are told, in turns with steps beside nothing and beside as much load."""
     assert cache.slots is not None
     config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://127.0.0.1:*")
-    outlet = EventOutlet(config)
+    outlet = Turns(config)
     publisher = EventPublisherFactory.create(config)
     address = publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT)
-    heard, ended = [0], threading.Event()
-
-    def listen() -> None:
-        with zmq.Context() as context, context.socket(zmq.SUB) as sub:
-            sub.connect(address)
-            sub.subscribe(b"")
-            while not ended.is_set():
-                if sub.poll(100):
-                    heard[0] += len(sub.recv_multipart()[2])
-
-    listener = threading.Thread(target=listen)
-    listener.start()
     facts = BlockFacts(TOKENS, TOKENS // BLOCKS, "full_attention")
     stored = StoredEvents(cache.slots.ledgers, root, facts, VLLMEventForm(facts), outlet)
-    tier = stored._tiers[0]
-    alone = steps(after_400())
-    began = time.perf_counter()
-    stored.start()
-    beside = steps(lambda: len(tier._hashes) >= chunks or time.perf_counter() - began > 1800)
-    seconds = time.perf_counter() - began
-    after = steps(after_400())
-    told = len(tier._hashes)
-    stored.close()
-    publisher.shutdown()
-    ended.set()
-    listener.join()
-    alone += after
-
-    def share(times: list[float], part: float) -> float:
-        return sorted(times)[int(part * (len(times) - 1))] * 1e3
-
-    return {
-        "chunks_told": told,
-        "chunks_a_second": told / seconds,
-        "heard_mb": heard[0] / 1e6,
-        "steps_beside": len(beside),
-        "step_ms_alone": statistics.median(alone) * 1e3,
-        "step_ms_beside": statistics.median(beside) * 1e3,
-        "step_ms_alone_p99": share(alone, 0.99),
-        "step_ms_beside_p99": share(beside, 0.99),
-        "step_ms_alone_p999": share(alone, 0.999),
-        "step_ms_beside_p999": share(beside, 0.999),
+    taken: dict[str, list[Step]] = {turn: [] for turn in TURNS}
+    share = multiprocessing.get_context("spawn").Value("d", 0.0)
+    used = dict.fromkeys(TURNS, 0.0)  # seconds of the processor by other threads than the steps'
+    seconds = dict.fromkeys(TURNS, 0.0)
+    enable_envs_cache()  # as vLLM's engine does before its first step
+    gc.collect()
+    gc.freeze()
+    with processes(address, share):
+        outlet.told.set()
+        stored.start()
+        began = time.perf_counter()
+        while told(stored) < chunks and time.perf_counter() < began + LONGEST_SECONDS:
+            for turn, length in TURNS.items():
+                (outlet.told.set if turn == "told" else outlet.told.clear)()
+                share.value = used["told"] / seconds["told"] if turn == "load" else 0.0
+                at, others = time.perf_counter(), _others()
+                taken[turn] += steps(at + length)
+                seconds[turn] += time.perf_counter() - at
+                used[turn] += _others() - others
+        outlet.told.set()
+        heard = told(stored)
+        stored.close()
+        publisher.shutdown()
+    figures = {
+        "chunks_told": float(heard),
+        "chunks_a_second": heard / seconds["told"],
+        "processor_share": used["told"] / seconds["told"],
     }
+    for turn, each in taken.items():
+        figures[f"steps_{turn}"] = len(each)
+        for what in Step._fields:
+            times = sorted(getattr(step, what) for step in each)
+            for name, part in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999), ("max", 1.0)):
+                figures[f"{what}_ms_{turn}_{name}"] = times[int(part * (len(times) - 1))] * 1e3
+    return figures
 
 
 def main() -> None:
@@ -154,7 +250,7 @@ def main() -> None:
             print(json.dumps(figures))
         else:
             for name, value in figures.items():
-                print(f"{name:24}{value:14,.2f}")
+                print(f"{name:24}{value:14,.3f}")
     finally:
         shutil.rmtree(root)
 

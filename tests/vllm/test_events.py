@@ -25,7 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from pagoda.cache import Cache
@@ -91,7 +91,8 @@ class Engine:
         return done
 
     def take(self) -> list[KVCacheEvent]:
-        self.events._rested = time.thread_time()  # of this thread, which is none of an engine
+        """What a round tells, of which each piece takes as long as it needs, on this thread."""
+        self.events._rested = time.thread_time()
         self.events._round()
         return self.outlet.take()
 
@@ -413,10 +414,12 @@ def test_what_is_gone_is_told_before_all_that_is_new_was_told(
     assert engine.take() == []
 
 
+@pytest.mark.parametrize("rows", [1 << 16, 7])
 def test_of_many_chunks_those_used_last_are_told_first_and_then_the_others(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_SORTED", 5)
+    monkeypatch.setattr("pagoda.kv_events.tier_difference._ROWS", rows)
+    monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_CHOSEN", 5)
     engine, requests = Engine(cache), [request_of(3, seed) for seed in range(4)]
     for request in requests:
         engine.stored(request)
@@ -542,7 +545,7 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
     held, most, times = set[bytes](), 0, 0
     outlet = engine.events._outlet
     monkeypatch.setattr(outlet, "newcomers", lambda: True)
-    monkeypatch.setattr(outlet, "tell_anew", lambda: outlet.send([AllBlocksCleared()]))
+    monkeypatch.setattr(outlet, "tell_anew", lambda: iter([outlet.send([AllBlocksCleared()])]))
     engine.events.start()
     until = time.monotonic() + 20.0
     while time.monotonic() < until and (most < 56 * BLOCKS or times < 3):
@@ -610,7 +613,7 @@ def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
             removed = BlockRemoved(block_hashes=names[2:], medium="GPU", group_idx=0)
             publisher.publish(KVEventBatch(ts=1.0, events=[removed]))
             assert publisher.cleared == 2
-            publisher.tell_anew()
+            assert list(publisher.tell_anew()) == [None]  # one piece
             told = []
             while len(told) < 8:
                 assert router.poll(20_000)
@@ -649,6 +652,49 @@ def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart
     assert keys == [None] * BLOCKS + [[("an image", 2)], [("an image", -2)]] + [None] * (2 * BLOCKS - 2)
 
 
+@pytest.mark.parametrize("numbers", ["0", "1"])
+def test_blocks_are_named_as_vllm_names_them(monkeypatch: pytest.MonkeyPatch, numbers: str) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", numbers)
+    form, request = VLLMEventForm(BlockFacts(CHUNK, BLOCK, "full_attention")), request_of(2)
+    note = form.notes(request, bytes(32))(1)
+    assert note is not None
+    names = [maybe_convert_block_hash(one) for one in request.block_hashes]
+    event = form.stored([note], "CPU")
+    assert event.block_hashes == names[BLOCKS:] and event.parent_block_hash == names[BLOCKS - 1]
+    assert form.removed([note.hashes, note.hashes], "CPU").block_hashes == names[BLOCKS:] * 2
+    assert form.removed([], "CPU").block_hashes == []
+
+
+def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router that comes makes it tell everything, which takes a large engine seconds."""
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # one piece a round
+    monkeypatch.setattr("pagoda.connectors.vllm.event_publisher._PIECE", 2)
+    engine, request, config = Engine(cache), request_of(1), KVEventsConfig(enable_kv_cache_events=True)
+    config.publisher, config.endpoint = "zmq", f"tcp://*:{free_port()}"
+    engine.events._outlet = outlet = EventOutlet(config)
+    publisher = EventPublisherFactory.create(config)
+    assert isinstance(publisher, LivePublisher)
+    told: list[object] = []
+    send = publisher.send
+    monkeypatch.setattr(publisher, "send", lambda events: (told.extend(events), send(events)))
+    device = run(request_of(2, 1), medium="GPU", locality=None)
+    publisher.publish(KVEventBatch(ts=1.0, events=[device]))
+    engine.stored(request)
+    engine.events._anew = outlet.tell_anew()
+    engine.take()
+    assert isinstance(told.pop(0), AllBlocksCleared) and told.pop(2) == run(request)
+    cache.clear()
+    rounds = 1
+    while not engine.events._round():
+        rounds += 1
+        assert rounds < 100
+    publisher.shutdown()
+    names = [event.block_hashes for event in told if isinstance(event, BlockStored)]
+    assert names == [[name] for name in device.block_hashes] and told.index(gone(*request.block_hashes)) == 4
+
+
 def test_two_engines_of_a_process_may_be_given_the_same_config() -> None:
     config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq")
     for _ in range(2):
@@ -659,7 +705,11 @@ def test_two_engines_of_a_process_may_be_given_the_same_config() -> None:
         publisher.shutdown()
 
 
-def test_random_stores_and_evictions_leave_a_router_with_the_truth(shm_root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [1 << 16, 7])
+def test_random_stores_and_evictions_leave_a_router_with_the_truth(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr("pagoda.kv_events.tier_difference._ROWS", rows)  # looked at at once
     with cache_at(shm_root, tmp_path) as cache:
         engine, held = Engine(cache), {"CPU": set[bytes](), "STORAGE": set[bytes]()}
         requests = [request_of(1 + seed % 5, seed) for seed in range(40)]

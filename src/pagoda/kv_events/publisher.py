@@ -7,7 +7,7 @@ As from vLLM, each message has three frames: the topic, a number (8 bytes, big e
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 
@@ -85,9 +85,10 @@ class EventPublisher:
                 subscribed |= self._socket.recv(zmq.NOBLOCK).startswith(_SUBSCRIBES)
         return subscribed
 
-    def tell_anew(self) -> None:
-        """Tell that what was told is no longer true: all that is follows."""
+    def tell_anew(self) -> Iterator[None]:
+        """Tell, with the first step, that what was told is no longer true: all that is follows."""
         self.send([BlocksCleared()])
+        yield
 
     def send(self, events: Sequence[object]) -> None:
         """Send one message to everybody who listens."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -33,9 +34,10 @@ _ROUND_SECONDS = 0.1
 # between two times that all is told: so long at least, and at most; four times as long as it took, if it was completed,
 # else twice as long as before
 _RETELL_SECONDS, _LONGEST_RETELL_SECONDS, _RETELL_SHARE = 1.0, 600.0, 4.0
-_REST = 6  # times the processor's time of a piece: a seventh of a processor at most, however much there is to tell
-_MOST_TELLING = 0.05  # seconds of the processor for what is new in a tier; then what is gone has its turn
-_PAUSE_SECONDS = 0.002  # at least, between two pieces
+_BURST_SECONDS = 0.0002  # of the processor; when the piece that has begun is done, this thread rests
+_REST = 10  # times as long as a burst: an eleventh of a processor at most, however much there is to tell
+_MOST_TELLING = 0.25  # seconds for what is new in a tier; then what is gone has its turn
+_PAUSE_SECONDS = 0.002  # between two rounds if the first has not told all, and while the outlet is full
 _REMEMBERED = 4096  # notes of chunks that are being stored or loaded: some MiB
 _TOKEN_BYTES = 5  # of a token id in a message, at most
 _encode = msgspec.msgpack.Encoder().encode
@@ -61,8 +63,8 @@ class Outlet(Protocol):
     def newcomers(self) -> bool:
         """Whether routers have subscribed since the last call: they have not heard everything. Waits for none."""
 
-    def tell_anew(self) -> None:
-        """Tell that all blocks are cleared, then those in the engine's own memory: what follows is all there is."""
+    def tell_anew(self) -> Iterator[None]:
+        """Tell step by step that all blocks are cleared, then those in the engine's own memory: all else follows."""
 
     def send(self, events: Sequence[object]) -> None:
         """Publish events."""
@@ -88,7 +90,7 @@ class StoredEvents:
         """
         self._facts, self._form, self._outlet, self._keeps_notes = facts, form, outlet, keeps_notes
         self._follow = follow
-        self._tiers = [TierDifference(MEDIA[name], ledger, form) for name, ledger in ledgers.items()]
+        self._tiers = [TierDifference(MEDIA[tier], at, form, self._rest) for tier, at in ledgers.items()]
         self._lock = threading.Lock()
         self._roots = {root}  # of which there was a request; the thread reads it without the lock
         self._met: set[bytes] = set()  # those of them that are new
@@ -100,6 +102,7 @@ class StoredEvents:
         self._ended = Event()
         self._renewed = False
         self._rested = 0.0  # what the thread had used of the processor at its last rest
+        self._anew: Iterator[None] = iter(())  # of `tell_anew`: what is left
         self._thread = threading.Thread(target=self._run, name="pagoda-events", daemon=True)
 
     def start(self) -> None:
@@ -184,20 +187,23 @@ class StoredEvents:
         cleared, self._rested = self._outlet.cleared, time.thread_time()
         # when all was last told from the beginning, whether it was completed, how long to wait before the next time
         retold, whole, pause, wanted = time.monotonic(), False, _RETELL_SECONDS, False
-        while not self._ended.wait(_ROUND_SECONDS):
-            began = time.monotonic()
+        next_round = _ROUND_SECONDS
+        while not self._ended.wait(next_round):
+            began, next_round = time.monotonic(), _ROUND_SECONDS
             try:
                 wanted = self._outlet.newcomers() or wanted
                 if wanted and began >= retold + pause:
                     pause *= 1 if whole else 2
                     retold, whole, wanted, cleared = began, False, False, -1
-                    self._outlet.tell_anew()
+                    self._anew = self._outlet.tell_anew()
                 if self._outlet.cleared != cleared:  # for routers also what these tiers hold: tell it again
                     cleared = self._outlet.cleared
                     for tier in self._tiers:
                         tier.tell_again()
                 self._follow()
-                if self._round() and not whole:
+                if not self._round():
+                    next_round = _PAUSE_SECONDS
+                elif not whole:
                     whole, pause = True, _RETELL_SHARE * (time.monotonic() - retold)
                 pause = min(max(pause, _RETELL_SECONDS), _LONGEST_RETELL_SECONDS)
             except Exception as trouble:  # noqa: BLE001  # a boundary: the engine serves on
@@ -207,10 +213,10 @@ class StoredEvents:
 
     def _round(self) -> bool:
         """Tell what has changed. Return whether that was all: a round is short, and the next one goes on."""
-        whole = True
         with self._lock:
             roots, met, told_of, renewed = self._roots, self._met, self._told_of, self._renewed
             self._met, self._told_of, self._renewed = set(), set(), False
+        whole = self._for_a_while(self._anew)
         for tier in self._tiers:
             if renewed:
                 tier.drop_told()
@@ -219,15 +225,20 @@ class StoredEvents:
                 tier.look_again(told_of)
             for removed in tier.removed():
                 self._send(removed)
-            began = time.thread_time()
-            for slots in tier.new():
-                self._tell(tier, slots, roots)
-                if time.thread_time() - began > _MOST_TELLING:
-                    whole = False
-                    break
+                self._rest()
+            whole &= self._for_a_while(map(partial(self._tell, tier, roots), tier.new()))
         return whole
 
-    def _tell(self, tier: TierDifference, slots: Slots, roots: set[bytes]) -> None:
+    def _for_a_while(self, pieces: Iterable[None]) -> bool:
+        """Do pieces of work, with rests, for a bounded time. Return whether that was all."""
+        began = time.monotonic()
+        for _ in pieces:
+            self._rest()
+            if time.monotonic() - began > _MOST_TELLING or self._ended.is_set():
+                return False
+        return True
+
+    def _tell(self, tier: TierDifference, roots: set[bytes], slots: Slots) -> None:
         """Tell of some chunks of a tier, in order; notes come from beside the tier, this process, or another tier."""
         places = tier.places(slots)
         notes = self._read(tier.notes, places)
@@ -276,11 +287,12 @@ class StoredEvents:
     def _send(self, events: Sequence[object]) -> None:
         if events:
             self._outlet.send(events)
-        self._rest()
         while self._outlet.is_full and not self._ended.wait(_PAUSE_SECONDS):
             pass
 
     def _rest(self) -> None:
-        """Leave the interpreter to the engine, in proportion to what this thread took of it since the last rest."""
-        self._ended.wait(max(_PAUSE_SECONDS, _REST * (time.thread_time() - self._rested)))
-        self._rested = time.thread_time()
+        """Leave the interpreter to the engine for a while, once this thread has used the processor for a burst."""
+        used = time.thread_time() - self._rested
+        if used > _BURST_SECONDS:
+            self._ended.wait(_REST * used)
+            self._rested = time.thread_time()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import numpy.ma  # else the first `np.isin` does it: 20 ms in the middle of an engine's step
 import numpy.typing as npt
 
 from pagoda.kv_events.notes import ChunkNote, EventForm
@@ -14,27 +16,36 @@ from pagoda.ledger.columns import NOT_READY, marks_of
 
 __all__ = ["PIECE", "Slots", "TierDifference"]
 
-PIECE = 8  # chunks told at once: less than a millisecond of the interpreter's lock
-_ROWS = 1 << 16  # compared at once
-_MOST_SORTED = 4096
+PIECE = 8  # chunks told at once: about 0.2 ms of the interpreter's lock
+_ROWS = 1 << 16  # looked at at once, by NumPy, which does not need that lock
+_MOST_CHOSEN, _CHOSEN_SECONDS = (
+    2048,
+    1.0,
+)  # of those to be told next; then those are chosen that were used since
 
 Slots = npt.NDArray[np.int64]
 _EMPTY, _WAITS, _TOLD, _OTHERS, _NO_NOTE = range(5)  # what is known of the chunk in a slot
 
 
 class TierDifference:
-    """What was told of one tier, slot by slot, and how its columns differ from it. For one thread."""
+    """What was told of one tier, slot by slot, and how its columns differ from it. For one thread.
 
-    def __init__(self, medium: str, ledger: Ledger, form: EventForm) -> None:
+    No loop of Python runs over all slots, and no dictionary has them: both would keep the interpreter from the engine.
+    """
+
+    def __init__(self, medium: str, ledger: Ledger, form: EventForm, rest: Callable[[], None]) -> None:
+        """`rest` is called between pieces of work: it may leave the interpreter to others for a while."""
         self.medium, self.ledger, self.notes = medium, ledger, ChunkNotes(ledger.directory)
-        self._form = form
+        self._form, self._rest = form, rest
         slots = ledger.columns.slots
         self._generation = np.zeros(slots, np.uint64)  # of the chunk that `_state` is about
         self._state = np.zeros(slots, np.uint8)
-        self._hashes: dict[int, bytes] = {}  # of the chunks that routers hold to be there, by slot
+        self._held = np.zeros(slots, np.bool_)  # whether routers hold the chunk to be there
+        self._hashes = np.full(slots, None, np.object_)  # of the chunks that they do
         self._marks = np.zeros(slots, np.uint64)  # of a namespace of which this engine has seen no request
         self._before: dict[bytes, int] = {}  # slots told in the last round and in this one, by the hashes
         self._just: dict[bytes, int] = {}
+        self._chosen, self._more, self._chosen_at = np.empty(0, np.int64), False, 0.0  # to be told next
 
     def tell_again(self) -> None:
         """Tell everything once more. It stays told meanwhile: what goes before its turn is told to be gone."""
@@ -51,27 +62,29 @@ class TierDifference:
             marks = self.ledger.columns.keys[silent, 0]
             self._state[silent[np.isin(marks, marks_of(list(keys)))]] = _WAITS
 
+    def _slices(self) -> Iterator[slice]:
+        """Walk all slots, some at a time, from the last to the first: often those that were used last come first."""
+        for row in reversed(range(0, len(self._state), _ROWS)):
+            yield slice(row, row + _ROWS)
+            self._rest()
+
     def removed(self) -> Iterator[list[object]]:
         """Find the slots whose chunk is another than the last time; return the events of those that were told."""
         self._before, self._just = self._just, {}
         published = self.ledger.columns.generation
-        for row in range(0, len(published), _ROWS):
-            now = published[row : row + _ROWS].copy()
-            changed = np.flatnonzero(now != self._generation[row : row + _ROWS]) + row
+        for rows in self._slices():
+            changed = np.flatnonzero(published[rows] != self._generation[rows]) + rows.start
             if not len(changed):
                 continue
-            gone = [slot for slot in changed.tolist() if slot in self._hashes]
+            now, gone = published[changed], changed[self._held[changed]]
             for at in range(0, len(gone), PIECE):
-                hashes = [self._hashes.pop(slot) for slot in gone[at : at + PIECE]]
-                # a chunk that was stored again in another slot before this one was seen to be free
-                told = [
-                    one
-                    for slot, one in zip(gone[at:], hashes, strict=False)
-                    if self._before.get(one, slot) == slot
-                ]
-                if told:
+                slots = gone[at : at + PIECE]
+                pairs = zip(slots.tolist(), self._hashes[slots].tolist(), strict=True)
+                self._held[slots], self._hashes[slots] = False, None
+                # else a chunk that was stored again in another slot before this one was seen to be free
+                if told := [one for slot, one in pairs if self._before.get(one, slot) == slot]:
                     yield [self._form.removed(told, self.medium)]
-            self._generation[changed] = now[changed - row]
+            self._generation[changed] = now
             self._state[changed] = _WAITS
 
     def meet(self, roots: set[bytes]) -> None:
@@ -80,15 +93,31 @@ class TierDifference:
             self._state[(self._state == _OTHERS) & np.isin(self._marks, marks_of(list(roots)))] = _WAITS
 
     def new(self) -> Iterator[Slots]:
-        """Return slots to be told, in pieces: chunks used last first, and of one prompt from its first chunk on."""
-        last_use = self.ledger.columns.last_use
-        ready = np.flatnonzero((self._state == _WAITS) & (last_use != NOT_READY))
-        if len(ready) > _MOST_SORTED:  # more than a round can tell
-            uses = last_use[ready]
-            ready = ready[uses >= np.partition(uses, -_MOST_SORTED)[-_MOST_SORTED]]
-        ready = ready[np.argsort(-last_use[ready], kind="stable")]
-        for at in range(0, len(ready), PIECE):
-            yield ready[at : at + PIECE]
+        """Return slots to be told, in pieces: chunks used last first, and of one prompt from its first chunk on.
+
+        All slots are looked through for them, once a second if there are many: the next call goes on with the rest.
+        """
+        if not len(self._chosen) or time.monotonic() > self._chosen_at + _CHOSEN_SECONDS:
+            self._choose()
+        while len(self._chosen):
+            slots, self._chosen = self._chosen[:PIECE], self._chosen[PIECE:]
+            yield slots
+            if not len(self._chosen) and self._more:
+                self._choose()
+
+    def _choose(self) -> None:
+        """Choose the slots to be told next."""
+        last_use, self._chosen_at = self.ledger.columns.last_use, time.monotonic()
+        ready, uses, least = np.empty(0, np.int64), np.empty(0, np.int64), np.iinfo(np.int64).min
+        for rows in self._slices():
+            used = last_use[rows]
+            more = np.flatnonzero((self._state[rows] == _WAITS) & (used != NOT_READY) & (used >= least))
+            ready, uses = np.concatenate([more + rows.start, ready]), np.concatenate([used[more], uses])
+            last = np.argsort(-uses, kind="stable")[:_MOST_CHOSEN]
+            ready, uses = ready[last], uses[last]
+            if len(ready) == _MOST_CHOSEN:
+                least = int(uses[-1])
+        self._chosen, self._more = ready, len(ready) == _MOST_CHOSEN
 
     def places(self, slots: Slots) -> list[tuple[int, bytes]]:
         """Return these slots with their keys."""
@@ -115,7 +144,7 @@ class TierDifference:
                 self._marks[slot] = marks_of([note.root])[0]
             else:
                 self._state[slot] = _TOLD
-                self._hashes[slot] = note.hashes
+                self._held[slot], self._hashes[slot] = True, note.hashes
                 self._just[note.hashes] = slot
                 told.append(note)
         return told

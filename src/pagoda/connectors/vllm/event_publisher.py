@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -67,10 +67,9 @@ class EventOutlet:
         """Whether routers have subscribed since the last call: they have not heard everything. Waits for none."""
         return self._publisher is not None and self._publisher.newcomers()
 
-    def tell_anew(self) -> None:
-        """Tell that all blocks are cleared, then those in the engine's own memory: what follows is all there is."""
-        if self._publisher is not None:
-            self._publisher.tell_anew()
+    def tell_anew(self) -> Iterator[None]:
+        """Tell step by step that all blocks are cleared, then those in the engine's own memory."""
+        return iter(()) if self._publisher is None else self._publisher.tell_anew()
 
     def send(self, events: Sequence[KVCacheEvent]) -> None:
         """Publish events, at once if the publisher can be used from here, else with the next step of the engine."""
@@ -157,8 +156,8 @@ class LivePublisher(ZmqEventPublisher):
                 if self._pub.recv(zmq.NOBLOCK).startswith(_SUBSCRIBES):
                     self._subscribed = True
 
-    def tell_anew(self) -> None:
-        """Tell that all is cleared, then what the engine's own memory holds."""
+    def tell_anew(self) -> Iterator[None]:
+        """Tell step by step that all is cleared, then what the engine's own memory holds."""
         self.send([AllBlocksCleared()])
         with self._order:
             names = list(self._device)
@@ -168,6 +167,7 @@ class LivePublisher(ZmqEventPublisher):
                 events = [_block(*one) for one in known if one is not None]
                 if events:
                     self.send(events)
+            yield
 
 
 class _Subscribed(zmq.Context[Any]):

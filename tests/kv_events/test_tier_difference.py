@@ -1,0 +1,104 @@
+"""How much work the thread of KV events does between two rests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import numpy as np
+import pytest
+
+from pagoda.cache import Cache
+from pagoda.kv_events.event_types import ChunkEventForm
+from pagoda.kv_events.notes import BlockFacts, ChunkNote
+from pagoda.kv_events.publisher import EventPublisher
+from pagoda.kv_events.stored_events import StoredEvents, largest_message
+from pagoda.kv_events.tier_difference import PIECE
+from pagoda.ledger.chunk_notes import ChunkNotes
+from tests.cache.kit import CHUNK, LAYOUT, cache_at
+
+SLOTS = 1024
+MOST_LINES = 100 * PIECE  # of Python between two rests
+
+
+@pytest.fixture
+def events(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredEvents]:
+    """What tells of a full store, with notes; its rounds are called one by one, and take as long as they need."""
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", 60.0)
+    with cache_at(shm_root, None, host_size=SLOTS * LAYOUT.slot_bytes) as cache:
+        publisher = EventPublisher("tcp://127.0.0.1:*", message_bytes=largest_message(CHUNK))
+        yield full(cache, publisher)
+        publisher.close()
+
+
+def full(cache: Cache, publisher: EventPublisher) -> StoredEvents:
+    assert cache.slots is not None
+    ledger, random = cache.slots.ledgers["host"], np.random.default_rng(0)
+    columns, root = ledger.columns, cache.slots.namespace()
+    assert columns.slots == SLOTS
+    columns.keys[:] = random.integers(0, 1 << 60, columns.keys.shape, np.uint64)
+    columns.generation[:] = np.arange(1, SLOTS + 1)
+    columns.last_use[:] = random.permutation(SLOTS)
+    notes = ((slot, columns.key_of(slot)) for slot in range(SLOTS))
+    tokens = bytes(4 * CHUNK)
+    encoded = ((slot, key, msgspec.msgpack.encode(ChunkNote(root, b"", key, tokens))) for slot, key in notes)
+    ChunkNotes(ledger.directory).write(encoded)
+    facts = BlockFacts(CHUNK, CHUNK)
+    return StoredEvents({"host": ledger}, root, facts, ChunkEventForm(facts), publisher)
+
+
+@contextmanager
+def counted(events: StoredEvents, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Count the lines of Python that this thread runs between two places where it rests if it has to."""
+    lines = [0]
+
+    def rest() -> None:
+        lines.append(0)
+
+    def on_line(_frame: FrameType, what: str, _argument: object) -> Callable[..., object]:
+        lines[-1] += what == "line"
+        return on_line
+
+    with monkeypatch.context() as patched:
+        patched.setattr(events, "_rest", rest)
+        for tier in events._tiers:
+            patched.setattr(tier, "_rest", rest)
+        before = sys.gettrace()
+        sys.settrace(on_line)
+        try:
+            yield lines
+        finally:
+            sys.settrace(before)
+
+
+def test_between_two_rests_the_thread_runs_a_bounded_amount_of_python(
+    events: StoredEvents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many slots a store has, and whatever happens to all of them at once."""
+    (tier,) = events._tiers
+    columns = tier.ledger.columns
+    monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_CHOSEN", SLOTS)
+    with counted(events, monkeypatch) as lines:
+        assert events._round()  # all are new
+        assert np.count_nonzero(tier._held) == SLOTS
+        tier.tell_again()
+        assert events._round()
+        columns.generation[:] += np.uint64(SLOTS)  # other chunks, which have no notes
+        columns.keys[:] += np.uint64(1)
+        assert events._round()
+        assert not tier._held.any()
+        events.found(lambda _: None, bytes(32), 0, [columns.key_of(0)])
+        events._told_of = {columns.key_of(slot) for slot in range(0, SLOTS, 16)}
+        assert events._round()  # looks at these again
+        columns.keys[:] -= np.uint64(1)
+        columns.generation[:] += np.uint64(SLOTS)
+        assert events._round()
+        assert np.count_nonzero(tier._held) == SLOTS
+        events.renew(bytes(range(32)))  # takes all back, and then tells of none
+        assert events._round()
+        assert not tier._held.any()
+    assert max(lines) <= MOST_LINES
