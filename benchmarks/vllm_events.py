@@ -102,16 +102,17 @@ def measure(cache: Cache, root: bytes, chunks: int) -> dict[str, float]:
 
     listener = threading.Thread(target=listen)
     listener.start()
-    facts = BlockFacts(TOKENS, TOKENS // BLOCKS, "full_attention")
-    stored = StoredEvents(cache.slots.ledgers, root, facts, VLLMEventForm(facts), outlet)
+    groups = {0: BlockFacts(TOKENS, TOKENS // BLOCKS, "full_attention")}
+    form = VLLMEventForm(groups, TOKENS // BLOCKS)
+    stored = StoredEvents(cache.slots.ledgers, root, groups, form, outlet)
     tier = stored._tiers[0]
     alone = steps(after_400())
     began = time.perf_counter()
     stored.start()
-    beside = steps(lambda: len(tier._hashes) >= chunks or time.perf_counter() - began > 1800)
+    beside = steps(lambda: len(tier._names) >= chunks or time.perf_counter() - began > 1800)
     seconds = time.perf_counter() - began
     after = steps(after_400())
-    told = len(tier._hashes)
+    told = len(tier._names)
     stored.close()
     publisher.shutdown()
     ended.set()

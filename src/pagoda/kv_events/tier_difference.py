@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ _ROWS = 1 << 16  # compared at once
 _MOST_SORTED = 4096
 
 Slots = npt.NDArray[np.int64]
+_Name: TypeAlias = tuple[int, bytes]  # a chunk's group, and the hashes of its note
 _EMPTY, _WAITS, _TOLD, _OTHERS, _NO_NOTE = range(5)  # what is known of the chunk in a slot
 
 
@@ -31,10 +33,10 @@ class TierDifference:
         slots = ledger.columns.slots
         self._generation = np.zeros(slots, np.uint64)  # of the chunk that `_state` is about
         self._state = np.zeros(slots, np.uint8)
-        self._hashes: dict[int, bytes] = {}  # of the chunks that routers hold to be there, by slot
+        self._names: dict[int, _Name] = {}  # of the chunks that routers hold to be there, by slot
         self._marks = np.zeros(slots, np.uint64)  # of a namespace of which this engine has seen no request
-        self._before: dict[bytes, int] = {}  # slots told in the last round and in this one, by the hashes
-        self._just: dict[bytes, int] = {}
+        self._before: dict[_Name, int] = {}  # slots told in the last round and in this one
+        self._just: dict[_Name, int] = {}
 
     def tell_again(self) -> None:
         """Tell everything once more. It stays told meanwhile: what goes before its turn is told to be gone."""
@@ -60,17 +62,16 @@ class TierDifference:
             changed = np.flatnonzero(now != self._generation[row : row + _ROWS]) + row
             if not len(changed):
                 continue
-            gone = [slot for slot in changed.tolist() if slot in self._hashes]
+            gone = [slot for slot in changed.tolist() if slot in self._names]
             for at in range(0, len(gone), PIECE):
-                hashes = [self._hashes.pop(slot) for slot in gone[at : at + PIECE]]
-                # a chunk that was stored again in another slot before this one was seen to be free
-                told = [
-                    one
-                    for slot, one in zip(gone[at:], hashes, strict=False)
-                    if self._before.get(one, slot) == slot
-                ]
+                names = [self._names.pop(slot) for slot in gone[at : at + PIECE]]
+                told: dict[int, list[bytes]] = {}
+                for slot, (group, hashes) in zip(gone[at:], names, strict=False):
+                    # else the chunk was stored again in another slot before this one was seen to be free
+                    if self._before.get((group, hashes), slot) == slot:
+                        told.setdefault(group, []).append(hashes)
                 if told:
-                    yield [self._form.removed(told, self.medium)]
+                    yield [self._form.removed(hashes, self.medium, group) for group, hashes in told.items()]
             self._generation[changed] = now[changed - row]
             self._state[changed] = _WAITS
 
@@ -115,7 +116,8 @@ class TierDifference:
                 self._marks[slot] = marks_of([note.root])[0]
             else:
                 self._state[slot] = _TOLD
-                self._hashes[slot] = note.hashes
-                self._just[note.hashes] = slot
+                name = note.group, note.hashes
+                self._names[slot] = name
+                self._just[name] = slot
                 told.append(note)
         return told
