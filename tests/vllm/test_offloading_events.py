@@ -141,3 +141,15 @@ def test_of_a_request_with_a_salt_no_tokens_are_told_or_kept(config: Config, rou
         and torch.arange(4, dtype=torch.int32).numpy().tobytes() not in kept
     )
     halves.close()
+
+
+def test_a_request_that_cannot_be_told_is_stored_all_the_same(config: Config, router: Router) -> None:
+    halves = Halves(config, outlet=router.outlet)
+    context, odd = halves.request("stores", "p", 2), vllm_request("stores", "p", 2)
+    odd.all_token_ids[0] = 1 << 40
+    halves.manager.request_arrived(odd)
+    assert halves.store(context, keys("p", FULL, 2), {FULL: [1, 2, 3, 4]}) == keys("p", FULL, 2)
+    halves.store_prompt("q", 1, at=10)
+    router.credits("q", {("CPU", FULL): 1})
+    router.credits("p", {("CPU", FULL): 0})
+    halves.close()

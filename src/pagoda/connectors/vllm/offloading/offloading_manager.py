@@ -32,10 +32,10 @@ from pagoda.connectors.vllm.offloading.lookup_table import LookupTable
 from pagoda.connectors.vllm.offloading.messages import Placed, SlotsSpec
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.keys import derive_keys
-from pagoda.kv_events.notes import ChunkNote, Groups, NoteMaker
+from pagoda.kv_events.notes import ChunkNote, Groups
 from pagoda.kv_events.stored_events import StoredEvents
-from pagoda.ledger import Refused, Reserved
-from pagoda.metrics import guarded_logger
+from pagoda.ledger import Outcome, Refused, Reserved
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool
 
 __all__ = ["FAILED", "LATE", "REFUSED", "PagodaOffloadingManager"]
@@ -100,6 +100,7 @@ class PagodaOffloadingManager(OffloadingManager):
         self._events: StoredEvents | None = None
         self._form: VLLMEventForm
         self._told_root = b""
+        self._lines = RateLimitedLog()
         self._refused = 0
         self._failed = 0
         self._closed = False
@@ -144,7 +145,9 @@ class PagodaOffloadingManager(OffloadingManager):
             copy = ChunkRef(asked.key, asked.position, parent, asked.slot, asked.generation)
             spec.chunks.append(Placed(asked.group, copy))
         if self._events is not None:
-            self._note_found(self._events, [bytes(key) for key in keys], req_context)
+            request = self._requests.get(req_context.req_id, _Request())
+            for group, first, run in self._runs([bytes(key) for key in keys], req_context):
+                self._keep_notes(self._events, request, group, first, run)
         return spec
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -221,7 +224,7 @@ class PagodaOffloadingManager(OffloadingManager):
             deadline_seconds=deadline.remaining(),
         )
         if self._events is not None:
-            self._events.note(self._notes_of(request, root, group, first, run), root, first, outcomes)
+            self._keep_notes(self._events, request, group, first, run, outcomes)
         request.tails[group] = first + len(keys) - 1, keys[-1]
         refused = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, Refused)]
         return [
@@ -254,7 +257,7 @@ class PagodaOffloadingManager(OffloadingManager):
 
     def request_arrived(self, request: Any) -> None:
         """Take vLLM's request, after `on_new_request`."""
-        self._requests[request.request_id].source = request
+        self._requests.setdefault(request.request_id, _Request()).source = request
 
     def on_request_finished(self, req_context: Any) -> None:
         """Release chunks that only this request waited for."""
@@ -331,25 +334,36 @@ class PagodaOffloadingManager(OffloadingManager):
             self._told_root = self._questions.root
             self._events.renew(self._told_root)
 
-    def _note_found(self, events: StoredEvents, names: Sequence[bytes], context: Any) -> None:
-        """Keep the notes of chunks that a request loads."""
-        request, root = self._requests.get(context.req_id, _Request()), self._questions.root
-        for group, first, run in self._runs(names, context):
-            make = self._notes_of(request, root, group, first, run)
-            events.found(make, root, first, derive_keys(run, root))
+    def _keep_notes(
+        self,
+        events: StoredEvents,
+        request: _Request,
+        group: int,
+        first: int,
+        run: Sequence[bytes],
+        outcomes: Sequence[Outcome] | None = None,
+    ) -> None:
+        """Keep the notes of a run of chunks that a request loads, or, with `outcomes`, that were just reserved.
 
-    def _notes_of(
-        self, request: _Request, root: bytes, group: int, first: int, run: Sequence[bytes]
-    ) -> NoteMaker:
-        """Return what makes the notes of a run of chunks: of whole ones, because vLLM also stores parts of blocks."""
-        number = list(self._numbers)[group]
-        make = None if request.source is None else self._form.notes(request.source, root, number)
+        Of whole chunks: vLLM also stores parts of blocks, under the hash of the tokens before their end.
+        """
+        if request.source is None:
+            return
+        root, number = self._questions.root, list(self._numbers)[group]
+        make = self._form.notes(request.source, root, number)
 
         def whole(chunk: int) -> ChunkNote | None:
-            note = None if make is None else make(chunk)
+            note = make(chunk)
             return note if note is not None and note.hashes.endswith(run[chunk - first][:-4]) else None
 
-        return whole
+        try:
+            if outcomes is None:
+                events.found(whole, root, first, derive_keys(run, root))
+            else:
+                events.note(whole, root, first, outcomes)
+        except Exception as trouble:  # noqa: BLE001  # a boundary: the engine serves on
+            why = f"routers do not hear of some chunks: {type(trouble).__name__}: {trouble}"
+            self._lines.warn(log, Reason.IO_ERROR, why)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call."""
