@@ -208,8 +208,10 @@ def test_a_router_credits_what_the_engine_hits(rooms: Rooms, served: Callable[..
     whole = 15 * CHUNK
     heard_at = rooms.ours | events_at(port)
     rooms.engine.call(hybrid.anew, heard_at, within=120.0)
-    rooms.engine.say(ours, begun, max_tokens=1)
-    served(Indexer, {1: port}).wait(1, ours, cpu=whole, disk=whole)
+    rooms.engine.say(ours, begun, max_tokens=TOKENS)
+    before = served(Indexer, {1: port})
+    before.wait(1, ours, cpu=whole, disk=whole)
+    before.wait(1, begun, cpu=3 * CHUNK, disk=3 * CHUNK)
     rooms.engine.call(hybrid.anew, heard_at, within=120.0)
     indexer = served(Indexer, {1: port})
     began = time.monotonic()
