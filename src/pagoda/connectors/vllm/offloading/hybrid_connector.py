@@ -10,11 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_cache_interface import (
-    KVCacheSpecKind,
-    get_kv_cache_spec_kind,
-    get_kv_cache_spec_sliding_window,
-)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
 from pagoda.connectors.vllm.event_publisher import EventOutlet, outlet_of
@@ -30,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PagodaHybridConnector"]
 
-_NEED_ALL = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION)
+_NEED_ALL = ("full_attention", "mla_attention")  # kinds of which a hit needs all tokens
 _SPEC = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": "pagoda.connectors.vllm"}
 
 
@@ -191,11 +187,11 @@ def _event_groups(vllm_config: Any, kv_cache_config: Any) -> Groups:
     config, groups = build_offloading_config(vllm_config, kv_cache_config), {}
     for group in config.groups:
         spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
-        kind, size = get_kv_cache_spec_kind(spec), group.tokens_per_block
+        kind, size = get_kv_cache_spec_kind(spec).value, group.tokens_per_block
         groups[group.group_id] = BlockFacts(
             size * config.cache.blocks_per_chunk,
             size,
-            kind.value,
+            kind,
             get_kv_cache_spec_sliding_window(spec),
             needs_all=kind in _NEED_ALL,
         )
