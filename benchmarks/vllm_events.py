@@ -192,8 +192,9 @@ def measure(cache: Cache, root: bytes, chunks: int) -> dict[str, float]:
     outlet = Turns(config)
     publisher = EventPublisherFactory.create(config)
     address = publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT)
-    facts = BlockFacts(TOKENS, TOKENS // BLOCKS, "full_attention")
-    stored = StoredEvents(cache.slots.ledgers, root, facts, VLLMEventForm(facts), outlet)
+    groups = {0: BlockFacts(TOKENS, TOKENS // BLOCKS, "full_attention")}
+    form = VLLMEventForm(groups, TOKENS // BLOCKS)
+    stored = StoredEvents(cache.slots.ledgers, root, groups, form, outlet)
     taken: dict[str, list[Step]] = {turn: [] for turn in TURNS}
     share = multiprocessing.get_context("spawn").Value("d", 0.0)
     used = dict.fromkeys(TURNS, 0.0)  # seconds of the processor by other threads than the steps'

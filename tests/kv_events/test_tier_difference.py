@@ -48,7 +48,7 @@ def full(cache: Cache, publisher: EventPublisher) -> StoredEvents:
     encoded = ((slot, key, msgspec.msgpack.encode(ChunkNote(root, b"", key, tokens))) for slot, key in notes)
     ChunkNotes(ledger.directory).write(encoded)
     facts = BlockFacts(CHUNK, CHUNK)
-    return StoredEvents({"host": ledger}, root, facts, ChunkEventForm(facts), publisher)
+    return StoredEvents({"host": ledger}, root, {0: facts}, ChunkEventForm(facts), publisher)
 
 
 @contextmanager

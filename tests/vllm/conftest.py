@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from tests.vllm import models, stores
 from tests.vllm.engines import CHUNK, Engine, connector, options
 from tests.vllm.halves import PATIENT_SECONDS, Halves, config_of
 from tests.vllm.inside import Answer
+from tests.vllm.routers import SECONDS, Service
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -211,3 +213,18 @@ def halves(config: Config) -> Iterator[Halves]:
     both = Halves(config)
     yield both
     both.close()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Starts services; they are ended."""
+    begun: list[Service] = []
+
+    def begin(kind: Callable[..., Service], *options: Any) -> Service:
+        begun.append(kind(tmp_path / f"service-{len(begun)}.log", *options))
+        return begun[-1]
+
+    yield begin
+    for service in begun:
+        service.process.send_signal(signal.SIGKILL)
+        service.process.wait(SECONDS)

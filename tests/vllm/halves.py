@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import (
 
 from pagoda.cache import Cache
 from pagoda.config import Config
+from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.offloading import offloading_manager
 from pagoda.connectors.vllm.offloading.chunk_finder import Group
 from pagoda.connectors.vllm.offloading.messages import SlotsSpec
@@ -29,6 +30,7 @@ from pagoda.connectors.vllm.offloading.offloading_manager import PagodaOffloadin
 from pagoda.connectors.vllm.offloading.offloading_worker import EnginePages, PagodaOffloadingWorker
 from pagoda.connectors.vllm.shared_caches import opened
 from pagoda.keys import Namespace
+from pagoda.kv_events.notes import BlockFacts
 from pagoda.layout import KVLayout
 from tests.vllm import engines
 
@@ -43,6 +45,10 @@ CHUNK = BLOCK * EACH
 WINDOW = 3 * CHUNK
 FULL, SLIDING = 0, 2  # as vLLM numbers its groups; a group between them is not offloaded
 LAYOUT = KVLayout.opaque(CHUNK, EACH * PAGE * PLANES, "halves")
+EVENT_GROUPS = {
+    FULL: BlockFacts(CHUNK, BLOCK, "full_attention"),
+    SLIDING: BlockFacts(CHUNK, BLOCK, "sliding_window", WINDOW, needs_all=False),
+}
 PATIENT_SECONDS = 30.0
 NO_STEP = ScheduleEndContext((), ())
 
@@ -75,10 +81,10 @@ def cache_of(config: Config, model: str = "a-model", parts: int = 1) -> Cache:
     return opened(config, Namespace(model, world_size=parts), layout)
 
 
-def manager_of(config: Config, parts: int = 1, events: bool = False) -> PagodaOffloadingManager:
+def manager_of(config: Config, parts: int = 1) -> PagodaOffloadingManager:
     """A scheduler's half."""
     groups = {FULL: Group(CHUNK, None), SLIDING: Group(CHUNK, WINDOW)}
-    return PagodaOffloadingManager(cache_of(config, parts=parts), groups, parts, events)
+    return PagodaOffloadingManager(cache_of(config, parts=parts), groups, parts)
 
 
 class Loaded(NamedTuple):
@@ -91,9 +97,11 @@ class Loaded(NamedTuple):
 class Halves:
     """A scheduler's and a worker's half in one process, and what vLLM does with them. Of one thread."""
 
-    def __init__(self, config: Config, *, seed: int = 0, events: bool = False) -> None:
+    def __init__(self, config: Config, *, seed: int = 0, outlet: EventOutlet | None = None) -> None:
         self.planes = memory(seed)
-        self.manager = manager_of(config, events=events)
+        self.manager = manager_of(config)
+        if outlet is not None:
+            self.manager.publish_events(outlet, EVENT_GROUPS, BLOCK)
         self.worker = PagodaOffloadingWorker(cache_of(config), stocks(self.planes))
         self.slots = self.worker._slots
         self._jobs = 0
@@ -112,6 +120,7 @@ class Halves:
             for number, key in enumerate(keys(prompt, group, chunks)):
                 context.set_offload_key_position(key, (number + 1) * CHUNK)
         self.manager.on_new_request(context)
+        self.manager.request_arrived(vllm_request(name, prompt, chunks))
         return context
 
     def finish(self, context: ReqContext) -> None:
@@ -233,6 +242,15 @@ class Halves:
 def keys(prompt: str, group: int, chunks: int) -> list[bytes]:
     """vLLM's keys of a prompt's chunks."""
     return [make_offload_key(f"{prompt:->30}{number:02}".encode(), group) for number in range(chunks)]
+
+
+def vllm_request(name: str, prompt: str, chunks: int, salt: str | None = None) -> Any:
+    """What vLLM's request says of itself: its key of a chunk is the hash of the chunk's last block."""
+    hashes = [hash for key in keys(prompt, FULL, chunks) for hash in (key[:31] + b"a", key[:-4])]
+    return SimpleNamespace(
+        request_id=name, block_hashes=hashes, all_token_ids=list(range(chunks * CHUNK)), cache_salt=salt,
+        lora_request=None, mm_features=[], prompt_embeds=None, session_id=None,
+    )  # fmt: skip
 
 
 def blocks_of(

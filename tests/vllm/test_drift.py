@@ -35,7 +35,6 @@ INTERFACE = {
         shutdown take_events touch"""),
     "OffloadingWorker": (_OFFLOAD, "get_finished shutdown submit_load submit_store wait"),
     "OffloadingSpec": (_OFFLOAD, "build_metric_definitions get_manager get_worker"),
-    "OffloadingEvent": (_OFFLOAD, "keys locality medium ownership removal_expected removed"),
     "LookupResult": (_OFFLOAD, "HIT HIT_PENDING MISS RETRY"),
     "KVConnectorStats": (f"{_V1}.metrics", "aggregate data is_empty reduce reset to_dict"),
     "KVConnectorOutput": ("vllm.v1.outputs", """
@@ -56,7 +55,6 @@ ADDED = {
         "OffloadingManager.config_info": "no facts to publish",
         "OffloadingManager.on_reset_flushed": "a worker that stores after a reset has a reservation of its own",
         "OffloadingSpec.config_info_keys": "no facts to publish",
-        "OffloadingEvent.metadata_only": "false: what is told is what is stored",
         "BlockStored.lookahead_token_ids": "none: with a connector, hashes cover no tokens after their block",
     }
 }

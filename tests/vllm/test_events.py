@@ -26,6 +26,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
 from pagoda.cache import Cache
@@ -34,15 +35,20 @@ from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.event_notes import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet, LivePublisher
 from pagoda.keys import derive_keys
-from pagoda.kv_events.notes import BlockFacts, ChunkNote, runs
+from pagoda.kv_events.notes import BlockFacts, ChunkNote, Groups, packed, runs, unpacked
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Busy, Outcome, Present, Reserved, admin
-from pagoda.ledger.chunk_notes import ChunkNotes
+from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
 from testbed.servers import free_port
 from tests.cache.kit import CHUNK, cache_at
 
 BLOCK = 4
 BLOCKS = CHUNK // BLOCK  # of a chunk
+GROUPS: Groups = {0: BlockFacts(CHUNK, BLOCK, "full_attention")}
+HYBRID: Groups = GROUPS | {
+    2: BlockFacts(CHUNK, BLOCK, "sliding_window", 6, needs_all=False),
+    3: BlockFacts(CHUNK, BLOCK, "mamba", needs_all=False),
+}
 
 
 @pytest.fixture
@@ -60,33 +66,35 @@ def _hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 class Engine:
     """What the connector's halves do around the events: reserve for a request, commit; the rounds one by one."""
 
-    def __init__(self, cache: Cache, keeps_notes: bool = True) -> None:
+    def __init__(self, cache: Cache, keeps_notes: bool = True, groups: Groups = GROUPS) -> None:
         assert cache.slots is not None
         self.cache = cache
         self.slots: HostSlots = cache.slots
         self.outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
-        facts = BlockFacts(CHUNK, BLOCK, "full_attention")
-        self.form, root = VLLMEventForm(facts), self.slots.namespace()
-        self.events = StoredEvents(self.slots.ledgers, root, facts, self.form, self.outlet, keeps_notes)
+        self.form, root = VLLMEventForm(groups, BLOCK), self.slots.namespace()
+        self.events = StoredEvents(self.slots.ledgers, root, groups, self.form, self.outlet, keeps_notes)
 
     def reserved(
-        self, request: Request, first: int = 0, parts: int = 1, salt: str | None = None
+        self, request: Request, first: int = 0, parts: int = 1, salt: str | None = None, group: int = 0
     ) -> list[ChunkRef]:
-        keys, root = self.keys(request, salt), self.slots.namespace(salt=salt)
+        keys, root = self.keys(request, salt, group), self.slots.namespace(salt=salt)
         outcomes = self.slots.reserve(
             keys[first:], namespace=root, start=first, parent=keys[first - 1] if first else None, parts=parts
         )
-        self.events.note(self.form.notes(request, root), root, first, outcomes)
+        self.events.note(self.form.notes(request, root, group), root, first, outcomes)
         return copies(keys, outcomes, first)
 
-    def keys(self, request: Request, salt: str | None = None) -> list[bytes]:
-        return derive_keys(request.block_hashes[BLOCKS - 1 :: BLOCKS], self.slots.namespace(salt=salt))
+    def keys(self, request: Request, salt: str | None = None, group: int = 0) -> list[bytes]:
+        names = request.block_hashes[BLOCKS - 1 :: BLOCKS]
+        if group:
+            names = [make_offload_key(name, group) for name in names]
+        return derive_keys(names, self.slots.namespace(salt=salt))
 
     def commit(self, done: Sequence[ChunkRef], part: int = 0, salt: str | None = None) -> None:
         assert self.slots.commit({self.slots.namespace(salt=salt): done}, part) == [True] * len(done)
 
-    def stored(self, request: Request, salt: str | None = None) -> list[ChunkRef]:
-        done = self.reserved(request, salt=salt)
+    def stored(self, request: Request, salt: str | None = None, group: int = 0) -> list[ChunkRef]:
+        done = self.reserved(request, salt=salt, group=group)
         self.commit(done, salt=salt)
         return done
 
@@ -634,8 +642,8 @@ def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
 
 def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart() -> None:
     """The first chunk by a request of text alone, or in a session, the others by one with an image behind it."""
-    facts, root = BlockFacts(CHUNK, BLOCK, "full_attention"), bytes(32)
-    form = VLLMEventForm(facts)
+    groups, root = {0: BlockFacts(CHUNK, BLOCK, "full_attention")}, bytes(32)
+    form = VLLMEventForm(groups, BLOCK)
     place = PlaceholderRange(offset=CHUNK + 2, length=BLOCK)
     image = MultiModalFeatureSpec(data=None, modality="image", identifier="an image", mm_position=place)
     whole = request_of(3, mm_features=[image])
@@ -644,9 +652,9 @@ def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart
     first_of_whole, *others = map(form.notes(whole, root), range(3))
     assert first and second and of_session and first_of_whole and all(others)
     for notes in ([first, *others], [of_session, second]):
-        told = [len(form.stored(run, "CPU").block_hashes) for run in runs(notes, facts)]
+        told = [len(form.stored(run, "CPU").block_hashes) for run in runs(notes, groups)]
         assert told == [BLOCKS, (len(notes) - 1) * BLOCKS]
-    (only,) = runs([first_of_whole, *others], facts)
+    (only,) = runs([first_of_whole, *others], groups)
     event = form.stored(only, "CPU")
     keys = [each and [tuple(key) for key in each] for each in event.extra_keys]
     assert keys == [None] * BLOCKS + [[("an image", 2)], [("an image", -2)]] + [None] * (2 * BLOCKS - 2)
@@ -655,14 +663,14 @@ def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart
 @pytest.mark.parametrize("numbers", ["0", "1"])
 def test_blocks_are_named_as_vllm_names_them(monkeypatch: pytest.MonkeyPatch, numbers: str) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", numbers)
-    form, request = VLLMEventForm(BlockFacts(CHUNK, BLOCK, "full_attention")), request_of(2)
-    note = form.notes(request, bytes(32))(1)
+    form, request = VLLMEventForm(GROUPS, BLOCK), request_of(2)
+    note = form.notes(request, bytes(32), 0)(1)
     assert note is not None
     names = [maybe_convert_block_hash(one) for one in request.block_hashes]
     event = form.stored([note], "CPU")
     assert event.block_hashes == names[BLOCKS:] and event.parent_block_hash == names[BLOCKS - 1]
-    assert form.removed([note.hashes, note.hashes], "CPU").block_hashes == names[BLOCKS:] * 2
-    assert form.removed([], "CPU").block_hashes == []
+    assert form.removed([note.hashes, note.hashes], "CPU", 0).block_hashes == names[BLOCKS:] * 2
+    assert form.removed([], "CPU", 0).block_hashes == []
 
 
 def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
@@ -693,6 +701,107 @@ def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
     publisher.shutdown()
     names = [event.block_hashes for event in told if isinstance(event, BlockStored)]
     assert names == [[name] for name in device.block_hashes] and told.index(gone(*request.block_hashes)) == 4
+
+
+def test_chunks_of_each_group_of_a_hybrid_model_are_told_with_their_kind(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    """On the disk those of full attention alone: Dynamo reads no groups there, and the hashes are the same."""
+    kinds = {0: ("full_attention", None), 2: ("sliding_window", 6), 3: ("mamba", None)}
+    with cache_at(shm_root, tmp_path) as cache:
+        engine, request = Engine(cache, groups=HYBRID), request_of(3)
+        for group in HYBRID:
+            engine.stored(request, group=group)
+        assert cache.flush(10.0)
+        for each in (engine, Engine(cache, groups=HYBRID)):  # the second one after a restart
+            told: list[KVCacheEvent] = []
+            until = time.monotonic() + 20.0
+            while sum(len(event.block_hashes) for event in told) < 4 * 3 * BLOCKS:
+                told += each.take()
+                assert time.monotonic() < until
+            assert each.take() == []
+            places = {("CPU", 0), ("CPU", 2), ("CPU", 3), ("STORAGE", 0)}
+            assert {(event.medium, event.group_idx) for event in told} == places
+            for medium, group in places:
+                kind, window = kinds[group]
+                mine = [one for one in told if (one.medium, one.group_idx) == (medium, group)]
+                what = {"medium": medium, "group_idx": group, "kv_cache_spec_kind": kind}
+                what |= {"kv_cache_spec_sliding_window": window}
+                names = [name for one in mine for name in one.block_hashes]
+                assert names == run(request).block_hashes
+                first = len(mine[0].block_hashes) // BLOCKS
+                assert mine[0] == run(request, 0, first, **what)
+
+
+def test_a_window_that_is_evicted_takes_no_credit_of_full_attention_away(cache: Cache) -> None:
+    engine, request = Engine(cache, groups=HYBRID), request_of(2)
+    full, window = (engine.stored(request, group=group) for group in (0, 2))
+    assert {event.group_idx for event in engine.take()} == {0, 2}
+    admin.remove(engine.slots.ledgers["host"], [copy.key for copy in (window[1], full[1])])
+    last = request.block_hashes[BLOCKS:]
+    assert sorted(engine.take(), key=lambda event: event.group_idx) == [
+        gone(*last),
+        msgspec.structs.replace(gone(*last), group_idx=2),
+    ]
+
+
+def test_a_block_of_several_hashes_is_named_by_the_last(cache: Cache) -> None:
+    """Blocks of attention are as long as a state is large, and vLLM hashes shorter pieces."""
+    groups = {1: BlockFacts(CHUNK, CHUNK, "full_attention")}
+    form, request = VLLMEventForm(groups, BLOCK), request_of(2)
+    notes = [form.notes(request, bytes(32), 1)(chunk) for chunk in range(3)]
+    assert notes[2] is None
+    (only,) = runs([note for note in notes if note], groups)
+    event = form.stored(only, "CPU")
+    assert event.block_hashes == request.block_hashes[BLOCKS - 1 :: BLOCKS]
+    assert (event.block_size, event.group_idx, event.parent_block_hash) == (CHUNK, 1, None)
+    second = notes[1]
+    assert second is not None and second.parent == request.block_hashes[BLOCKS - 1]
+
+
+def test_a_long_chunk_has_a_note_too() -> None:
+    """Of models with states a chunk is a block, of some 1,000 to 2,000 tokens."""
+    root, random = bytes(range(32)), np.random.default_rng(1)
+    often = 1 / np.arange(3, 150_003)  # as words in a text
+    for tokens, share in ((1056, None), (1600, often / often.sum())):
+        ids = random.choice(150_000, tokens, p=share).astype(np.int32).tobytes()
+        note = ChunkNote(root, root, root, ids, group=1)
+        kept = packed(note, MOST_NOTE_BYTES)
+        assert len(kept) <= MOST_NOTE_BYTES and unpacked(kept) == note
+    for odd in (b"", b"\x78", kept[:-9], b"\x78" + kept[2:]):
+        with pytest.raises(ValueError):
+            unpacked(odd)
+
+
+def test_a_newcomer_is_told_the_blocks_of_each_group_of_the_engines_own_memory() -> None:
+    """Groups have the same hashes; of windows and states vLLM leaves blocks out of an event, and not their tokens."""
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{free_port()}")
+    EventOutlet(config)
+    publisher = EventPublisherFactory.create(config)
+    assert isinstance(publisher, LivePublisher)
+    full = run(request_of(1), medium="GPU", locality=None)
+    state = run(request_of(1), medium="GPU", group_idx=1, kv_cache_spec_kind="mamba", locality=None)
+    state = msgspec.structs.replace(state, block_hashes=state.block_hashes[1:3])
+    removed = BlockRemoved(block_hashes=state.block_hashes[:1], medium="GPU", group_idx=1)
+    for event in (full, state, removed):
+        publisher.publish(KVEventBatch(ts=1.0, events=[event]))
+    told: list[KVCacheEvent] = []
+    publisher.send = told.extend  # type: ignore[method-assign]
+    assert list(publisher.tell_anew()) == [None]  # one piece
+    publisher.shutdown()
+    assert isinstance(told.pop(0), AllBlocksCleared)
+    assert [(event.group_idx, event.block_hashes) for event in told] == [
+        *((0, [name]) for name in full.block_hashes),
+        (1, state.block_hashes[1:]),
+    ]
+    assert [list(event.token_ids) for event in told] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+        [],
+    ]
+    assert told[-1].parent_block_hash is None
 
 
 def test_two_engines_of_a_process_may_be_given_the_same_config() -> None:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from pagoda.cache.prompt_log import logged_prompts
+from testbed.servers import free_port
 from tests.cli.shelf import run_here
 from tests.vllm import fleet, hybrid, stores, weights
-from tests.vllm.engines import CHUNK, Engine, connector, options
+from tests.vllm.engines import BLOCK, CHUNK, Engine, connector, options
 from tests.vllm.inside import Answer
 from tests.vllm.models import prompt
+from tests.vllm.routers import Indexer, events_at
 
 TRUNK = prompt(70, 700)
 PROMPTS = [
@@ -194,6 +200,57 @@ def test_nothing_stored_before_a_reset_hits_after_it(rooms: Rooms) -> None:
     answers = rooms.engine.say(*PROMPTS, max_tokens=TOKENS)
     assert [answer.external for answer in rooms.same(answers)] == [0] * len(PROMPTS)
     assert rooms.engine.call(hybrid.held) == 0
+
+
+def test_a_router_credits_what_the_engine_hits(rooms: Rooms, served: Callable[..., Any]) -> None:
+    """The indexer is started after the engine's restart, so it knows only what is told then."""
+    ours, begun, port = prompt(79, 15 * CHUNK + 5), prompt(80, 3 * CHUNK), free_port()
+    whole = 15 * CHUNK
+    heard_at = rooms.ours | events_at(port)
+    rooms.engine.call(hybrid.anew, heard_at, within=120.0)
+    rooms.engine.say(ours, begun, max_tokens=TOKENS)
+    before = served(Indexer, {1: port})
+    before.wait(1, ours, cpu=whole, disk=whole)
+    before.wait(1, begun, cpu=3 * CHUNK, disk=3 * CHUNK)
+    rooms.engine.call(hybrid.anew, heard_at, within=120.0)
+    indexer = served(Indexer, {1: port})
+    began = time.monotonic()
+    indexer.wait(1, ours, cpu=whole, disk=whole)
+    print(f"credited {time.monotonic() - began:.2f} s after a router's start")
+    indexer.wait(1, begun, cpu=3 * CHUNK, disk=3 * CHUNK)
+    (answer,) = rooms.engine.say(ours, max_tokens=1)
+    assert answer.external == wanted(ours) == whole
+
+    kinds = rooms.engine.call(hybrid.groups)
+    full = {n for n, kind in enumerate(kinds) if kind == "FullAttentionSpec"}
+    told = {("STORAGE", n): ("full_attention", None) for n in full}
+    told |= {("CPU", n): ("full_attention", None) for n in full}
+    told |= {("CPU", n): ("sliding_window", hybrid.WINDOW) for n in range(len(kinds)) if n not in full}
+    heard = {}
+    with zmq.Context.instance().socket(zmq.SUB) as subscriber:  # one more that comes late
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.connect(f"tcp://127.0.0.1:{port}")
+        while heard != told:
+            assert subscriber.poll(20_000), heard
+            for event in msgspec.msgpack.decode(subscriber.recv_multipart()[2], type=KVEventBatch).events:
+                if isinstance(event, BlockStored) and event.medium != "GPU":
+                    kind = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+                    heard[event.medium, event.group_idx] = kind
+                    assert (event.locality, event.block_size) == ("LOCAL", BLOCK)
+
+    rooms.engine.reset()
+    rooms.engine.say(prompt(81, BLOCK), max_tokens=1)  # with this step it tells that its own memory is empty
+    stores.elsewhere(f"clear(Path({str(rooms.host)!r}))")
+    indexer.wait(1, ours, cpu=0, disk=whole)
+    (answer,) = rooms.engine.say(ours, max_tokens=1)
+    assert answer.external == whole
+    indexer.wait(1, ours, cpu=whole, disk=whole)
+    rooms.engine.reset()
+    rooms.engine.say(prompt(82, BLOCK), max_tokens=1)
+    stores.elsewhere(f"clear(Path({str(rooms.host)!r})); clear(Path({str(rooms.disk)!r}))")
+    indexer.wait(1, ours, cpu=0, disk=0)
+    (answer,) = rooms.engine.say(ours, max_tokens=1)
+    assert answer.external == 0
 
 
 def test_versions_of_weights_outlive_a_restart(rooms: Rooms) -> None:

@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from testbed.servers import free_port
 from tests.vllm import hybrid, stores
 from tests.vllm.engines import Engine, connector, options
 from tests.vllm.models import prompt
+from tests.vllm.routers import Indexer, events_at, notes_in
 
 TOKENS = 12
 
@@ -59,7 +61,7 @@ def linear(tmp_path_factory: pytest.TempPathFactory, session_shm: Path, logs: Pa
     plain = options(model, dtype="bfloat16", max_model_len=2048, num_gpu_blocks_override=240, max_logprobs=-1)
     plain |= {"enable_prefix_caching": True}
     disk = tmp_path_factory.mktemp("linear") / "disk"
-    ours = plain | connector(session_shm / "linear", disk)
+    ours = plain | connector(session_shm / "linear", disk) | events_at(free_port())
     del ours["kv_transfer_config"]["kv_connector_extra_config"]["chunk_tokens"]
     engine = Engine("linear", logs / "linear.log", **ours)
     yield Linear(engine, ours)
@@ -85,14 +87,22 @@ def test_these_tests_can_fail(linear: Linear) -> None:
         assert np.array_equal(now, then) is (answer.external == 0)
 
 
-def test_the_same_after_a_restart_from_the_disk_through_a_host_tier_that_evicts(linear: Linear) -> None:
+def test_the_same_after_a_restart_from_the_disk_through_a_host_tier_that_evicts(
+    linear: Linear, served: Callable[..., Any]
+) -> None:
+    """A router that starts then credits the engine with what it hits: the chunks of attention."""
     stores.wait_until(lambda: stores.keys(linear.disk) >= stores.keys(linear.host), "all chunks on the disk")
+    (store,), port = stores.stores(linear.disk), free_port()
+    stores.wait_until(lambda: notes_in(store) == len(stores.keys(linear.disk)), "a note beside each chunk")
     extra = linear.ours["kv_transfer_config"]["kv_connector_extra_config"]
     small = linear.ours["kv_transfer_config"] | {
         "kv_connector_extra_config": extra | {"host_size": "2MiB", "host_path": f"{linear.host}-small"}
     }
-    linear.engine.call(hybrid.anew, linear.ours | {"kv_transfer_config": small}, within=120.0)
+    small_ours = linear.ours | {"kv_transfer_config": small} | events_at(port)
+    linear.engine.call(hybrid.anew, small_ours, within=120.0)
     shutil.rmtree(linear.host)
+    indexer = served(Indexer, {1: port}, linear.chunk)
+    indexer.wait(1, linear.prompts[0], cpu=0, disk=linear.wanted()[0])
     for _ in range(2):
         hits = linear.hits()
         assert hits[0] == linear.wanted()[0]

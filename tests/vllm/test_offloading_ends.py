@@ -14,7 +14,6 @@ import pytest
 import torch
 from vllm.v1.kv_offload.base import (
     LookupResult,
-    Medium,
     ReqContext,
 )
 from vllm.v1.kv_offload.config import (
@@ -332,23 +331,6 @@ def test_weights_that_another_process_changed_are_noticed(halves: Halves, config
     let_go(other)
     halves.manager.on_schedule_end(NO_STEP)
     assert halves.answers(halves.request("two", "p", 2), keys("p", FULL, 2)) == [MISS, MISS]
-
-
-def test_events_tell_what_is_stored_and_what_has_gone(config: Config) -> None:
-    halves = Halves(config, events=True)
-    try:
-        halves.store_prompt("p", 2)
-        told: list[Any] = []
-        wait_until(lambda: told.extend(halves.manager.take_events()) or told)
-        assert [(set(event.keys), event.medium, event.removed) for event in told] == [
-            ({*keys("p", FULL, 2), *keys("p", SLIDING, 2)}, Medium.CPU, False)
-        ]
-        halves.worker._cache.clear(everything=True)
-        told.clear()
-        wait_until(lambda: told.extend(halves.manager.take_events()) or told)
-        assert [(len(event.keys), event.removed) for event in told] == [(4, True)]
-    finally:
-        halves.close()
 
 
 def test_the_end_comes_twice_and_leaves_nothing_held(halves: Halves, config: Config) -> None:

@@ -6,13 +6,8 @@ engine then loads.
 
 from __future__ import annotations
 
-import json
 import shutil
-import signal
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import takewhile
@@ -43,65 +38,13 @@ from pagoda.keys import derive_keys
 from pagoda.kv_events.notes import BlockFacts
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Reserved, admin
-from pagoda.ledger.chunk_notes import ChunkNotes
 from testbed.servers import free_port
 from tests.cache import kit
 from tests.cache.kit import cache_at
 from tests.vllm import stores
 from tests.vllm.engines import BLOCK, CHUNK, FORKS, Engine, connector, loadable, options
 from tests.vllm.models import prompt
-
-SECONDS = 20.0  # for a credit on a busy machine; an engine at rest needs some 0.2 s
-
-
-class Service:
-    """A service of Dynamo, in a process."""
-
-    def __init__(self, log: Path, module: str, *options: str) -> None:
-        self._port, self._log = free_port(), log
-        command = [sys.executable, "-m", module, "--port", str(self._port), *options]
-        with log.open("w") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=out)
-        stores.wait_until(lambda: self.ask("/workers") is not None, module, SECONDS)
-
-    def ask(self, path: str, body: object = None) -> Any:
-        """Return its answer; None if there is none."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}", data, {"content-type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=5) as answer:
-                return json.load(answer)
-        except OSError:
-            return None
-
-
-class Indexer(Service):
-    """Dynamo's indexer, with some engines by their numbers."""
-
-    def __init__(self, log: Path, engines: dict[int, int], block: int = BLOCK) -> None:
-        """`engines`: the port of each one's events; `block`: tokens of a block."""
-        workers = ",".join(f"{number}=tcp://127.0.0.1:{port}" for number, port in engines.items())
-        options = ("--block-size", str(block), "--model-name", "model", "--workers", workers)
-        super().__init__(log, "dynamo.indexer", *options)
-
-    def credit(self, engine: int, tokens: Sequence[int]) -> dict[str, int]:
-        """How many of these tokens the indexer believes an engine to have, in host memory and on the disk or above."""
-        found = self.ask("/query", {"token_ids": list(tokens), "model_name": "model"}) or {}
-        of = found.get("instances", {}).get(str(engine), {})
-        return {name: of.get(name, 0) for name in ("cpu", "disk")}
-
-    def wait(self, engine: int, tokens: Sequence[int], **credit: int) -> None:
-        """Wait until the indexer credits an engine with just that."""
-        until = time.monotonic() + SECONDS
-        while {name: self.credit(engine, tokens)[name] for name in credit} != credit:
-            assert time.monotonic() < until, (
-                self.credit(engine, tokens),
-                credit,
-                self._log.read_text()[-2000:],
-            )
-            time.sleep(0.05)
+from tests.vllm.routers import SECONDS, Indexer, Service, events_at, notes_in
 
 
 @pytest.fixture
@@ -120,10 +63,7 @@ def start(llama: Path, logs: Path, tiers: tuple[Path, Path]) -> Iterator[Start]:
     begun: list[Engine] = []
 
     def begin(name: str, port: int, own: tuple[Path, Path] = tiers) -> Engine:
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
-        engine = Engine(
-            name, logs / f"{name}.log", **options(llama, kv_events_config=events), **connector(*own)
-        )
+        engine = Engine(name, logs / f"{name}.log", **options(llama, **events_at(port)), **connector(*own))
         begun.append(engine)
         return engine
 
@@ -131,21 +71,6 @@ def start(llama: Path, logs: Path, tiers: tuple[Path, Path]) -> Iterator[Start]:
     for engine in begun:
         if engine.alive():
             engine.kill()
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Starts services; they are ended."""
-    begun: list[Service] = []
-
-    def begin(kind: Callable[..., Service], *options: Any) -> Service:
-        begun.append(kind(tmp_path / f"service-{len(begun)}.log", *options))
-        return begun[-1]
-
-    yield begin
-    for service in begun:
-        service.process.send_signal(signal.SIGKILL)
-        service.process.wait(SECONDS)
 
 
 def test_a_router_credits_what_an_engine_hits(
@@ -238,11 +163,6 @@ def test_a_router_credits_a_cache_that_publishes_by_itself(
         kinds |= {type(event) for event in batch.events}
     heard.close()
     assert kinds == {AllBlocksCleared, BlockRemoved, BlockStored}
-
-
-def notes_in(store: Path) -> int:
-    """How many chunks of a store have a note. Notes on a disk are written within a second after the chunks."""
-    return len(list(ChunkNotes(store).places()))
 
 
 def test_a_conversation_that_returns_is_sent_to_the_machine_with_its_disk(
@@ -371,9 +291,9 @@ def live(port: int, host: Path, disk: Path, up: Path, calm: Path, rest: Path) ->
     with cache_at(host, disk) as cache:
         slots = cache.slots
         assert slots is not None
-        facts = BlockFacts(BLOCK, BLOCK)
-        form = VLLMEventForm(facts)
-        events = StoredEvents(slots.ledgers, slots.namespace(), facts, form, outlet)
+        groups = {0: BlockFacts(BLOCK, BLOCK)}
+        form = VLLMEventForm(groups, BLOCK)
+        events = StoredEvents(slots.ledgers, slots.namespace(), groups, form, outlet)
         events.start()
         up.touch()
         while True:

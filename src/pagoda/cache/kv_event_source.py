@@ -34,7 +34,13 @@ class RequestEvents:
         self._lock = threading.Lock()  # what was asked under other weights is not heard after their change
         facts = BlockFacts(chunk_tokens, chunk_tokens)
         self._stored: StoredEvents | None = StoredEvents(
-            ledgers, self._root, facts, ChunkEventForm(facts), publisher, keeps_notes, self.follow_weights
+            ledgers,
+            self._root,
+            {0: facts},
+            ChunkEventForm(facts),
+            publisher,
+            keeps_notes,
+            self.follow_weights,
         )
         self._stored.start()
         reset_in_child(self)

@@ -59,7 +59,7 @@ class ChunkEventForm:
             locality=LOCAL,
         )
 
-    def removed(self, hashes: Sequence[bytes], medium: str) -> BlockRemoved:
+    def removed(self, hashes: Sequence[bytes], medium: str, group: int) -> BlockRemoved:
         """Return the event that a medium no longer has chunks."""
         return BlockRemoved([_name(one) for one in hashes], medium, LOCAL)
 

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
 
 from pagoda.keys import KEY_BYTES
 
-__all__ = ["LOCAL", "BlockFacts", "ChunkNote", "EventForm", "NoteMaker", "runs"]
+__all__ = [
+    "LOCAL",
+    "BlockFacts",
+    "ChunkNote",
+    "EventForm",
+    "Groups",
+    "NoteMaker",
+    "packed",
+    "runs",
+    "unpacked",
+]
 
 LOCAL = "LOCAL"  # an event's locality: stored on the machine of the engine that tells it
 _LONGEST_RUN = 4096  # tokens of one event
+_DEFLATED = b"\x78"  # begins what zlib has packed; no note in msgpack does
+_MOST_UNPACKED_BYTES = 1 << 20
 
 
 class BlockFacts(msgspec.Struct, frozen=True):
-    """What all blocks of an engine have in common. `kind`, `window`: of the engine's specification of its KV."""
+    """What all blocks of one group of an engine's KV have in common.
+
+    `kind`, `window`: of the engine's specification of its KV. `needs_all`: a hit needs all of its chunks from the first
+    one on (full attention); False: only those at its end (a sliding window, a state).
+    """
 
     chunk_tokens: int
     block_tokens: int
     kind: str | None = None
     window: int | None = None
+    needs_all: bool = True
 
     @property
     def blocks(self) -> int:
@@ -45,10 +63,17 @@ class ChunkNote(msgspec.Struct, array_like=True, omit_defaults=True):
     lora_name: str | None = None
     extra_keys: list[tuple[object, ...] | None] | None = None
     session_id: str | None = None
+    group: int = 0  # of the engine's KV
 
+
+Groups: TypeAlias = Mapping[int, BlockFacts]
+"""The groups of an engine's KV by the numbers that it gives them; of most engines only group 0."""
 
 NoteMaker: TypeAlias = Callable[[int], ChunkNote | None]
 """Returns the note of a request's chunk by its number; None if its hashes are not known yet."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(ChunkNote).decode
 
 
 class EventForm(Protocol):
@@ -57,15 +82,32 @@ class EventForm(Protocol):
     def stored(self, run: Sequence[ChunkNote], medium: str) -> object:
         """Return the event that a medium has the chunks of one run, in order."""
 
-    def removed(self, hashes: Sequence[bytes], medium: str) -> object:
-        """Return the event that a medium no longer has chunks, which are named by the `hashes` of their notes."""
+    def removed(self, hashes: Sequence[bytes], medium: str, group: int) -> object:
+        """Return the event that a medium no longer has chunks of a group, named by the `hashes` of their notes."""
 
 
-def runs(notes: Sequence[ChunkNote], facts: BlockFacts) -> Iterator[Sequence[ChunkNote]]:
+def packed(note: ChunkNote, most_bytes: int) -> bytes:
+    """Return a note as it is kept; it is compressed if it has more than `most_bytes`. Pure."""
+    plain = _encode(note)
+    return plain if len(plain) <= most_bytes else zlib.compress(plain, 1)
+
+
+def unpacked(kept: bytes) -> ChunkNote:
+    """Return the note that was kept as these bytes. Raises ValueError if they are no note. Pure."""
+    if kept.startswith(_DEFLATED):
+        try:
+            kept = zlib.decompressobj().decompress(kept, _MOST_UNPACKED_BYTES)
+        except zlib.error as error:
+            raise ValueError(str(error)) from None
+    return _decode(kept)
+
+
+def runs(notes: Iterable[ChunkNote], groups: Groups) -> Iterator[Sequence[ChunkNote]]:
     """Return the runs of some chunks in order: in a run each chunk is the next one's parent. One event tells one."""
-    at, most = 0, max(1, _LONGEST_RUN // facts.chunk_tokens)
+    notes, at = sorted(notes, key=lambda note: note.group), 0
     while at < len(notes):
-        end = at + 1
+        facts, end = groups[notes[at].group], at + 1
+        most = max(1, _LONGEST_RUN // facts.chunk_tokens)
         while end < min(len(notes), at + most) and _continues(notes[end - 1], notes[end], facts):
             end += 1
         yield notes[at:end]
@@ -74,7 +116,8 @@ def runs(notes: Sequence[ChunkNote], facts: BlockFacts) -> Iterator[Sequence[Chu
 
 def _continues(before: ChunkNote, note: ChunkNote, facts: BlockFacts) -> bool:
     return (
-        before.hashes[-(len(before.hashes) // facts.blocks) :] == note.parent
+        before.group == note.group
+        and before.hashes[-(len(before.hashes) // facts.blocks) :] == note.parent
         and bool(before.tokens) == bool(note.tokens)
         and before.lora_name == note.lora_name
         and before.session_id == note.session_id

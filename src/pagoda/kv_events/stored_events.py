@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-import msgspec
-
-from pagoda.kv_events.notes import BlockFacts, ChunkNote, EventForm, NoteMaker, runs
+from pagoda.kv_events.notes import ChunkNote, EventForm, Groups, NoteMaker, packed, runs, unpacked
 from pagoda.kv_events.tier_difference import PIECE, Slots, TierDifference
 from pagoda.ledger import Ledger, Outcome, Present, Reserved
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
@@ -40,8 +38,6 @@ _MOST_TELLING = 0.25  # seconds for what is new in a tier; then what is gone has
 _PAUSE_SECONDS = 0.002  # between two rounds if the first has not told all, and while the outlet is full
 _REMEMBERED = 4096  # notes of chunks that are being stored or loaded: some MiB
 _TOKEN_BYTES = 5  # of a token id in a message, at most
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(ChunkNote).decode
 
 
 def largest_message(chunk_tokens: int) -> int:
@@ -77,7 +73,7 @@ class StoredEvents:
         self,
         ledgers: Mapping[str, Ledger],
         root: bytes,
-        facts: BlockFacts,
+        groups: Groups,
         form: EventForm,
         outlet: Outlet,
         keeps_notes: bool = True,
@@ -88,7 +84,7 @@ class StoredEvents:
         Without `keeps_notes` no token ids are left beside the tiers: a restarted engine tells of no earlier chunk.
         `follow` is called before each comparison: it calls `renew` if other processes have changed the weights.
         """
-        self._facts, self._form, self._outlet, self._keeps_notes = facts, form, outlet, keeps_notes
+        self._groups, self._form, self._outlet, self._keeps_notes = groups, form, outlet, keeps_notes
         self._follow = follow
         self._tiers = [TierDifference(MEDIA[tier], at, form, self._rest) for tier, at in ledgers.items()]
         self._lock = threading.Lock()
@@ -167,7 +163,8 @@ class StoredEvents:
 
     def _write(self, tier: TierDifference, written: Sequence[tuple[int, int, bytes, ChunkNote]]) -> None:
         """Write notes of a tier, each with slot, generation and key; what was cleared meanwhile leaves none."""
-        encoded = [(slot, key, _encode(note)) for slot, _, key, note in written] if self._keeps_notes else []
+        kept = written if self._keeps_notes else []
+        encoded = [(slot, key, packed(note, MOST_NOTE_BYTES)) for slot, _, key, note in kept]
         fitting = [row for row in encoded if len(row[2]) <= MOST_NOTE_BYTES]
         if not fitting:
             return
@@ -248,8 +245,17 @@ class StoredEvents:
             found = [(lacking[key], key, note) for key, note in others.items()]
             self._write(tier, [(slot, tier.generation_of(slot), key, note) for slot, key, note in found])
             notes = [note or others.get(key) for (_, key), note in zip(places, notes, strict=True)]
-        mine = tier.settle(slots, notes, roots)
-        self._send([self._form.stored(run, tier.medium) for run in runs(mine, self._facts)])
+        mine = tier.settle(slots, [self._told_in(tier.medium, note) for note in notes], roots)
+        self._send([self._form.stored(run, tier.medium) for run in runs(mine, self._groups)])
+
+    def _told_in(self, medium: str, note: ChunkNote | None) -> ChunkNote | None:
+        """Return a note if routers are told of its chunk in a medium.
+
+        Those that know windows and states look for them in memory. Of a disk Dynamo reads no groups: there a window
+        would count as the whole prefix, and its removal as that of the prefix.
+        """
+        told = note is None or medium == MEDIA["host"] or self._groups[note.group].needs_all
+        return note if told else None
 
     def _notes_elsewhere(self, tier: TierDifference, keys: Iterable[bytes]) -> dict[bytes, ChunkNote]:
         """Return the notes of those of these keys that this process or another tier has."""
@@ -271,8 +277,8 @@ class StoredEvents:
 
     def _decoded(self, note: bytes) -> ChunkNote | None:
         try:
-            found = _decode(note)
-            if self._facts.fits(found):
+            found = unpacked(note)
+            if (facts := self._groups.get(found.group)) is not None and facts.fits(found):
                 return found
             trouble = "a note has other sizes"
         except ValueError as error:  # also text that is no UTF-8

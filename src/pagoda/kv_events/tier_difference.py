@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.ma  # else the first `np.isin` does it: 20 ms in the middle of an engine's step
@@ -24,6 +25,7 @@ _MOST_CHOSEN, _CHOSEN_SECONDS = (
 )  # of those to be told next; then those are chosen that were used since
 
 Slots = npt.NDArray[np.int64]
+_Name: TypeAlias = tuple[int, bytes]  # a chunk's group, and the hashes of its note
 _EMPTY, _WAITS, _TOLD, _OTHERS, _NO_NOTE = range(5)  # what is known of the chunk in a slot
 
 
@@ -41,10 +43,10 @@ class TierDifference:
         self._generation = np.zeros(slots, np.uint64)  # of the chunk that `_state` is about
         self._state = np.zeros(slots, np.uint8)
         self._held = np.zeros(slots, np.bool_)  # whether routers hold the chunk to be there
-        self._hashes = np.full(slots, None, np.object_)  # of the chunks that they do
+        self._names = np.full(slots, None, np.object_)  # of the chunks that they do
         self._marks = np.zeros(slots, np.uint64)  # of a namespace of which this engine has seen no request
-        self._before: dict[bytes, int] = {}  # slots told in the last round and in this one, by the hashes
-        self._just: dict[bytes, int] = {}
+        self._before: dict[_Name, int] = {}  # slots told in the last round and in this one
+        self._just: dict[_Name, int] = {}
         self._chosen, self._more, self._chosen_at = np.empty(0, np.int64), False, 0.0  # to be told next
 
     def tell_again(self) -> None:
@@ -79,11 +81,15 @@ class TierDifference:
             now, gone = published[changed], changed[self._held[changed]]
             for at in range(0, len(gone), PIECE):
                 slots = gone[at : at + PIECE]
-                pairs = zip(slots.tolist(), self._hashes[slots].tolist(), strict=True)
-                self._held[slots], self._hashes[slots] = False, None
-                # else a chunk that was stored again in another slot before this one was seen to be free
-                if told := [one for slot, one in pairs if self._before.get(one, slot) == slot]:
-                    yield [self._form.removed(told, self.medium)]
+                names = zip(slots.tolist(), self._names[slots].tolist(), strict=True)
+                self._held[slots], self._names[slots] = False, None
+                told: dict[int, list[bytes]] = {}
+                for slot, (group, hashes) in names:
+                    # else the chunk was stored again in another slot before this one was seen to be free
+                    if self._before.get((group, hashes), slot) == slot:
+                        told.setdefault(group, []).append(hashes)
+                if told:
+                    yield [self._form.removed(hashes, self.medium, group) for group, hashes in told.items()]
             self._generation[changed] = now
             self._state[changed] = _WAITS
 
@@ -144,7 +150,8 @@ class TierDifference:
                 self._marks[slot] = marks_of([note.root])[0]
             else:
                 self._state[slot] = _TOLD
-                self._held[slot], self._hashes[slot] = True, note.hashes
-                self._just[note.hashes] = slot
+                name = note.group, note.hashes
+                self._held[slot], self._names[slot] = True, name
+                self._just[name] = slot
                 told.append(note)
         return told

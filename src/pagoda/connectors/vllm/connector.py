@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from pagoda.connectors.vllm.connector_stats import COUNTERS, PagodaPromMetrics, PagodaStats
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
-from pagoda.connectors.vllm.event_publisher import EventOutlet
+from pagoda.connectors.vllm.event_publisher import outlet_of
 from pagoda.connectors.vllm.metadata import Handshake, PagodaMetadata, PagodaWorkerMetadata
 from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.options import read_options
@@ -60,13 +60,12 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             log_choices(vllm_config, kv_cache_config)
             watch_engine_core()
-            events, speculative = vllm_config.kv_events_config, vllm_config.speculative_config
-            wanted = events is not None and events.enable_kv_cache_events and events.publisher != "null"
+            speculative = vllm_config.speculative_config
             spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
             self._scheduler = PagodaScheduler(
                 options,
                 kv_cache_config.hash_block_size,
-                EventOutlet(events) if wanted else None,
+                outlet_of(vllm_config),
                 kv_kind=(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)),
                 shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
                 drops_last_block=speculative is not None and speculative.use_eagle_block_drop(),

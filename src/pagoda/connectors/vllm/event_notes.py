@@ -15,30 +15,30 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from pagoda.kv_events.notes import LOCAL, BlockFacts, ChunkNote, NoteMaker
+from pagoda.kv_events.notes import LOCAL, ChunkNote, Groups, NoteMaker
 
 __all__ = ["VLLMEventForm"]
 
 _NAME_BYTES = 8  # of a hash, if events name blocks by numbers
-_GROUP = 0  # the only group of KV memory that this connector works with
 
 
 class VLLMEventForm:
     """An `EventForm` of vLLM's classes. Pure."""
 
-    def __init__(self, facts: BlockFacts) -> None:
-        self._facts = facts
+    def __init__(self, groups: Groups, hash_tokens: int) -> None:
+        """`groups`: by vLLM's numbers; `hash_tokens`: of one hash of a request, of which a block may have several."""
+        self._groups, self._hash_tokens = groups, hash_tokens
 
-    def notes(self, request: Any, root: bytes) -> NoteMaker:
-        """Return what makes the notes of a request's chunks; `root`: of its namespace."""
-        return partial(_note_of, request, root, self._facts)
+    def notes(self, request: Any, root: bytes, group: int = 0) -> NoteMaker:
+        """Return what makes the notes of a request's chunks of a group; `root`: of its namespace."""
+        return partial(self._note_of, request, root, group)
 
     def stored(self, run: Sequence[ChunkNote], medium: str) -> BlockStored:
         """Return the event that a medium has the chunks of one run, in order."""
-        first, facts = run[0], self._facts
+        first, facts = run[0], self._groups[run[0].group]
         extra = [keys for note in run for keys in note.extra_keys or ()]
         return BlockStored(
-            block_hashes=self._names([note.hashes for note in run]),
+            block_hashes=self._names([note.hashes for note in run], first.group),
             parent_block_hash=maybe_convert_block_hash(BlockHash(first.parent)) if first.parent else None,
             token_ids=np.frombuffer(b"".join(note.tokens for note in run), np.int32).tolist(),
             block_size=facts.block_tokens,
@@ -46,18 +46,19 @@ class VLLMEventForm:
             medium=medium,
             lora_name=first.lora_name,
             extra_keys=extra or None,
-            group_idx=_GROUP,
+            group_idx=first.group,
             kv_cache_spec_kind=facts.kind,
             kv_cache_spec_sliding_window=facts.window,
             locality=LOCAL,
             session_id=first.session_id,
         )
 
-    def removed(self, hashes: Sequence[bytes], medium: str) -> BlockRemoved:
-        """Return the event that a medium no longer has chunks."""
-        return BlockRemoved(block_hashes=self._names(hashes), medium=medium, group_idx=_GROUP, locality=LOCAL)
+    def removed(self, hashes: Sequence[bytes], medium: str, group: int) -> BlockRemoved:
+        """Return the event that a medium no longer has chunks of a group."""
+        names = self._names(hashes, group)
+        return BlockRemoved(block_hashes=names, medium=medium, group_idx=group, locality=LOCAL)
 
-    def _names(self, chunks: Sequence[bytes]) -> list[Any]:
+    def _names(self, chunks: Sequence[bytes], group: int) -> list[Any]:
         """Return the hashes of the blocks of chunks, as events name them."""
         # that function asks for its option, which for each block would take 13 us a chunk instead of 4
         numbers = isinstance(maybe_convert_block_hash(BlockHash(bytes(_NAME_BYTES))), int)
@@ -66,37 +67,40 @@ class VLLMEventForm:
             if numbers
             else hashes[at : at + size]
             for hashes in chunks
-            for size in (len(hashes) // self._facts.blocks,)
+            for size in (len(hashes) // self._groups[group].blocks,)
             for at in range(0, len(hashes), size)
         ]
 
+    def _note_of(self, request: Any, root: bytes, group: int, chunk: int) -> ChunkNote | None:
+        """Return the note of one chunk of a request; None if its hashes are not known yet.
 
-def _note_of(request: Any, root: bytes, facts: BlockFacts, chunk: int) -> ChunkNote | None:
-    """Return the note of one chunk of a request; None if its hashes are not known yet.
-
-    A request with a salt leaves no tokens behind, and no salt: only the hashes, which are keyed by it.
-    """
-    blocks, size = facts.blocks, facts.block_tokens
-    begin, end = chunk * blocks, (chunk + 1) * blocks
-    hashes = request.block_hashes[begin:end]
-    if len(hashes) < blocks:
-        return None
-    parent = bytes(request.block_hashes[begin - 1]) if begin else b""
-    if request.cache_salt:
-        return ChunkNote(root, parent, b"".join(hashes))
-    extra, item = [], 0
-    if request.lora_request is not None or request.mm_features or request.prompt_embeds is not None:
-        for block in range(begin, end):
-            keys, item = generate_block_hash_extra_keys(request, block * size, (block + 1) * size, item)
-            extra.append(keys)
-    lora = request.lora_request
-    return ChunkNote(
-        root,
-        parent,
-        b"".join(hashes),
-        np.array(request.all_token_ids[begin * size : end * size], np.int32).tobytes(),
-        lora.adapter_id if lora else None,
-        lora.name if lora else None,
-        to_event_extra_keys(extra),
-        request.session_id,
-    )
+        A request with a salt leaves no tokens behind, and no salt: only the hashes, which are keyed by it.
+        """
+        facts = self._groups[group]
+        blocks, size = facts.blocks, facts.block_tokens
+        begin, end = chunk * blocks, (chunk + 1) * blocks
+        each = size // self._hash_tokens  # the last of them covers those before it, and so names the block
+        known = request.block_hashes
+        hashes = known[(begin + 1) * each - 1 : end * each : each]
+        if len(hashes) < blocks:
+            return None
+        parent = bytes(known[begin * each - 1]) if begin else b""
+        if request.cache_salt:
+            return ChunkNote(root, parent, b"".join(hashes), group=group)
+        extra, item = [], 0
+        if request.lora_request is not None or request.mm_features or request.prompt_embeds is not None:
+            for block in range(begin, end):
+                keys, item = generate_block_hash_extra_keys(request, block * size, (block + 1) * size, item)
+                extra.append(keys)
+        lora = request.lora_request
+        return ChunkNote(
+            root,
+            parent,
+            b"".join(hashes),
+            np.array(request.all_token_ids[begin * size : end * size], np.int32).tobytes(),
+            lora.adapter_id if lora else None,
+            lora.name if lora else None,
+            to_event_extra_keys(extra),
+            request.session_id,
+            group,
+        )

@@ -28,12 +28,19 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
-__all__ = ["EventOutlet"]
+__all__ = ["EventOutlet", "outlet_of"]
 
 _MOST_WAITING = 4096
 _PIECE = 64  # blocks of one message
 _SUBSCRIBES = b"\1"  # begins what an XPUB socket receives of a subscription; the end of one begins with zero
 _number = count()
+
+
+def outlet_of(vllm_config: Any) -> EventOutlet | None:
+    """Return where an engine's events go; None if nobody wants them. Changes the config as `EventOutlet` does."""
+    config = vllm_config.kv_events_config
+    wanted = config is not None and config.enable_kv_cache_events and config.publisher != "null"
+    return EventOutlet(config) if wanted else None
 
 
 class EventOutlet:
@@ -108,9 +115,8 @@ class LivePublisher(ZmqEventPublisher):
         self._seq_gen = count(int(time.time() * 1000))
         # Events of one block reach routers in the order in which they happened.
         self._order = threading.Lock()
-        self._device: dict[
-            Any, tuple[BlockStored, int]
-        ] = {}  # by hash: an event that told it, and its place there
+        # by group and hash: an event that told a block, and its place there
+        self._device: dict[tuple[int | None, Any], tuple[BlockStored, int]] = {}
         self.cleared = 0
 
     def publish(self, events: EventBatch) -> None:
@@ -120,10 +126,13 @@ class LivePublisher(ZmqEventPublisher):
                 if isinstance(event, AllBlocksCleared):
                     self._device.clear()
                 elif event.medium == MEDIUM_GPU and isinstance(event, BlockStored):
-                    self._device.update((name, (event, n)) for n, name in enumerate(event.block_hashes))
+                    group = event.group_idx
+                    self._device.update(
+                        ((group, name), (event, n)) for n, name in enumerate(event.block_hashes)
+                    )
                 elif event.medium == MEDIUM_GPU:
                     for name in event.block_hashes:
-                        self._device.pop(name, None)
+                        self._device.pop((event.group_idx, name), None)
             super().publish(events)
         self.cleared += any(isinstance(event, AllBlocksCleared) for event in events.events)
 
@@ -193,8 +202,16 @@ class _Watched(queue.Queue[Any]):
 
 
 def _block(event: BlockStored, number: int) -> BlockStored:
-    """Return the event of one block of those that an event told."""
+    """Return the event of one block of those that an event told.
+
+    Events of windows and states leave blocks out, and not their tokens: of those only the hash is told.
+    """
     size = event.block_size
+    if len(event.token_ids) != size * len(event.block_hashes):
+        one = event.block_hashes[number : number + 1]
+        return msgspec.structs.replace(
+            event, block_hashes=one, parent_block_hash=None, token_ids=[], extra_keys=None
+        )
     return msgspec.structs.replace(
         event,
         block_hashes=event.block_hashes[number : number + 1],

@@ -106,10 +106,10 @@ class PagodaScheduler:
         self._lookups.version = self.weights.version
         if self._outlet is not None:
             facts = BlockFacts(self._chunk_tokens, self._block_tokens, *self._kv_kind)
-            self._form = VLLMEventForm(facts)
+            self._form = VLLMEventForm({0: facts}, self._hash_tokens)
             keeps, ledgers = self._options.config.prompt_log, self._slots.ledgers
             root = self._lookups.root()
-            self._events = StoredEvents(ledgers, root, facts, self._form, self._outlet, keeps)
+            self._events = StoredEvents(ledgers, root, {0: facts}, self._form, self._outlet, keeps)
             if self._loads_any:  # else the tiers save this engine no work: it only leaves notes for others
                 self._events.start()
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
+from pagoda.connectors.vllm.event_publisher import EventOutlet, outlet_of
 from pagoda.connectors.vllm.options import chunk_options, flag
 from pagoda.connectors.vllm.prefill_steps import prompt_tokens_of
 from pagoda.connectors.vllm.supported_engines import check_engine, has_states, log_choices
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
+from pagoda.kv_events.notes import BlockFacts, Groups
 
 if TYPE_CHECKING:
     from pagoda.connectors.vllm.offloading.offloading_manager import PagodaOffloadingManager
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PagodaHybridConnector"]
 
+_NEED_ALL = ("full_attention", "mla_attention")  # kinds of which a hit needs all tokens
 _SPEC = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": "pagoda.connectors.vllm"}
 
 
@@ -29,8 +34,8 @@ class PagodaHybridConnector(OffloadingConnector):
     """Keeps the KV of hybrid models (sliding windows, Mamba layers) in PagodaKV's tiers.
 
     PagodaConnector makes it, one for vLLM's scheduler and one for each worker; see docs/how-to/vllm.md.
-    Everything except the storage is vLLM's own code. This class adds two cases that vLLM considers impossible: a load
-    that fails, and a request that is preempted and asks again before the workers know of it.
+    Everything except the storage and the KV events is vLLM's own code. This class adds two cases that vLLM considers
+    impossible: a load that fails, and a request that is preempted and asks again before the workers know of it.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -38,9 +43,16 @@ class PagodaHybridConnector(OffloadingConnector):
         check_engine(vllm_config, kv_cache_config)
         _set_options(_with_spec(vllm_config), kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
+        self._outlet: EventOutlet | None = None
         if role is KVConnectorRole.SCHEDULER:
             log_choices(vllm_config, kv_cache_config)
             watch_engine_core()
+            self._outlet = outlet_of(vllm_config)
+            if self._outlet is not None:
+                groups = _event_groups(vllm_config, kv_cache_config)
+                self.scheduler.manager.publish_events(
+                    self._outlet, groups, self.scheduler.config.tokens_per_hash
+                )
         self._preemptions: dict[str, int] = {}  # by request, those that the workers know of
         self._unheard: set[str] = set()  # preempted since the last step
 
@@ -92,6 +104,12 @@ class PagodaHybridConnector(OffloadingConnector):
         weights: EngineWeights = self.scheduler.manager.weights
         return weights
 
+    def on_new_request(self, request: Any) -> None:
+        """Remember the request."""
+        super().on_new_request(request)
+        manager: PagodaOffloadingManager = self.scheduler.manager
+        manager.request_arrived(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded; None once after each preemption.
 
@@ -136,6 +154,10 @@ class PagodaHybridConnector(OffloadingConnector):
         for name in connector_output.failed_recving:
             manager.load_failed(name)
 
+    def take_events(self) -> Iterable[Any]:
+        """Return the KV events that wait for a step: none with vLLM's publisher over ZMQ, which gets them at once."""
+        return self._outlet.take() if self._outlet is not None else ()
+
 
 # MultiConnector finds the metrics of a connector by the name of its class: that which the configuration names
 PagodaHybridConnector.__name__ = "PagodaConnector"
@@ -153,7 +175,24 @@ def _set_options(vllm_config: Any, kv_cache_config: Any) -> None:
     if "store_output" in extra:
         extra["offload_prompt_only"] = not flag(extra, "store_output", False)
         del extra["store_output"]
+    extra["self_describing_kv_events"] = False  # vLLM would keep for its own events what it never tells
     config = build_offloading_config(vllm_config, kv_cache_config)
     _, blocks = chunk_options(config, has_states(kv_cache_config))
     if extra.get("block_size") is None:
         extra["blocks_per_chunk"] = blocks
+
+
+def _event_groups(vllm_config: Any, kv_cache_config: Any) -> Groups:
+    """Return what KV events say of each group of an engine's KV."""
+    config, groups = build_offloading_config(vllm_config, kv_cache_config), {}
+    for group in config.groups:
+        spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+        kind, size = get_kv_cache_spec_kind(spec).value, group.tokens_per_block
+        groups[group.group_id] = BlockFacts(
+            size * config.cache.blocks_per_chunk,
+            size,
+            kind,
+            get_kv_cache_spec_sliding_window(spec),
+            needs_all=kind in _NEED_ALL,
+        )
+    return groups

@@ -15,7 +15,6 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    OffloadingEvent,
     OffloadingManager,
     PrepareStoreOutput,
     RequestOffloadingContext,
@@ -26,13 +25,17 @@ from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef, columns_of
 from pagoda.clock import Deadline
 from pagoda.connectors.vllm.engine_weights import EngineWeights
+from pagoda.connectors.vllm.event_notes import VLLMEventForm
+from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.offloading.chunk_finder import ChunkState, Group
 from pagoda.connectors.vllm.offloading.lookup_table import LookupTable
 from pagoda.connectors.vllm.offloading.messages import Placed, SlotsSpec
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.keys import derive_keys
-from pagoda.ledger import Refused, Reserved
-from pagoda.metrics import guarded_logger
+from pagoda.kv_events.notes import ChunkNote, Groups
+from pagoda.kv_events.stored_events import StoredEvents
+from pagoda.ledger import Outcome, Refused, Reserved
+from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool
 
 __all__ = ["FAILED", "LATE", "REFUSED", "PagodaOffloadingManager"]
@@ -43,7 +46,6 @@ REFUSED, LATE = "vllm:pagoda_refused_chunks", "vllm:pagoda_late_lookups"
 FAILED = "vllm:pagoda_failed_loads"
 _RESERVE_SECONDS = 0.02  # of one step: a chunk that has no slot by then is not stored
 _TURN_CHUNKS = 8  # that are reserved of one group before the next
-_EVENTS_SECONDS = 1.0  # between two checks for removed chunks
 _MOST_LOGS = 16  # calls under way beside which a prompt is still logged
 _LINGER_SECONDS = 30.0  # a reservation whose end vLLM will not report is aborted after this time
 _ANSWERS = {
@@ -61,6 +63,7 @@ _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": C
 class _Request:
     """One request, from its arrival to its end."""
 
+    source: Any = None  # vLLM's request, which knows what routers are told of its chunks
     stamp: int | None = None
     loads: bool = True  # False: a load of it failed, so vLLM computes it
     stores: bool = True  # False: it is unknown which weights computed which part of it
@@ -78,9 +81,7 @@ class PagodaOffloadingManager(OffloadingManager):
     hashes include the name and path of an adapter, not its content.
     """
 
-    def __init__(
-        self, cache: Cache, groups: dict[int, Group], parts: int, events: bool = False, run: str | None = None
-    ) -> None:
+    def __init__(self, cache: Cache, groups: dict[int, Group], parts: int, run: str | None = None) -> None:
         """Take over `cache`. `groups`: by the number that they have in vLLM's keys, in vLLM's order.
 
         `run`: whose weight versions name chunks.
@@ -95,11 +96,11 @@ class PagodaOffloadingManager(OffloadingManager):
         self._storing: dict[bytes, Reserved] = {}
         self._lingering: list[tuple[float, list[Reserved]]] = []
         self._thread = Pool(1, "pagoda-settle")
-        self._stored: SimpleQueue[list[tuple[bytes, Reserved]]] = SimpleQueue()
-        self._events = events
-        self._new: list[tuple[bytes, Reserved]] = []
-        self._reported: dict[bytes, Reserved] = {}  # reported as stored
-        self._looked_at = 0.0
+        self._stored: SimpleQueue[list[bytes]] = SimpleQueue()
+        self._events: StoredEvents | None = None
+        self._form: VLLMEventForm
+        self._told_root = b""
+        self._lines = RateLimitedLog()
         self._refused = 0
         self._failed = 0
         self._closed = False
@@ -143,6 +144,10 @@ class PagodaOffloadingManager(OffloadingManager):
             parent = before.copy.key if before is not None and chained else None
             copy = ChunkRef(asked.key, asked.position, parent, asked.slot, asked.generation)
             spec.chunks.append(Placed(asked.group, copy))
+        if self._events is not None:
+            request = self._requests.get(req_context.req_id, _Request())
+            for group, first, run in self._runs([bytes(key) for key in keys], req_context):
+                self._keep_notes(self._events, request, group, first, run)
         return spec
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -167,8 +172,7 @@ class PagodaOffloadingManager(OffloadingManager):
         names = [bytes(key) for key in keys] if request.stores and not self._closed else []
         left, deadline = len(names), Deadline(_RESERVE_SECONDS)
         for group, first, run in self._runs(names, req_context):
-            ours = derive_keys(run, root)
-            outcomes = self._reserved(request, root, group, first, ours, deadline)
+            outcomes = self._reserved(request, root, group, first, run, deadline)
             for name, copy in zip(run, outcomes, strict=False):
                 if copy is not None:
                     spec.chunks.append(Placed(group, copy))
@@ -201,9 +205,10 @@ class PagodaOffloadingManager(OffloadingManager):
             yield group, run[0][2], [name for *_, name in run]
 
     def _reserved(
-        self, request: _Request, root: bytes, group: int, first: int, keys: list[bytes], deadline: Deadline
+        self, request: _Request, root: bytes, group: int, first: int, run: list[bytes], deadline: Deadline
     ) -> list[ChunkRef | None]:
         """Reserve a slot for each chunk of a run; None if it is stored already. Ends before the first refused."""
+        keys = derive_keys(run, root)
         if request.stamp is None:
             request.stamp = self._slots.stamp()
         chained = self._groups[group].window is None
@@ -218,6 +223,8 @@ class PagodaOffloadingManager(OffloadingManager):
             parts=self._parts,
             deadline_seconds=deadline.remaining(),
         )
+        if self._events is not None:
+            self._keep_notes(self._events, request, group, first, run, outcomes)
         request.tails[group] = first + len(keys) - 1, keys[-1]
         refused = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, Refused)]
         return [
@@ -239,7 +246,7 @@ class PagodaOffloadingManager(OffloadingManager):
         """Settle stores that have ended; runs on a thread."""
         ready = self._slots.ready(*columns_of([item for _, item in ended])).tolist()
         self._slots.abort([item for (_, item), ok in zip(ended, ready, strict=True) if not ok])
-        self._stored.put([one for one, ok in zip(ended, ready, strict=True) if ok])
+        self._stored.put([name for (name, _), ok in zip(ended, ready, strict=True) if ok])
 
     # ---- requests and steps
 
@@ -247,6 +254,10 @@ class PagodaOffloadingManager(OffloadingManager):
         """Remember the request."""
         self._requests.setdefault(req_context.req_id, _Request())
         return RequestOffloadingContext()
+
+    def request_arrived(self, request: Any) -> None:
+        """Take vLLM's request, after `on_new_request`."""
+        self._requests.setdefault(request.request_id, _Request()).source = request
 
     def on_request_finished(self, req_context: Any) -> None:
         """Release chunks that only this request waited for."""
@@ -280,6 +291,7 @@ class PagodaOffloadingManager(OffloadingManager):
         """Start the look-ups of what this step asked for."""
         self._take_stored()
         self._questions.flush()
+        self._renew_events()  # another process may have changed the weights
         now = time.monotonic()
         if self._lingering and self._lingering[0][0] < now:
             given_up = [item for until, items in self._lingering if until < now for item in items]
@@ -294,34 +306,64 @@ class PagodaOffloadingManager(OffloadingManager):
         """Use the chunks of other weights from now on; see EngineWeights."""
         for name, request in self._requests.items():
             if fresh and not request.ended:  # nothing of it is computed
-                self._requests[name] = _Request()
+                self._requests[name] = _Request(request.source)
             else:
                 request.stores = False
         self._questions.take_version(version)
+        self._renew_events()
         if self._storing:  # after a reset vLLM no longer reports how these end
             self._lingering.append((time.monotonic() + _LINGER_SECONDS, list(self._storing.values())))
             self._storing.clear()
 
     # ---- events and counters
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what was stored since the last call and, at most once a second, what was removed."""
-        self._take_stored()
-        new, self._new = self._new, []
-        if new:
-            yield OffloadingEvent(
-                [name for name, _ in new], Medium.CPU, removed=False, locality=Locality.LOCAL
-            )
-            self._reported.update(new)
-        now = time.monotonic()
-        if self._reported and now - self._looked_at > _EVENTS_SECONDS and not self._closed:
-            self._looked_at = now
-            ready = self._slots.ready(*columns_of(list(self._reported.values()))).tolist()
-            gone = [name for name, ok in zip(self._reported, ready, strict=True) if not ok]
-            for name in gone:
-                del self._reported[name]
-            if gone:
-                yield OffloadingEvent(gone, Medium.CPU, removed=True, locality=Locality.LOCAL)
+    def publish_events(self, outlet: EventOutlet, groups: Groups, hash_tokens: int) -> None:
+        """Tell routers what the tiers hold; vLLM's own events of offloading are not taken.
+
+        `hash_tokens`: of one of vLLM's block hashes.
+        """
+        form, root = VLLMEventForm(groups, hash_tokens), self._questions.root
+        keeps, ledgers = self._cache.config.prompt_log, self._slots.ledgers
+        self._form, self._told_root = form, root
+        self._events = StoredEvents(ledgers, root, groups, form, outlet, keeps)
+        self._events.start()
+
+    def _renew_events(self) -> None:
+        """Take everything back that was told of other weights."""
+        if self._events is not None and self._told_root != self._questions.root:
+            self._told_root = self._questions.root
+            self._events.renew(self._told_root)
+
+    def _keep_notes(
+        self,
+        events: StoredEvents,
+        request: _Request,
+        group: int,
+        first: int,
+        run: Sequence[bytes],
+        outcomes: Sequence[Outcome] | None = None,
+    ) -> None:
+        """Keep the notes of a run of chunks that a request loads, or, with `outcomes`, that were just reserved.
+
+        Of whole chunks: vLLM also stores parts of blocks, under the hash of the tokens before their end.
+        """
+        if request.source is None:
+            return
+        root, number = self._questions.root, list(self._numbers)[group]
+        make = self._form.notes(request.source, root, number)
+
+        def whole(chunk: int) -> ChunkNote | None:
+            note = make(chunk)
+            return note if note is not None and note.hashes.endswith(run[chunk - first][:-4]) else None
+
+        try:
+            if outcomes is None:
+                events.found(whole, root, first, derive_keys(run, root))
+            else:
+                events.note(whole, root, first, outcomes)
+        except Exception as trouble:  # noqa: BLE001  # a boundary: the engine serves on
+            why = f"routers do not hear of some chunks: {type(trouble).__name__}: {trouble}"
+            self._lines.warn(log, Reason.IO_ERROR, why)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call."""
@@ -339,6 +381,8 @@ class PagodaOffloadingManager(OffloadingManager):
         if self._closed:
             return
         self._closed = True
+        if self._events is not None:
+            self._events.close()
         self._questions.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._slots.abort(list(self._storing.values()))
@@ -348,10 +392,7 @@ class PagodaOffloadingManager(OffloadingManager):
 
     def _take_stored(self) -> None:
         while not self._stored.empty():
-            ended = self._stored.get()
-            self._questions.stored([name for name, _ in ended])
-            if self._events:
-                self._new += ended
+            self._questions.stored(self._stored.get())
 
     def _place(self, key: bytes, context: Any) -> tuple[int, int]:
         """Return the group's index and the chain position of one of vLLM's keys."""

@@ -102,9 +102,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
                 for group, window in zip(self.config.groups, greeting.windows, strict=True)
             }
             cache = opened(self.options.config, greeting.namespace, greeting.layout)
-            self._manager = PagodaOffloadingManager(
-                cache, groups, self._parts, self.config.enable_kv_cache_events, self.options.weights_run
-            )
+            self._manager = PagodaOffloadingManager(cache, groups, self._parts, self.options.weights_run)
         return self._manager
 
     # ---- a worker's half
