@@ -17,7 +17,7 @@ from pagoda.cli.stores import AsJson, ConfigFile, configured
 if TYPE_CHECKING:
     import torch
 
-    from pagoda.connectors.transformers.blend_policies import SelectionPolicy
+    from pagoda.blend.blend_policies import SelectionPolicy
     from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer
     from pagoda.quality.run import QualityRun
     from pagoda.quality_verdict import Bounds
@@ -240,7 +240,7 @@ def _prompts(
 
 def _blend_of(text: str) -> tuple[SelectionPolicy, float]:
     """Return what "deviation:0.15" or "deviation:0.15:layer=2" says. Raises UsageError."""
-    from pagoda.connectors.transformers.blend_policies import POLICIES, checked_share
+    from pagoda.blend.blend_policies import POLICIES, checked_share
 
     name, share, *options = text.split(":") if ":" in text else (text, "")
     try:
@@ -269,7 +269,7 @@ def _codecs_of(names: Sequence[str]) -> list[str]:
 def _usual(prompts: Sequence[QualityPrompt]) -> tuple[list[tuple[SelectionPolicy, float]], list[str]]:
     """Return what is measured if nothing was asked for: all codecs, and blending if the prompts have documents."""
     from pagoda import codec
-    from pagoda.connectors.transformers.blend_policies import POLICIES, policy_named
+    from pagoda.blend.blend_policies import POLICIES, policy_named
 
     blends = [(policy_named(name), share) for name in POLICIES for share in _USUAL_SHARES]
     return (blends if all(prompt.documents for prompt in prompts) else []), list(codec.LOSSY)

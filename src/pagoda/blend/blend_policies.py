@@ -1,28 +1,32 @@
 """Which tokens of reused documents are computed again: the policies, by name. Imports no torch.
 
-`blending` calls them. To add one, write a class with the three members of `SelectionPolicy` and enter it in `POLICIES`.
+Engines call `choose_positions`. To add a policy, write a class with the three members of `SelectionPolicy` and enter it
+in `POLICIES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.quality_verdict import Setting
+from pagoda.quality_verdict import Option, Setting
 
 __all__ = [
     "POLICIES",
     "Candidates",
     "Deviation",
     "FirstK",
+    "Positions",
     "SelectionPolicy",
     "blend_setting",
     "checked_positions",
     "checked_share",
+    "choose_positions",
     "policy_named",
 ]
 
@@ -109,18 +113,21 @@ POLICIES: dict[str, type[FirstK] | type[Deviation]] = {"first_k": FirstK, "devia
 """The policies that have a name."""
 
 
-def policy_named(policy: str | SelectionPolicy) -> SelectionPolicy:
-    """Return the policy of that name, or the policy itself.
+def policy_named(policy: str | SelectionPolicy, layers: int | None = None) -> SelectionPolicy:
+    """Return the policy of that name, or the policy itself. Pure.
 
-    Raises ValueError for an unknown name, and for an object that is no policy or has the name of another one: a verdict
-    names a policy, so it must not cover two.
+    Raises ValueError for an unknown name, for one that compares K at a layer that a model of `layers` layers does not
+    have, and for an object that is no policy or has the name of another one: a verdict names a policy, so it must not
+    cover two.
     """
-    if not isinstance(policy, str):
-        _check_policy(policy)
-        return policy
-    if policy not in POLICIES:
-        raise ValueError(f"policy is {policy!r}: one of {', '.join(POLICIES)}, or a policy object")
-    return POLICIES[policy]()
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ValueError(f"policy is {policy!r}: one of {', '.join(POLICIES)}, or a policy object")
+        policy = POLICIES[policy]()
+    _check_policy(policy)
+    if layers is not None and policy.layer >= layers:
+        raise ValueError(f"the policy compares K at layer {policy.layer}, the model has {layers}: use fewer")
+    return policy
 
 
 def _check_policy(policy: SelectionPolicy) -> None:
@@ -138,7 +145,34 @@ def _check_policy(policy: SelectionPolicy) -> None:
         )
 
 
-def checked_positions(policy: SelectionPolicy, chosen: Any, candidates: range) -> Positions:
+def choose_positions(
+    policy: SelectionPolicy,
+    recompute: float,
+    starts: Sequence[int],
+    deviation: Callable[[int, range], npt.NDArray[np.float32]],
+) -> Positions:
+    """Return the tokens of all documents but the first that are to be computed again, ascending.
+
+    Args:
+        policy: chooses them, unless all or none are wanted.
+        recompute: the share of these tokens.
+        starts: the first position of each document, then of the question.
+        deviation: called with a layer and with these tokens if the policy compares K. It computes them up to K and V of
+            that layer, which replace the reused ones, and returns how far K moved: one value a token.
+
+    Raises ValueError for a policy that chooses what are no candidates.
+    """
+    candidates = range(starts[1], starts[-1])
+    if recompute == 1.0:
+        return np.array(candidates, np.int64)
+    if recompute == 0.0 or not candidates:
+        return np.empty(0, np.int64)
+    documents = [range(begin, stop) for begin, stop in pairwise(starts[1:])]
+    moved = deviation(policy.layer, candidates) if policy.layer else None
+    return checked_positions(policy, policy.choose(Candidates(documents, recompute, moved)), candidates)
+
+
+def checked_positions(policy: SelectionPolicy, chosen: object, candidates: range) -> Positions:
     """Return what a policy chose as int64. Raises ValueError unless they are candidates, ascending."""
     try:
         found = np.asarray(chosen)
@@ -164,7 +198,7 @@ def checked_share(recompute: object) -> float:
 def blend_setting(policy: str | SelectionPolicy = "deviation", recompute: float = 0.15) -> Setting:
     """Return what a verdict of `pagoda quality` names: all that decides which values blending computes. Pure."""
     policy = policy_named(policy)
-    options: dict[str, Any] = {
+    options: dict[str, Option] = {
         "version": _VERSION,
         "policy": policy.name,
         "recompute": checked_share(recompute),
