@@ -12,6 +12,7 @@ document is found and kept by the block manager, as every prefix. Blocks after i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -31,6 +32,7 @@ from pagoda.blend import (
     as_documents,
     blend_setting,
     choose_positions,
+    compared_layer,
     open_documents,
     policy_named,
     starts_of,
@@ -72,8 +74,8 @@ class Documents:
         self.stores: set[Future[Stored]] = set()  # that have not ended
 
     def close(self) -> None:
-        """Wait for the stores, each of which has a deadline, and close the cache of documents."""
-        wait(self.stores)
+        """Wait for stores that have not ended, and close the cache of documents."""
+        wait(self.stores, 30.0)
         self.cache.close()
 
     def prepare(self, seq: Request) -> None:
@@ -81,9 +83,10 @@ class Documents:
         if seq.tokens:
             raise ValueError(f"request {seq.id!r}: give tokens, or documents and a question")
         _, *documents, _ = pieces = as_documents(seq.documents, seq.question)
-        seq.policy = policy_named(seq.policy, self.cache.layout.layers)
-        seq.quality = self.gate.state_of(blend_setting(seq.policy, seq.recompute), seq.unchecked)
-        seq.tokens, seq.starts = np.concatenate(pieces).tolist(), starts_of(pieces)
+        policy, starts = policy_named(seq.policy), starts_of(pieces)
+        compared_layer(policy, seq.recompute, starts, self.cache.layout.layers)
+        seq.quality = self.gate.state_of(blend_setting(policy, seq.recompute), seq.unchecked)
+        seq.tokens, seq.starts, seq.policy = np.concatenate(pieces).tolist(), starts, policy
         seq.chains = [Document.of(document, self._pool.block_tokens) for document in documents]
 
     def prefetch(self, seq: Request) -> list[Future[Hit]]:
@@ -116,10 +119,9 @@ class Documents:
             self._rotary.move(kv[:, 0], start)
             self._pool.write(seq.table, range(start, stop), kv)
             if not seq.output:  # else it was preempted, and counted before
-                seq.hits = {
-                    tier: seq.hits.get(tier, 0) + hit.by_tier.get(tier, 0) for tier in seq.hits | hit.by_tier
-                }
-        chosen = choose_positions(seq.policy, seq.recompute, seq.starts, partial(self._deviation, seq))
+                seq.hits = dict(Counter(seq.hits) + Counter(hit.by_tier))
+        layers, look = self.cache.layout.layers, partial(self._deviation, seq)
+        chosen = choose_positions(seq.policy, seq.recompute, seq.starts, layers, look)
         is_exact = not (from_prompts and self._prompts.namespace.approximate)  # a tier may have a lossy codec
         masks = TokenMasks.of(seq.starts, seq.prompt_tokens, chosen, is_exact)
         seq.blended = BlendedPrompt(np.array(seq.tokens[: seq.prompt_tokens], np.int32), seq.starts, *masks)

@@ -213,14 +213,15 @@ def test_an_exact_request_after_a_blended_one_finds_nothing_approximate(house: H
     ids = whole(documents, question)
     for blocks in (100, 24):  # in the second, blocks are evicted to the host
         engine = engine_of(house.cache("llama-3", slots=512, unchecked=True), "llama-3", blocks=blocks)
-        seq = request(documents, question, 0.3)
+        tenant = {"salt": str(blocks)}  # the disk keeps what the first engine has left
+        seq = request(documents, question, 0.3, **tenant)
         answered(engine, seq)
         exact = generated(model, ids, NEW)[0]
         assert seq.output != exact  # so what it left would be noticed
         filler = Sequence("filler", prompt(24 * BLOCK - 2, 99)[0].tolist(), 1)
-        plain = Sequence("exact", ids[0].tolist(), NEW)
-        alone = Sequence("alone", [*documents[2], 1], NEW)
-        more = Sequence("turn", [*ids[0].tolist(), *seq.output, 5, 6], NEW)
+        plain = Sequence("exact", ids[0].tolist(), NEW, **tenant)
+        alone = Sequence("alone", [*documents[2], 1], NEW, **tenant)
+        more = Sequence("turn", [*ids[0].tolist(), *seq.output, 5, 6], NEW, **tenant)
         for one in [*([filler] if blocks == 24 else []), more, plain, alone]:
             (text,) = answered(engine, one)
             assert sum(one.hits.values()) == (

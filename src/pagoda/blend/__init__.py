@@ -28,6 +28,7 @@ from pagoda.blend.blend_policies import (
     blend_setting,
     checked_share,
     choose_positions,
+    compared_layer,
     policy_named,
 )
 from pagoda.blend.blended_prompt import BlendedPrompt, TokenMask, TokenMasks
@@ -51,6 +52,7 @@ __all__ = [
     "blend_setting",
     "checked_share",
     "choose_positions",
+    "compared_layer",
     "open_documents",
     "policy_named",
     "starts_of",

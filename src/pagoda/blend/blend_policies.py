@@ -27,6 +27,7 @@ __all__ = [
     "checked_positions",
     "checked_share",
     "choose_positions",
+    "compared_layer",
     "policy_named",
 ]
 
@@ -113,21 +114,18 @@ POLICIES: dict[str, type[FirstK] | type[Deviation]] = {"first_k": FirstK, "devia
 """The policies that have a name."""
 
 
-def policy_named(policy: str | SelectionPolicy, layers: int | None = None) -> SelectionPolicy:
-    """Return the policy of that name, or the policy itself. Pure.
+def policy_named(policy: str | SelectionPolicy) -> SelectionPolicy:
+    """Return the policy of that name, or the policy itself.
 
-    Raises ValueError for an unknown name, for one that compares K at a layer that a model of `layers` layers does not
-    have, and for an object that is no policy or has the name of another one: a verdict names a policy, so it must not
-    cover two.
+    Raises ValueError for an unknown name, and for an object that is no policy or has the name of another one: a verdict
+    names a policy, so it must not cover two.
     """
-    if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise ValueError(f"policy is {policy!r}: one of {', '.join(POLICIES)}, or a policy object")
-        policy = POLICIES[policy]()
-    _check_policy(policy)
-    if layers is not None and policy.layer >= layers:
-        raise ValueError(f"the policy compares K at layer {policy.layer}, the model has {layers}: use fewer")
-    return policy
+    if not isinstance(policy, str):
+        _check_policy(policy)
+        return policy
+    if policy not in POLICIES:
+        raise ValueError(f"policy is {policy!r}: one of {', '.join(POLICIES)}, or a policy object")
+    return POLICIES[policy]()
 
 
 def _check_policy(policy: SelectionPolicy) -> None:
@@ -145,10 +143,24 @@ def _check_policy(policy: SelectionPolicy) -> None:
         )
 
 
+def compared_layer(policy: SelectionPolicy, recompute: float, starts: Sequence[int], layers: int) -> int:
+    """Return the layer at which K will be compared; 0: nowhere, or all or nothing is chosen. Pure.
+
+    Arguments as for `choose_positions`. Raises ValueError if a model of `layers` layers does not have it: ask before a
+    request begins.
+    """
+    if recompute in (0.0, 1.0) or starts[1] == starts[-1]:
+        return 0
+    if policy.layer >= layers:
+        raise ValueError(f"the policy compares K at layer {policy.layer}, the model has {layers}: use fewer")
+    return policy.layer
+
+
 def choose_positions(
     policy: SelectionPolicy,
     recompute: float,
     starts: Sequence[int],
+    layers: int,
     deviation: Callable[[int, range], npt.NDArray[np.float32]],
 ) -> Positions:
     """Return the tokens of all documents but the first that are to be computed again, ascending.
@@ -157,10 +169,11 @@ def choose_positions(
         policy: chooses them, unless all or none are wanted.
         recompute: the share of these tokens.
         starts: the first position of each document, then of the question.
+        layers: of the model.
         deviation: called with a layer and with these tokens if the policy compares K. It computes them up to K and V of
             that layer, which replace the reused ones, and returns how far K moved: one value a token.
 
-    Raises ValueError for a policy that chooses what are no candidates.
+    Raises ValueError as `compared_layer`, and for a policy that chooses what are no candidates.
     """
     candidates = range(starts[1], starts[-1])
     if recompute == 1.0:
@@ -168,7 +181,8 @@ def choose_positions(
     if recompute == 0.0 or not candidates:
         return np.empty(0, np.int64)
     documents = [range(begin, stop) for begin, stop in pairwise(starts[1:])]
-    moved = deviation(policy.layer, candidates) if policy.layer else None
+    layer = compared_layer(policy, recompute, starts, layers)
+    moved = deviation(layer, candidates) if layer else None
     return checked_positions(policy, policy.choose(Candidates(documents, recompute, moved)), candidates)
 
 

@@ -156,7 +156,9 @@ class Blender:
                 for layer, device in zip(planes, self._seen.devices, strict=True)
             ]
             began = time.perf_counter()
-            chosen = choose_positions(policy, recompute, starts, partial(self._deviation, tokens, planes))
+            chosen = choose_positions(
+                policy, recompute, starts, len(planes), partial(self._deviation, tokens, planes)
+            )
             choose_seconds, began = time.perf_counter() - began, time.perf_counter()
             self._recompute(tokens, np.concatenate([chosen, np.arange(end, total - 1)]), planes)
         first_is_exact = loaded[0].hit.exact_tokens == loaded[0].hit.num_tokens  # else from a lossy codec

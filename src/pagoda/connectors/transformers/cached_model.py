@@ -271,8 +271,7 @@ class CachedModel:
         from pagoda.connectors.transformers.blending import hit_of
 
         began = time.perf_counter()
-        pieces = as_documents(documents, question, tokenizer)
-        chosen_by = policy_named(policy, self.layout.layers)
+        pieces, chosen_by = as_documents(documents, question, tokenizer), policy_named(policy)
         setting = blend_setting(chosen_by, recompute)
         if self.model.training:
             raise ValueError(
