@@ -119,6 +119,7 @@ def test_two_layers_are_exact_once_k_of_the_second_was_looked_at(house: House) -
     closed(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_divergence_falls_with_the_share(policy: str, house: House) -> None:
     model, _ = model_of_the_example(None, "cpu")
@@ -303,6 +304,7 @@ def test_without_a_verdict_it_starts_only_unchecked(house: House, tmp_path: Path
     closed(engine)
 
 
+@pytest.mark.slow
 def test_preempted_requests_are_blended_again(house: House) -> None:
     asked = [pieces(seed, (24, 20, 17)) for seed in range(1, 6)]
     for share in (0.3, 1.0):

@@ -32,12 +32,7 @@ class RequestState:
     """
 
     def __init__(
-        self,
-        request_id: str,
-        lora: str | None,
-        salt: str | None,
-        block_tokens: int,
-        exact_tokens: int | None = None,
+        self, request_id: str, lora: str | None, salt: str | None, block_tokens: int, exact_tokens: int | None
     ) -> None:
         self.request_id = request_id
         self.lora = lora

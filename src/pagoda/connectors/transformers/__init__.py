@@ -21,7 +21,7 @@ from pagoda.blend import (
     SelectionPolicy,
     blend_setting,
     policy_named,
-)
+)  # fmt: skip
 from pagoda.connectors.transformers.cached_model import CachedModel, Prefix, layout_of
 from pagoda.connectors.transformers.model_identity import namespace_of
 from pagoda.connectors.transformers.rotary import rotary_of

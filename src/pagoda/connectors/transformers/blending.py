@@ -27,19 +27,8 @@ import numpy.typing as npt
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from pagoda.blend import (
-    BlendedPrompt,
-    BlendGate,
-    Document,
-    Positions,
-    SelectionPolicy,
-    TokenMask,
-    TokenMasks,
-    checked_share,
-    choose_positions,
-    open_documents,
-    starts_of,
-)
+from pagoda.blend import BlendedPrompt, BlendGate, Document, TokenMask, TokenMasks, open_documents, starts_of
+from pagoda.blend.blend_policies import Positions, SelectionPolicy, checked_share, choose_positions
 from pagoda.cache import Cache, Hit
 from pagoda.connectors.transformers.batch_rows import BatchRow
 from pagoda.connectors.transformers.dynamic_cache import Planes, dynamic_cache, kv_of_row, room_for
