@@ -17,7 +17,8 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.quality.write_verdict import write_verdict
-from pagoda.quality_verdict import Bounds, Figures, Interval, Result, objections
+from pagoda.quality_bounds import Bounds, Figures, Interval, objections
+from pagoda.quality_verdict import Result
 from pagoda.transfer import BlockKV
 from testbed.servers import Server, redis_server
 from tests.cache.kit import CHUNK, KV, config_of, prompt

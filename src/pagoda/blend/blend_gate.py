@@ -21,26 +21,29 @@ class BlendGate:
         """The settings that were used, and whether a verdict covers them."""
         return list(self._states.values())
 
-    def state_of(self, setting: Setting, unchecked: bool = False) -> QualityState:
+    def state_of(
+        self, setting: Setting, unchecked: bool = False, adapters: str | None = None
+    ) -> QualityState:
         """Return why a setting may be used: reads verdicts the first time.
 
         Args:
             setting: `blend_setting(policy, recompute)`.
             unchecked: use it without a passing verdict, as the option `unchecked` of the cache says for all requests.
+            adapters: what names the active adapters, as `lora` of the cache's calls.
 
         Raises:
             ConfigError: there is no passing verdict; one sentence that says what to do.
         """
-        name = f"{setting}{unchecked}"
+        name = f"{setting}{unchecked}{adapters}"
         if name not in self._states:
-            self._states[name] = self._checked(setting, unchecked)
+            self._states[name] = self._checked(setting, unchecked, adapters or "")
         return self._states[name]
 
-    def _checked(self, setting: Setting, unchecked: bool) -> QualityState:
+    def _checked(self, setting: Setting, unchecked: bool, adapters: str) -> QualityState:
         if setting.options["recompute"] == 1.0:
             return QualityState(setting, "exact", "every token after the first document is computed")
         space, config = self._prompts.namespace, self._prompts.config
         return require_quality(
-            setting, weights=space.weights, weights_epoch=space.weights_epoch, verdicts=config.quality_verdicts,
-            unchecked=unchecked or config.unchecked,
+            setting, weights=space.weights, weights_epoch=space.weights_epoch, adapters=adapters,
+            verdicts=config.quality_verdicts, unchecked=unchecked or config.unchecked,
         )  # fmt: skip

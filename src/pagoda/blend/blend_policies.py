@@ -24,6 +24,7 @@ __all__ = [
     "Positions",
     "SelectionPolicy",
     "blend_setting",
+    "checked_min_tokens",
     "checked_positions",
     "checked_share",
     "choose_positions",
@@ -162,6 +163,7 @@ def choose_positions(
     starts: Sequence[int],
     layers: int,
     deviation: Callable[[int, range], npt.NDArray[np.float32]],
+    min_tokens: int = 0,
 ) -> Positions:
     """Return the tokens of all documents but the first that are to be computed again, ascending.
 
@@ -172,18 +174,24 @@ def choose_positions(
         layers: of the model.
         deviation: called with a layer and with these tokens if the policy compares K. It computes them up to K and V of
             that layer, which replace the reused ones, and returns how far K moved: one value a token.
+        min_tokens: all tokens of documents with fewer are computed, beside that share.
 
     Raises ValueError as `compared_layer`, and for a policy that chooses what are no candidates.
     """
     candidates = range(starts[1], starts[-1])
     if recompute == 1.0:
         return np.array(candidates, np.int64)
-    if recompute == 0.0 or not candidates:
-        return np.empty(0, np.int64)
-    documents = [range(begin, stop) for begin, stop in pairwise(starts[1:])]
-    layer = compared_layer(policy, recompute, starts, layers)
-    moved = deviation(layer, candidates) if layer else None
-    return checked_positions(policy, policy.choose(Candidates(documents, recompute, moved)), candidates)
+    later = [range(begin, stop) for begin, stop in pairwise(starts[1:])]
+    documents = [one for one in later if len(one) >= min_tokens]
+    short = np.array([at for one in later if len(one) < min_tokens for at in one], np.int64)
+    if recompute == 0.0 or not documents:
+        return short
+    chosen_from = Candidates(documents, recompute, None)
+    if layer := compared_layer(policy, recompute, starts, layers):
+        moved = deviation(layer, candidates)
+        chosen_from = chosen_from._replace(deviation=moved[chosen_from.positions - candidates.start])
+    chosen = checked_positions(policy, policy.choose(chosen_from), candidates)
+    return np.union1d(chosen, short)
 
 
 def checked_positions(policy: SelectionPolicy, chosen: object, candidates: range) -> Positions:
@@ -209,7 +217,16 @@ def checked_share(recompute: object) -> float:
     return float(recompute)
 
 
-def blend_setting(policy: str | SelectionPolicy = "deviation", recompute: float = 0.15) -> Setting:
+def checked_min_tokens(min_tokens: object) -> int:
+    """Return the least tokens of a document that is reused. Raises ValueError unless it is a whole number."""
+    if isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 0:
+        raise ValueError(f"min_tokens is {min_tokens!r}: a whole number, 0 to reuse documents of any length")
+    return min_tokens
+
+
+def blend_setting(
+    policy: str | SelectionPolicy = "deviation", recompute: float = 0.15, min_tokens: int = 0
+) -> Setting:
     """Return what a verdict of `pagoda quality` names: all that decides which values blending computes. Pure."""
     policy = policy_named(policy)
     options: dict[str, Option] = {
@@ -219,4 +236,6 @@ def blend_setting(policy: str | SelectionPolicy = "deviation", recompute: float 
     }
     if policy.layer > 1:
         options["layer"] = policy.layer
+    if checked_min_tokens(min_tokens):
+        options["min_tokens"] = min_tokens
     return Setting("blend", options)

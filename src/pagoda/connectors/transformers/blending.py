@@ -28,13 +28,20 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from pagoda.blend import BlendedPrompt, BlendGate, Document, TokenMask, TokenMasks, open_documents, starts_of
-from pagoda.blend.blend_policies import Positions, SelectionPolicy, checked_share, choose_positions
+from pagoda.blend.blend_policies import (
+    Positions,
+    SelectionPolicy,
+    checked_min_tokens,
+    checked_share,
+    choose_positions,
+)
 from pagoda.cache import Cache, Hit
 from pagoda.connectors.transformers.batch_rows import BatchRow
 from pagoda.connectors.transformers.dynamic_cache import Planes, dynamic_cache, kv_of_row, room_for
 from pagoda.connectors.transformers.rotary import check_attention, rotary_of
 from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.keys import Int32s
+from pagoda.metrics import Reason
 from pagoda.quality_verdict import QualityState
 
 __all__ = ["Blended", "BlendedHit", "Blender", "hit_of"]
@@ -121,7 +128,7 @@ class Blender:
         Args:
             pieces: the documents, then the question.
             policy: chooses what is computed again.
-            state: of the setting; its share is used.
+            state: of the setting; its share and its least tokens of a document are used.
             space: adapter and tenant.
             may_store: whether the weights are still those that compute.
         """
@@ -129,6 +136,7 @@ class Blender:
 
         check_attention(self._model)
         recompute = checked_share(state.setting.options["recompute"])
+        least = checked_min_tokens(state.setting.options.get("min_tokens", 0))
         *documents, question = pieces
         tokens = np.concatenate(pieces)
         starts = starts_of(pieces)
@@ -138,6 +146,8 @@ class Blender:
         with torch.no_grad():
             loaded = [
                 self._document(document, start, planes, space, may_store)
+                if not start or len(document) >= least
+                else _too_short(document, least)
                 for document, start in zip(documents, starts, strict=False)
             ]
             planes = [
@@ -146,7 +156,7 @@ class Blender:
             ]
             began = time.perf_counter()
             chosen = choose_positions(
-                policy, recompute, starts, len(planes), partial(self._deviation, tokens, planes)
+                policy, recompute, starts, len(planes), partial(self._deviation, tokens, planes), least
             )
             choose_seconds, began = time.perf_counter() - began, time.perf_counter()
             self._recompute(tokens, np.concatenate([chosen, np.arange(end, total - 1)]), planes)
@@ -310,3 +320,9 @@ class _LastLayer(_FilledLayer):  # type: ignore[no-untyped-call]
         deviation = (key_states.float() - before.float()).square().sum(dim=(0, 1, 3))
         super().update(key_states, value_states)
         raise _Reached(deviation.cpu().numpy())
+
+
+def _too_short(document: Int32s, least: int) -> _Loaded:
+    """Return what is said of a document that is computed in the prompt, because it has fewer than `least` tokens."""
+    why = f"its {len(document)} tokens are fewer than min_tokens = {least}: they are computed"
+    return _Loaded(Hit(0, {}, np.zeros(len(document), np.bool_), Reason.BELOW_MINIMUM, why), 0, 0.0, 0.0)

@@ -170,8 +170,9 @@ class CachedModel:
         *,
         documents: Sequence[Any] | None = None,
         question: Any | None = None,
-        recompute: float = 0.15,
+        recompute: float | None = None,
         policy: str | SelectionPolicy = "deviation",
+        min_tokens: int | None = None,
         unchecked: bool = False,
         store: bool = True,
         store_output: bool = False,
@@ -186,7 +187,7 @@ class CachedModel:
         Args:
             input_ids: the prompts, [batch, tokens]; not with `documents`.
             attention_mask: as for `model.generate`; not with `documents`.
-            documents, question, recompute, policy, unchecked: as for `blend`; text needs `tokenizer`.
+            documents, question, recompute, policy, min_tokens, unchecked: as for `blend`; text needs `tokenizer`.
             store: False only reads.
             store_output: also store the KV of the generated tokens; not with `documents`.
             salt: the tenant of this call, instead of the model's.
@@ -204,8 +205,8 @@ class CachedModel:
                     "and store_output"
                 )
             found = self.blend(
-                documents, question, recompute=recompute, policy=policy, unchecked=unchecked, store=store,
-                salt=salt, tokenizer=kwargs.get("tokenizer"),
+                documents, question, recompute=recompute, policy=policy, min_tokens=min_tokens, unchecked=unchecked,
+                store=store, salt=salt, tokenizer=kwargs.get("tokenizer"),
             )  # fmt: skip
             return self._generated_from(found, repeats, kwargs)
         if store_output and beams > 1:
@@ -241,8 +242,9 @@ class CachedModel:
         documents: Sequence[Any] | None,
         question: Any | None,
         *,
-        recompute: float = 0.15,
+        recompute: float | None = None,
         policy: str | SelectionPolicy = "deviation",
+        min_tokens: int | None = None,
         unchecked: bool = False,
         store: bool = True,
         salt: str | None = None,
@@ -258,8 +260,11 @@ class CachedModel:
         Args:
             documents: token ids or text of each, in the order of the prompt; nothing is put between them.
             question: the tokens after the documents; always computed.
-            recompute: the share of the tokens of all documents but the first that is computed again, 0 to 1.
+            recompute: the share of the tokens of all documents but the first that is computed again, 0 to 1; by
+                default the option blend_recompute.
             policy: which tokens: "deviation" (CacheBlend), "first_k" (EPIC), or a SelectionPolicy.
+            min_tokens: documents but the first with fewer tokens are computed in the prompt, beside that share, and
+                not stored; by default the option blend_min_tokens.
             unchecked: run without a passing verdict of `pagoda quality` for these weights and this setting.
             store: whether to store documents that no tier had.
             salt: the tenant of this call, instead of the model's.
@@ -272,14 +277,17 @@ class CachedModel:
 
         began = time.perf_counter()
         pieces, chosen_by = as_documents(documents, question, tokenizer), policy_named(policy)
-        setting = blend_setting(chosen_by, recompute)
         if self.model.training:
             raise ValueError(
                 "the model is in training mode, where dropout changes the KV: call model.eval() first"
             )
         space, blender, stamp = self._ready_to_blend(salt)
+        config = self.cache.config
+        recompute = config.blend_recompute if recompute is None else recompute
+        min_tokens = config.blend_min_tokens if min_tokens is None else min_tokens
         try:
-            state = blender.gate.state_of(setting, unchecked)
+            setting = blend_setting(chosen_by, recompute, min_tokens)
+            state = blender.gate.state_of(setting, unchecked, space["lora"])
         except ConfigError as refusal:
             if not self._blended_before:
                 raise
