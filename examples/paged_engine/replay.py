@@ -72,6 +72,8 @@ def read(path: str, tokenizer: ByteTokenizer, vocabulary: int, unchecked: bool =
             wrong = [name for name, value in fields.items() if not isinstance(value, FIELDS.get(name, ()))]
             if wrong:
                 raise ValueError(f"{wrong[0]!r} is no field, or of the wrong type")
+            if ("tokens" in fields) == ("documents" in fields) or {"documents", "after"} <= fields.keys():
+                raise ValueError("give a prompt, tokens, or documents that follow no other request")
             seq = Sequence(**fields, unchecked=unchecked)
             pieces = [seq.tokens, *(seq.documents or ()), seq.question or ()]
             if not all(type(token) is int and 0 <= token < vocabulary for piece in pieces for token in piece):

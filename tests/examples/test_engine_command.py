@@ -89,6 +89,19 @@ def test_the_command_is_interrupted_cleanly(tmp_path: Path) -> None:
         (["--blocks", "4"], {"id": "a", "prompt": "x" * 100}, "100 + 32 tokens; at least 1 + 1, at most 64"),
         ([], {"id": "a"}, "line 1: "),
         ([], {"id": 1, "tokens": [1]}, "line 1: 'id'"),
+        (
+            [],
+            {"id": "a", "tokens": [1], "documents": [[1]], "question": [1]},
+            "line 1: give a prompt, tokens, or doc",
+        ),
+        ([], {"id": "a", "documents": [[1]]}, "line 1: 'question'"),
+        (
+            [],
+            {"id": "a", "documents": [[1], [256]], "question": [1]},
+            "line 1: tokens are numbers from 0 to 255",
+        ),
+        ([], {"id": "a", "documents": [[1]], "question": [1], "policy": "best"}, "one of first_k, deviation"),
+        ([], {"id": "a", "documents": [[1], [1]], "question": [1]}, "run: pagoda quality"),
         ([], {"id": "a", "tokens": [256]}, "line 1: tokens are numbers from 0 to 255"),
         ([], {"id": "a", "tokens": [1], "table": []}, "line 1: 'table' is no field"),
         ([], {"id": "a", "tokens": [1], "after": "b"}, "line 1: its id was there before, or 'after'"),
@@ -127,7 +140,7 @@ def test_documents_are_blended_and_the_answer_says_how_much(
     args = ["--verify", "--json", "--host-path", shm_root / "host", "--disk", "0"]
     monkeypatch.setattr(sys, "argv", ["paged_engine", *map(str, (path, *args, "--unchecked"))])
     path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "id": "b", "recompute": 1, "after": "a"}))
-    assert cli.main() == 2 and "give tokens, or documents" in capsys.readouterr().err
+    assert cli.main() == 2 and "line 2: give a prompt, tokens, or documents that" in capsys.readouterr().err
     path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "id": "b", "recompute": 1}))
     assert cli.main() == 0
     first, second = json.loads(capsys.readouterr().out)["requests"]
@@ -145,4 +158,4 @@ def test_it_can_be_read() -> None:
         for file in (ROOT / "examples" / "paged_engine").glob("*.py")
     }
     assert lines.pop("blend") <= 145
-    assert sum(lines.values()) <= 740
+    assert sum(lines.values()) <= 750
