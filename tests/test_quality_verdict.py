@@ -378,8 +378,19 @@ def test_a_control_is_noticed_if_it_surely_breaks_a_bound(
 
 
 def test_a_file_has_one_result_for_a_setting(tmp_path: Path) -> None:
-    written(tmp_path, result(), result(found=figures(kl=Interval(0.2, 0.1, 0.3))))
+    both = [result(), result(found=figures(kl=Interval(0.2, 0.1, 0.3)))]
+    path = written(tmp_path, *both)
+    assert read_verdict(path).results == both[:1]
+    whole = msgspec.structs.replace(read_verdict(path), results=both, checksum="")
+    path.write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(whole, checksum=whole.digest()), order="sorted")
+    )
     assert "two results for blend" in refusal(BLEND, tmp_path)
+
+
+def test_a_seed_may_be_any_number(tmp_path: Path) -> None:
+    path = written(tmp_path, msgspec.structs.replace(result(), seed=10**30))
+    assert read_verdict(path).results[0].seed == 10**30
 
 
 def test_in_a_directory_a_result_that_failed_counts(tmp_path: Path) -> None:

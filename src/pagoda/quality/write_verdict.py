@@ -37,7 +37,7 @@ def write_verdict(
         model: the model's name, for people.
         weights: names of the weights, the first being `Namespace.weights` of the Transformers connector.
         pagoda: the release that measured.
-        results: one for each setting.
+        results: one for each setting; of two for the same one the first is written.
 
     Raises:
         ConfigError: the file is there and is something else than a verdict, or of a newer version; it cannot be
@@ -48,6 +48,7 @@ def write_verdict(
         path = path / Verdict.file_name(weights[0])
     names = list(dict.fromkeys(weights))
     check_names(names)
+    results = [one for n, one in enumerate(results) if not _has(results[:n], one)]
     file = Path(os.path.realpath(path))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -70,8 +71,12 @@ def _kept(file: Path, name: str, results: Sequence[Result]) -> tuple[list[Result
         return [], []
     if old.weights[:1] != [name]:
         return [], []
-    kept = [one for one in old.results if not any(one.setting.is_same(new.setting) for new in results)]
-    return kept, old.weights
+    return [one for one in old.results if not _has(results, one)], old.weights
+
+
+def _has(results: Sequence[Result], one: Result) -> bool:
+    """Return whether there is a result for the same setting: a reader refuses a file with two."""
+    return any(one.setting.is_same(other.setting) for other in results)
 
 
 def check_names(names: Sequence[str]) -> None:
