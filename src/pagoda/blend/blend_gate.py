@@ -9,7 +9,10 @@ __all__ = ["BlendGate"]
 
 
 class BlendGate:
-    """What is known of the settings of blending, for the weights of one cache. Remembers its answers. Thread-safe."""
+    """What is known of the settings of blending, for the weights of one cache. Remembers its answers. Thread-safe.
+
+    It is for the weights that the cache was opened for: make another one, and open documents again, after they changed.
+    """
 
     def __init__(self, prompts: Cache) -> None:
         """`prompts`: the cache of the model's prompts, whose namespace names the weights."""
