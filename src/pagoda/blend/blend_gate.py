@@ -5,8 +5,6 @@ from __future__ import annotations
 from pagoda.cache import Cache
 from pagoda.quality_verdict import QualityState, Setting, require_quality
 
-__all__ = ["BlendGate"]
-
 
 class BlendGate:
     """What is known of the settings of blending, for the weights of one cache. Remembers its answers. Thread-safe.

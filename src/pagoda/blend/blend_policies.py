@@ -16,22 +16,6 @@ import numpy.typing as npt
 
 from pagoda.quality_verdict import Option, Setting
 
-__all__ = [
-    "POLICIES",
-    "Candidates",
-    "Deviation",
-    "FirstK",
-    "Positions",
-    "SelectionPolicy",
-    "blend_setting",
-    "checked_min_tokens",
-    "checked_positions",
-    "checked_share",
-    "choose_positions",
-    "compared_layer",
-    "policy_named",
-]
-
 _VERSION = 1  # of what blending computes for a setting: raised when that changes
 
 Positions = npt.NDArray[np.int64]

@@ -12,8 +12,6 @@ import numpy.typing as npt
 from pagoda.blend.blend_policies import Positions
 from pagoda.keys import Int32s
 
-__all__ = ["BlendedPrompt", "TokenMask", "TokenMasks"]
-
 TokenMask: TypeAlias = npt.NDArray[np.bool_]  # one value a token of the prompt
 
 

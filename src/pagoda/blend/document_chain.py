@@ -18,8 +18,6 @@ from pagoda.cache import Cache, Hit
 from pagoda.keys import Int32s, Item, TokenIds, as_token_ids
 from pagoda.layout import Rotary
 
-__all__ = ["Document", "as_documents", "open_documents", "starts_of"]
-
 _PADDING = blake3(b"", derive_key_context="PagodaKV padding after a document").digest()
 
 

@@ -15,8 +15,6 @@ from pagoda.layout import Rotary
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RotaryMove"]
-
 
 class RotaryMove:
     """Rotates K of one model, in two halves. Thread-safe."""
