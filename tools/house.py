@@ -16,7 +16,7 @@ import statistics
 import tokenize
 from pathlib import Path
 
-OUTSIDE = {"cli", "connectors", "blocks", "replay", "testing", "migrate", "serve", "quality"}
+OUTSIDE = {"cli", "connectors", "blocks", "replay", "testing", "migrate", "serve", "quality", "blend"}
 OUTSIDE_FILES = (
     "remote", "redis", "resp", "objects", "courier", "buckets", "wire", "link", "memo.py", "asks.py", "lmcache",
     "gpu", "cuda", "kernels", "driver", "pinned", "places", "ring.py", "ports", "gate", "beside", "device_pages", "measure",

@@ -18,6 +18,7 @@ OPTIONS = {
     "--model": (None, "path or id of a Llama or Qwen; None: a small Llama of random weights"),
     "--device": ("cpu", "where the model and its blocks are"),
     "--no-prefix-cache": (False, "compute everything"),
+    "--unchecked": (False, "blend documents without a verdict of pagoda quality"),
     "--verify": (False, "ask plain generate too, and say whether the answers are the same"),
     "--json": (False, "print one JSON object"),
 }

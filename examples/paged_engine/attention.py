@@ -52,25 +52,45 @@ class KVPool:
         """Copy a block up from host memory; changes the block only."""
         self._bytes[block].copy_(torch.from_numpy(slot)[: self._bytes.shape[1]])
 
+    def read(self, table: list[int], positions: range) -> torch.Tensor:
+        """Return a copy of the KV of some tokens, wherever they are in blocks: [layers, 2, kv_heads, tokens, dim]."""
+        blocks, offsets = self._where(table, positions)
+        return self.kv[blocks, :, :, :, offsets].permute(1, 2, 3, 0, 4)
+
+    def write(self, table: list[int], positions: range, kv: torch.Tensor) -> None:
+        """Put the KV of some tokens, as `read` returns it, into their blocks."""
+        blocks, offsets = self._where(table, positions)
+        self.kv[blocks, :, :, :, offsets] = kv.permute(3, 0, 1, 2, 4)
+
+    def _where(self, table: list[int], positions: range) -> tuple[torch.Tensor, torch.Tensor]:
+        at = torch.arange(positions.start, positions.stop, device=self.kv.device)
+        return torch.tensor(table, device=self.kv.device)[at // self.block_tokens], at % self.block_tokens
+
 
 class Part(NamedTuple):
-    """What one sequence computes in a step: the KV and logits of tokens[start : start + len(tokens)]."""
+    """What one sequence computes in a step: the KV and logits of the tokens at these positions.
+
+    A token looks at all positions up to its own, computed in this step or before. With an `origin` it looks at those
+    from there on only, and its rotary position counts from there: so the KV is that of a prompt that begins there.
+    """
 
     tokens: list[int]
-    start: int
+    positions: Sequence[int]  # ascending; with gaps where KV is reused
     table: list[int]
+    origin: int = 0
 
 
 class Batch(NamedTuple):
     """A step of all sequences, flattened: no padding among the tokens."""
 
     ids: torch.Tensor  # [1, tokens]
-    positions: torch.Tensor  # [1, tokens]
+    positions: torch.Tensor  # [1, tokens], those of the rotary embedding
     blocks: torch.Tensor  # [tokens], where each token's KV goes
     offsets: torch.Tensor  # [tokens], and where in the block
     last: torch.Tensor  # [sequences], the last token of each
     groups: list[Group]
     pool: KVPool
+    last_layer: int | None = None  # where to stop, see `deviation`
 
 
 # Sequences with the same number of new tokens: their attention is one call. (All decoding ones are one group.)
@@ -84,7 +104,8 @@ def batch_of(parts: Sequence[Part], pool: KVPool) -> Batch:
     """Return the batch of `parts`, which must be sorted by their number of tokens. Changes nothing."""
     size, tensor = pool.block_tokens, partial(torch.as_tensor, device=pool.kv.device)
     lengths = [len(part.tokens) for part in parts]
-    positions = [np.arange(part.start, part.start + len(part.tokens)) for part in parts]
+    positions = [np.asarray(part.positions) for part in parts]
+    origins = np.array([part.origin for part in parts])
     blocks = [np.asarray(part.table)[at // size] for part, at in zip(parts, positions, strict=True)]
     groups, begin, first = [], 0, 0
     for new, members in groupby(lengths):
@@ -94,13 +115,15 @@ def batch_of(parts: Sequence[Part], pool: KVPool) -> Batch:
         tables = np.zeros((count, longest), np.int64)
         for row, part in zip(tables, parts[first : first + count], strict=True):
             row[: len(part.table)] = part.table[:longest]
-        mask = np.arange(longest * size) <= at[:, None, :, None]
+        places, first_seen = np.arange(longest * size), origins[first : first + count, None, None, None]
+        mask = (first_seen <= places) & (places <= at[:, None, :, None])
         groups.append((begin, new, tensor(tables), tensor(mask)))
         begin, first = begin + count * new, first + count
     flat = np.concatenate(positions)
     ids = np.array([token for part in parts for token in part.tokens])
     where = (np.concatenate(blocks), flat % size, np.cumsum(lengths) - 1)
-    return Batch(tensor(ids[None]), tensor(flat[None]), *map(tensor, where), groups, pool)
+    rotary = flat - np.repeat(origins, lengths)
+    return Batch(tensor(ids[None]), tensor(rotary[None]), *map(tensor, where), groups, pool)
 
 
 def paged_attention(
@@ -116,8 +139,11 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write the new tokens' K and V into their blocks, then let each token look at its sequence's blocks."""
     kv = paged.pool.kv[:, module.layer_idx]  # [blocks, 2, kv_heads, block_tokens, dim]
+    reused = kv[paged.blocks, 0, :, paged.offsets] if module.layer_idx == paged.last_layer else None
     kv[paged.blocks, 0, :, paged.offsets] = key[0].transpose(0, 1)
     kv[paged.blocks, 1, :, paged.offsets] = value[0].transpose(0, 1)
+    if reused is not None:
+        raise Reached((key[0].transpose(0, 1) - reused).float().square().sum((1, 2)))
     outs = []
     for begin, new, tables, mask in paged.groups:
         count = len(tables)
@@ -149,3 +175,22 @@ def next_tokens(model: PreTrainedModel, batch: Batch) -> list[int]:
     """Run the model over a batch and put its KV into the pool. Returns the likeliest next token of each sequence."""
     own = {"use_cache": False, "logits_to_keep": batch.last, "paged": batch}
     return model(input_ids=batch.ids, position_ids=batch.positions, **own).logits[0].argmax(-1).tolist()
+
+
+class Reached(Exception):
+    """Ends a forward pass at `last_layer`; its argument is how far K moved there: [tokens]."""
+
+
+@torch.inference_mode()
+def deviation(model: PreTrainedModel, batch: Batch, layer: int) -> npt.NDArray[np.float32]:
+    """Compute a batch up to K and V of one layer, which replace those in the pool; return how far K moved."""
+    try:
+        model.base_model(
+            input_ids=batch.ids,
+            position_ids=batch.positions,
+            use_cache=False,
+            paged=batch._replace(last_layer=layer),
+        )
+    except Reached as reached:
+        return reached.args[0].cpu().numpy()
+    raise ValueError(f"the model has no layer {layer}")

@@ -7,13 +7,15 @@ The life of a request:
                                 └────────preempted─────────┘
 
 The manager does all the bookkeeping and touches no KV. If something must be copied it returns a `Plan`; the engine does
-the copies (on another thread, while the model computes) and reports by the plan's ticket how they ended.
+the copies (on another thread, while the model computes) and reports by the plan's ticket how they ended. A request with
+documents is blended: `blend` says which tokens it computes, and in which order.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import insort
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -21,9 +23,12 @@ from operator import attrgetter
 from transformers import PreTrainedModel
 
 from pagoda import Cache, Hit, KVLayout
+from pagoda.blend import BlendedPrompt, Document, SelectionPolicy
 from pagoda.blocks import Admitted, BlockManager, Direction, Extended, Plan, Waiting
+from pagoda.quality_verdict import QualityState
 
 from .attention import KVPool, Part, batch_of, next_tokens, paged_model
+from .blend import Documents, Load, Span
 
 
 @dataclass(eq=False)
@@ -31,17 +36,30 @@ class Sequence:
     """One request, its answer so far and its numbers. `tokens` is the prompt and all generated tokens."""
 
     id: str
-    tokens: list[int]
+    tokens: list[int] = field(default_factory=list)  # set by `Engine.add` if there are documents
     max_new_tokens: int = 32
     salt: str | None = None  # of its tenant: requests with other salts never share KV with it
     arrival_seconds: float = 0.0  # for whoever adds it: when
     after: str | None = None  # and after which other request
 
+    documents: list[list[int]] | None = None  # instead of tokens: the answer is approximate
+    question: list[int] | None = None  # what follows them
+    recompute: float = 0.15  # the share of the tokens of all documents but the first that is computed again
+    policy: str | SelectionPolicy = "deviation"  # which ones
+    unchecked: bool = False  # without a verdict of `pagoda quality` for this setting
+    quality: QualityState | None = None  # whether there is one
+    blended: BlendedPrompt | None = None  # which tokens of the prompt are exact, recomputed, reused
+
     prompt_tokens: int = 0
-    prefetch: Future[Hit] | None = None
+    starts: list[int] = field(default_factory=list)  # of the documents and of the question
+    chains: list[Document] = field(default_factory=list)  # the documents after the first
+    prefetches: list[Future[Hit]] = field(default_factory=list)
     table: list[int] = field(default_factory=list)  # its blocks, while it is admitted
     computed: int = 0  # leading tokens whose KV is in those blocks
     loading: bool = False  # copies it needs are running
+    loads: list[Load] = field(default_factory=list)  # of its documents
+    spans: Iterator[Span] | None = None  # what it computes until it decodes
+    span: Span | None = None  # the present one
     blocked: frozenset[int] = frozenset()  # tickets that free blocks for it: ask again when they end
 
     hits: dict[str, int] = field(default_factory=dict)  # leading tokens not computed, by tier
@@ -50,9 +68,14 @@ class Sequence:
     first_token_seconds: float | None = None
 
     @property
+    def todo(self) -> Span:
+        """The tokens to compute now, in order."""
+        return self.span or Span(range(self.computed, len(self.tokens)))
+
+    @property
     def left(self) -> int:
-        """Tokens to compute before the next one is known: 1 while decoding."""
-        return len(self.tokens) - self.computed
+        """How many these are: 1 while decoding."""
+        return len(self.todo.positions)
 
     @property
     def output(self) -> list[int]:
@@ -84,7 +107,8 @@ class Engine:
         self.waiting: list[Sequence] = []  # both in the order of arrival
         self.running: list[Sequence] = []
         self.prompt_tokens_computed = 0
-        self._model = paged_model(model)
+        self._plain, self._model, self._cache = model, paged_model(model), cache
+        self._documents: Documents | None = None  # made for the first request that has some
         self._slots = cache.slots if cache is not None else None
         self._step_tokens = step_tokens or 1 << 30
         self._most_running, self._patience_seconds = most_running, patience_seconds
@@ -94,17 +118,32 @@ class Engine:
         self._moving: dict[int, Future[None]] = {}  # by ticket
 
     @property
+    def documents(self) -> Documents:
+        """What blends documents, opened at the first use. ValueError: without a cache, or K cannot be moved."""
+        if self._cache is None:
+            raise ValueError("documents are kept in a cache: make the engine with one")
+        if self._documents is None:
+            self._documents = Documents(self._plain, self._model, self.pool, self._cache)
+        return self._documents
+
+    @property
     def busy(self) -> bool:
         """Whether there is anything to step for."""
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Take a request, and prefetch its stored chunks. Raises ValueError if it cannot fit."""
+        """Take a request, and prefetch its stored chunks. Raises ValueError if it cannot fit, or not be blended."""
+        if seq.documents is not None:
+            self.documents.prepare(seq)
         old, new, room = len(seq.tokens), seq.max_new_tokens, self.manager.total * self.pool.block_tokens
         if old < 1 or new < 1 or old + new > room:
             raise ValueError(f"request {seq.id!r}: {old} + {new} tokens; at least 1 + 1, at most {room}")
-        self.manager.add(seq.id, seq.tokens, salt=seq.salt)
-        seq.prefetch = self.manager.prefetch(seq.id)
+        exact_tokens = seq.starts[1] if seq.documents is not None else None
+        self.manager.add(seq.id, seq.tokens, salt=seq.salt, exact_tokens=exact_tokens)
+        prefix = self.manager.prefetch(seq.id)
+        seq.prefetches = [prefix] if prefix is not None else []
+        if seq.documents is not None:
+            seq.prefetches += self.documents.prefetch(seq)
         seq.arrived, seq.prompt_tokens = time.monotonic(), old
         self.waiting.append(seq)
 
@@ -118,15 +157,18 @@ class Engine:
         self._settle()
         self._admit()
         work = self._schedule()
-        if not work:  # wait a moment for a copy or a prefetch
-            fetches = [seq.prefetch for seq in self.waiting if seq.prefetch is not None]
-            pending = [future for future in (*self._moving.values(), *fetches) if not future.done()]
+        if not work:  # wait a moment for a copy, a prefetch or a document
+            fetches = [future for seq in self.waiting for future in seq.prefetches]
+            loads = [load.hit for seq in self.running for load in seq.loads]
+            pending = [future for future in (*self._moving.values(), *fetches, *loads) if not future.done()]
             if not wait(pending, 0.05, FIRST_COMPLETED).done:
                 time.sleep(0.001)
             return []
-        parts = [Part(seq.tokens[seq.computed :][:new], seq.computed, seq.table) for seq, new in work]
+        parts = [part for _, part in work]
         tokens = next_tokens(self._model, batch_of(parts, self.pool))
-        return [seq for (seq, new), token in zip(work, tokens, strict=True) if self._advance(seq, new, token)]
+        return [
+            seq for (seq, part), token in zip(work, tokens, strict=True) if self._advance(seq, part, token)
+        ]
 
     def close(self) -> None:
         """Abandon the requests and wait for running copies. The cache stays open, because the caller owns it."""
@@ -134,6 +176,8 @@ class Engine:
             self.abort(seq)
         self._copier.shutdown()
         self._settle()
+        if self._documents is not None:
+            self._documents.close()
 
     def _admit(self) -> None:
         """Give blocks to waiting requests, first come first served, until there are too few."""
@@ -142,7 +186,7 @@ class Engine:
             if len(self.running) == self._most_running or seq.blocked & self._moving.keys():
                 return
             patient = now < seq.arrived + self._patience_seconds
-            if seq.prefetch is not None and not seq.prefetch.done() and patient:
+            if patient and not all(future.done() for future in seq.prefetches):
                 continue  # its KV is being read from the disk; others may be admitted first
             reserve = min(self.pool.block_tokens, seq.prompt_tokens + seq.max_new_tokens - len(seq.tokens))
             answer = self.manager.admit(seq.id, reserve_tokens=reserve)
@@ -155,18 +199,33 @@ class Engine:
             self._move(answer.plan)
             seq.table, seq.computed, seq.loading = answer.table, answer.computed_tokens, bool(answer.waits)
             seq.hits = answer.by_tier if not seq.output else seq.hits
+            seq.loads = self.documents.load(seq) if seq.documents is not None else []
             self.waiting.remove(seq)
             insort(self.running, seq, key=attrgetter("arrived"))
 
-    def _schedule(self) -> list[tuple[Sequence, int]]:
-        """Choose how many tokens each request computes in this step: those that decode, then prompts, oldest first."""
+    def _schedule(self) -> list[tuple[Sequence, Part]]:
+        """Choose which tokens each request computes in this step: those that decode, then prompts, oldest first."""
         work, budget = [], self._step_tokens
         for seq in sorted(self.running, key=lambda seq: seq.left > 1):
-            new = min(seq.left, budget)
-            if new and seq in self.running and not seq.loading and self._has_room(seq):
-                work.append((seq, new))
-                budget -= new
-        return sorted(work, key=lambda entry: entry[1])
+            if budget and seq in self.running and self._has_loaded(seq) and self._has_room(seq):
+                positions = seq.todo.positions[:budget]
+                tokens = [seq.tokens[at] for at in positions]
+                work.append((seq, Part(tokens, positions, seq.table, seq.todo.origin)))
+                budget -= len(tokens)
+        return sorted(work, key=lambda entry: len(entry[1].tokens))
+
+    def _has_loaded(self, seq: Sequence) -> bool:
+        """Whether all that a request loads has come; if so, blending begins."""
+        if seq.loading or not all(load.hit.done() for load in seq.loads):
+            return False
+        if seq.documents is not None and seq.spans is None:
+            seq.spans = self.documents.blend(seq)
+            self._next_span(seq)
+        return True
+
+    @staticmethod
+    def _next_span(seq: Sequence) -> None:
+        seq.span = next((span for span in seq.spans if span.positions), None)
 
     def _has_room(self, seq: Sequence) -> bool:
         """Get a block for the next token if one is needed, if necessary from the youngest request."""
@@ -193,13 +252,19 @@ class Engine:
     def _back_to_waiting(self, seq: Sequence) -> None:
         self.running.remove(seq)
         seq.table, seq.computed, seq.loading = [], 0, False
+        seq.loads, seq.spans, seq.span = [], None, None  # what was blended is lost with its blocks
         insort(self.waiting, seq, key=attrgetter("arrived"))
 
-    def _advance(self, seq: Sequence, new: int, token: int) -> bool:
+    def _advance(self, seq: Sequence, part: Part, token: int) -> bool:
         """Note what a step computed of a request; returns whether the request is finished."""
-        self.prompt_tokens_computed += max(0, min(new, seq.prompt_tokens - seq.computed))
-        seq.computed += new
-        self.manager.computed(seq.id, seq.computed)
+        self.prompt_tokens_computed += sum(at < seq.prompt_tokens for at in part.positions)
+        if not part.origin:  # else it computed a document alone
+            seq.computed = part.positions[-1] + 1
+            self.manager.computed(seq.id, seq.computed)
+        if seq.span is not None:
+            seq.span = seq.span._replace(positions=seq.span.positions[len(part.tokens) :])
+            if not seq.span.positions:
+                self._next_span(seq)
         if seq.left:
             return False  # a chunk in the middle of a prompt: its next token is known already
         if seq.first_token_seconds is None:

@@ -30,6 +30,10 @@ FIELDS = {
     "after": str,
     "max_new_tokens": int,
     "arrival_seconds": Real,
+    "documents": list,
+    "question": list,
+    "recompute": Real,
+    "policy": str,
 }
 
 
@@ -45,19 +49,34 @@ def made_up(vocabulary: int) -> list[Sequence]:
     return made
 
 
-def read(path: str, tokenizer: ByteTokenizer, vocabulary: int) -> list[Sequence]:
+def encoded(piece: object, tokenizer: ByteTokenizer, first: bool = True) -> object:
+    """Return the ids of a text, and what is no text as it is. The first piece of a prompt gets special tokens."""
+    if not isinstance(piece, str):
+        return piece
+    plain = {} if first or isinstance(tokenizer, ByteTokenizer) else {"add_special_tokens": False}
+    return tokenizer.encode(piece, **plain)
+
+
+def read(path: str, tokenizer: ByteTokenizer, vocabulary: int, unchecked: bool = False) -> list[Sequence]:
     """Read requests. Raises ValueError that names the line."""
     found: dict[str, Sequence] = {}
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         try:
             fields = json.loads(line)
             if "prompt" in fields:
-                fields["tokens"] = tokenizer.encode(fields.pop("prompt"))
+                fields["tokens"] = encoded(fields.pop("prompt"), tokenizer)
+            if "documents" in fields:
+                pieces = [*fields["documents"], fields.get("question")]
+                pieces = [encoded(piece, tokenizer, not number) for number, piece in enumerate(pieces)]
+                fields |= {"documents": pieces[:-1], "question": pieces[-1]}
             wrong = [name for name, value in fields.items() if not isinstance(value, FIELDS.get(name, ()))]
             if wrong:
                 raise ValueError(f"{wrong[0]!r} is no field, or of the wrong type")
-            seq = Sequence(**fields)
-            if not all(type(token) is int and 0 <= token < vocabulary for token in seq.tokens):
+            if ("tokens" in fields) == ("documents" in fields) or {"documents", "after"} <= fields.keys():
+                raise ValueError("give a prompt, tokens, or documents that follow no other request")
+            seq = Sequence(**fields, unchecked=unchecked)
+            pieces = [seq.tokens, *(seq.documents or ()), seq.question or ()]
+            if not all(type(token) is int and 0 <= token < vocabulary for piece in pieces for token in piece):
                 raise ValueError(f"tokens are numbers from 0 to {vocabulary - 1}")
             if seq.id in found or seq.after not in (None, *found):
                 raise ValueError("its id was there before, or 'after' names no request above it")
@@ -118,7 +137,10 @@ def row_of(seq: Sequence, model: PreTrainedModel | None) -> dict:
     row = {"id": seq.id, "prompt_tokens": seq.prompt_tokens, "first_token_seconds": seq.first_token_seconds}
     row |= {tier: seq.hits.get(tier, 0) for tier in TIERS}
     row |= {"preemptions": seq.preemptions, "identical": None, "output": seq.output}
-    if model is not None:
+    if seq.blended is not None:
+        of = seq.blended
+        row |= {"exact": of.exact_tokens, "recomputed": of.recomputed_tokens, "reused": of.reused_tokens}
+    if model is not None and not row.get("reused"):
         prompt = torch.tensor([seq.tokens[: seq.prompt_tokens]], device=model.device)
         plain = model.generate(
             prompt, max_new_tokens=seq.max_new_tokens, do_sample=False, repetition_penalty=1.0
@@ -131,7 +153,11 @@ def run(args: argparse.Namespace) -> int:
     """Open everything, replay, and return the result."""
     model, tokenizer = model_of(args.model, args.device)
     vocabulary = model.config.get_text_config().vocab_size
-    requests = made_up(vocabulary) if args.requests is None else read(args.requests, tokenizer, vocabulary)
+    requests = (
+        made_up(vocabulary)
+        if args.requests is None
+        else read(args.requests, tokenizer, vocabulary, args.unchecked)
+    )
     layout = layout_of(model, args.block_tokens)
     with ExitStack() as opened:
         cache = tiers(args, namespace_of(model, layout), layout, opened)
@@ -151,6 +177,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{'id':>8} {'prompt':>7} {'first token':>12}  " + " ".join(f"{tier:>6}" for tier in TIERS))
         for row in rows:
             said = {None: "", True: "identical", False: "DIFFERENT"}[row["identical"]]
+            said += ", ".join(
+                f" {row[name]} {name}" for name in ("exact", "recomputed", "reused") if name in row
+            )
             hits = " ".join(f"{row[tier]:>6}" for tier in TIERS) + "  preempted" * bool(row["preemptions"])
             print(
                 f"{row['id']:>8} {row['prompt_tokens']:>7} {row['first_token_seconds']:>10.3f} s  {hits}  {said}"

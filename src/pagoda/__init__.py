@@ -3,6 +3,7 @@
 Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or torch. Packages, as data meets them:
 
     connectors      Transformers, vLLM and SGLang
+    blend           documents that are reused wherever they are in a prompt
     cache           Cache, which knows all tiers
     transfer        moves KV between an engine's memory and slots
     tiers           host, disk, remote

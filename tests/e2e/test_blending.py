@@ -15,9 +15,8 @@ from pagoda.connectors.transformers import (
     blend_setting,
     layout_of,
     policy_named,
+    rotary_of,
 )
-from pagoda.connectors.transformers.rotary import rotary_of
-from pagoda.connectors.transformers.supported_models import probe_model
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.quality import measure_quality
@@ -149,7 +148,7 @@ def test_controls_wrong_documents_and_k_that_was_not_moved_are_noticed(house: Ho
     swapped = cached.blend([documents[0], documents[2], documents[1], documents[3]], question, recompute=0.0)
     assert (logits_after(model, swapped) - want).abs().max() > 0.01
     unmoved = cached.blend(documents, question, recompute=0.0)
-    mover = rotary_of(model, probe_model(model, CHUNK))
+    mover = rotary_of(model, layout_of(model, CHUNK))
     for start, stop in zip(unmoved.blend.starts[1:], [*unmoved.blend.starts[2:]], strict=False):
         for layer in unmoved.past_key_values.layers:
             mover.move(layer.keys[:, :, start:stop], -start)
@@ -476,10 +475,10 @@ def test_layouts_of_documents_name_the_rotary_embedding(house: House) -> None:  
     one, other = llama(), llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     layouts = []
     for model in (one, other):
-        seen = probe_model(model, CHUNK)
-        rotary = rotary_of(model, seen).rotary
+        layout = layout_of(model, CHUNK)
+        rotary = rotary_of(model, layout).rotary
         assert rotary.dims == 16
-        layouts.append(seen.layout.with_rotary(rotary))
+        layouts.append(layout.with_rotary(rotary))
     assert layouts[0].rotary.theta == 1e4
     assert layouts[1].rotary.theta == 5e5
     assert len({layouts[0].fingerprint, layouts[1].fingerprint, layout_of(one, CHUNK).fingerprint}) == 3

@@ -32,7 +32,9 @@ COMMAND = [sys.executable, "-m", "examples.paged_engine"]
 
 @once
 def model_of(name: str):
-    return {"llama": llama, "qwen": qwen}[name](num_hidden_layers=2)
+    """A small model: "llama" and "qwen" have two layers, "llama-3" has three."""
+    kind, _, layers = name.partition("-")
+    return {"llama": llama, "qwen": qwen}[kind](num_hidden_layers=int(layers or 2))
 
 
 @once

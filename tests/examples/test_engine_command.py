@@ -89,6 +89,19 @@ def test_the_command_is_interrupted_cleanly(tmp_path: Path) -> None:
         (["--blocks", "4"], {"id": "a", "prompt": "x" * 100}, "100 + 32 tokens; at least 1 + 1, at most 64"),
         ([], {"id": "a"}, "line 1: "),
         ([], {"id": 1, "tokens": [1]}, "line 1: 'id'"),
+        (
+            [],
+            {"id": "a", "tokens": [1], "documents": [[1]], "question": [1]},
+            "line 1: give a prompt, tokens, or doc",
+        ),
+        ([], {"id": "a", "documents": [[1]]}, "line 1: 'question'"),
+        (
+            [],
+            {"id": "a", "documents": [[1], [256]], "question": [1]},
+            "line 1: tokens are numbers from 0 to 255",
+        ),
+        ([], {"id": "a", "documents": [[1]], "question": [1], "policy": "best"}, "one of first_k, deviation"),
+        ([], {"id": "a", "documents": [[1], [1]], "question": [1]}, "run: pagoda quality"),
         ([], {"id": "a", "tokens": [256]}, "line 1: tokens are numbers from 0 to 255"),
         ([], {"id": "a", "tokens": [1], "table": []}, "line 1: 'table' is no field"),
         ([], {"id": "a", "tokens": [1], "after": "b"}, "line 1: its id was there before, or 'after'"),
@@ -114,6 +127,35 @@ def test_usage_is_shown_without_importing_torch() -> None:
     assert "pagoda.errors" in done.stderr and "torch" not in done.stderr
 
 
+def test_documents_are_blended_and_the_answer_says_how_much(
+    shm_root: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    texts = [
+        "You are a helper. ",
+        "The first document is this. ",
+        "And this is the second one, which is longer. ",
+    ]
+    line = {"id": "a", "documents": texts, "question": "Why?", "max_new_tokens": 8, "policy": "first_k"}
+    path = tmp_path / "requests.jsonl"
+    args = ["--verify", "--json", "--host-path", shm_root / "host", "--disk", "0"]
+    monkeypatch.setattr(sys, "argv", ["paged_engine", *map(str, (path, *args, "--unchecked"))])
+    path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "id": "b", "recompute": 1, "after": "a"}))
+    assert cli.main() == 2 and "line 2: give a prompt, tokens, or documents that" in capsys.readouterr().err
+    path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "id": "b", "recompute": 1}))
+    assert cli.main() == 0
+    first, second = json.loads(capsys.readouterr().out)["requests"]
+    assert (first["identical"], second["identical"]) == (None, True)
+    parts = ("exact", "recomputed", "reused")
+    assert sum(first[part] for part in parts) == second["exact"] == len("".join(texts) + "Why?")
+    assert first["exact"] > len(texts[0]) and first["reused"] > 50 and second["reused"] == 0
+    monkeypatch.setattr(sys, "argv", ["paged_engine", *map(str, (path, *args))])
+    assert cli.main() == 2 and "pagoda quality" in capsys.readouterr().err
+
+
 def test_it_can_be_read() -> None:
-    files = sorted((ROOT / "examples" / "paged_engine").glob("*.py"))
-    assert sum(len(file.read_text().splitlines()) for file in files) <= 600
+    lines = {
+        file.stem: len(file.read_text().splitlines())
+        for file in (ROOT / "examples" / "paged_engine").glob("*.py")
+    }
+    assert lines.pop("blend") <= 145
+    assert sum(lines.values()) <= 750

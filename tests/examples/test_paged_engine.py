@@ -45,7 +45,11 @@ def test_paged_logits_are_those_of_the_plain_model(name: str) -> None:
         }
         work = sorted((count, number) for number, count in counts.items() if count)
         parts = [
-            Part(prompts[number][done[number] :][:count], done[number], tables[number])
+            Part(
+                prompts[number][done[number] :][:count],
+                range(done[number], done[number] + count),
+                tables[number],
+            )
             for count, number in work
         ]
         if not parts:

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from pagoda import codec
-from pagoda.connectors.transformers.blend_policies import Deviation, FirstK, blend_setting
+from pagoda.blend.blend_policies import Deviation, FirstK, blend_setting
 from pagoda.connectors.transformers.model_identity import weights_digest
 from pagoda.connectors.transformers.supported_models import probe_model
 from pagoda.quality import measure_quality

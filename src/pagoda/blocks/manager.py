@@ -102,11 +102,18 @@ class BlockManager:
         items: Iterable[Item] = (),
         lora: str | None = None,
         salt: str | None = None,
+        exact_tokens: int | None = None,
     ) -> None:
-        """Add a request: hashes its whole blocks, allocates and pins nothing. ValueError if it exists already."""
+        """Add a request: hashes its whole blocks, allocates and pins nothing. ValueError if it exists already.
+
+        `exact_tokens`: the KV of what follows so many tokens will be approximate. Its blocks have no keys: nothing is
+        found for them, no other request finds them, and no tier gets them. None: all KV is exact.
+        """
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} exists already: release or finish it first")
-        request = RequestState(request_id, lora, salt, self.block_tokens)
+        if exact_tokens is not None:
+            _count("exact_tokens", exact_tokens)
+        request = RequestState(request_id, lora, salt, self.block_tokens, exact_tokens)
         if self.prefix_caching:
             request.rehash(self._lower_tiers.root(lora, salt))
         request.append(tokens, items)
@@ -199,7 +206,7 @@ class BlockManager:
         """Insert whole computed blocks into the tree, after the request's path."""
         if request.stale or not self.prefix_caching:
             return
-        for i in range(request.num_in_tree, num_tokens // self.block_tokens):
+        for i in range(request.num_in_tree, min(num_tokens // self.block_tokens, len(request.keys))):
             key, last_node = request.keys[i], request.last_node
             node = self._tree.nodes.get(key)
             if node is not None and node.parent is not last_node:  # it is being evicted and cannot be reached

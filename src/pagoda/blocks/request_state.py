@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -25,13 +26,17 @@ class RequestState:
                  0                      `num_in_tree`                      len(table)
 
     Blocks of `table[:num_in_tree]` are the tree's, except `duplicates`, whose keys another request inserted first.
+    Blocks without a key, such as those past `exact_tokens`, are never in the tree.
     """
 
-    def __init__(self, request_id: str, lora: str | None, salt: str | None, block_tokens: int) -> None:
+    def __init__(
+        self, request_id: str, lora: str | None, salt: str | None, block_tokens: int, exact_tokens: int | None
+    ) -> None:
         self.request_id = request_id
         self.lora = lora
         self.salt = salt
         self.block_tokens = block_tokens
+        self._most_keys = sys.maxsize if exact_tokens is None else exact_tokens // block_tokens
         self.items: list[Item] = []
         self.num_tokens = 0
         self.prompt_tokens = 0
@@ -65,6 +70,7 @@ class RequestState:
         items = [Item(*item) for item in items]
         if self._chain is not None:
             self.keys += self._chain.extend(ids, items)
+            del self.keys[self._most_keys :]
         self._ids.frombytes(ids.tobytes())
         self.items += items
         self.num_tokens += len(ids)
@@ -73,6 +79,7 @@ class RequestState:
         """Hash all blocks again, under another root."""
         self.root, self._chain = root, KeyChain(root, self.block_tokens)
         self.keys = self._chain.extend(np.array(self._ids, np.int32), self.items)
+        del self.keys[self._most_keys :]
 
     def align_to_items(self, blocks: int) -> int:
         """Return the longest run of at most `blocks` blocks that does not end inside a multimodal item."""

@@ -17,8 +17,8 @@ from pagoda.cli.stores import AsJson, ConfigFile, configured
 if TYPE_CHECKING:
     import torch
 
+    from pagoda.blend.blend_policies import SelectionPolicy
     from pagoda.config import Config
-    from pagoda.connectors.transformers.blend_policies import SelectionPolicy
     from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer
     from pagoda.quality.run import QualityRun
     from pagoda.quality_bounds import Bounds
@@ -242,7 +242,7 @@ def _prompts(
 
 def _blend_of(text: str) -> tuple[SelectionPolicy, float, int]:
     """Return what "deviation:0.15" or "deviation:0.15:layer=2:min_tokens=256" says. Raises UsageError."""
-    from pagoda.connectors.transformers.blend_policies import POLICIES, checked_min_tokens, checked_share
+    from pagoda.blend.blend_policies import POLICIES, checked_min_tokens, checked_share
 
     name, share, *options = text.split(":") if ":" in text else (text, "")
     try:
@@ -277,7 +277,7 @@ def _usual(
     The configured share is one of those that are measured, with the configured least tokens of a document.
     """
     from pagoda import codec
-    from pagoda.connectors.transformers.blend_policies import POLICIES, policy_named
+    from pagoda.blend.blend_policies import POLICIES, policy_named
 
     shares = sorted({*_USUAL_SHARES, config.blend_recompute})
     blends = [(policy_named(name), share, config.blend_min_tokens) for name in POLICIES for share in shares]

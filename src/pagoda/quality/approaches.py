@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from pagoda import codec
-from pagoda.connectors.transformers.blend_policies import SelectionPolicy, blend_setting
+from pagoda.blend.blend_policies import SelectionPolicy, blend_setting
 from pagoda.connectors.transformers.dynamic_cache import dynamic_cache, kv_of_row, room_for
 from pagoda.layout import itemsize
 from pagoda.quality_verdict import Setting

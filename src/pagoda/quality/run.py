@@ -12,8 +12,8 @@ from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer, prompts_digest
 if TYPE_CHECKING:
     import torch
 
+    from pagoda.blend.blend_policies import SelectionPolicy
     from pagoda.connectors.transformers import CachedModel
-    from pagoda.connectors.transformers.blend_policies import SelectionPolicy
     from pagoda.quality.report import Judged
     from pagoda.quality_bounds import Bounds
 
@@ -64,7 +64,7 @@ def measure_quality(
         ValueError: prompts that do not go with what is asked; a model, a codec or a policy that cannot be used; bounds
             that say nothing; or the model gives no expected answer at all, so that answers tell nothing.
     """
-    from pagoda.connectors.transformers.blend_policies import Deviation
+    from pagoda.blend.blend_policies import Deviation
     from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
     from pagoda.connectors.transformers.supported_models import check_model, probe_model
     from pagoda.quality.approaches import Approach, Blend, Codec, SwappedValues, ZeroedKV

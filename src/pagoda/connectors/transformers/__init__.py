@@ -7,14 +7,13 @@ In the order in which a call meets them:
     batch_rows        the rows of a batch as prompts, with their padding
     dynamic_cache     a DynamicCache over memory that the cache's transfers fill
     layerwise         KV that arrives layer by layer, while the model computes
-    blending          documents that are reused wherever they are in a prompt
-    blend_policies    which of their tokens are computed again
-    rotary            moves K to another position
+    blending          documents that are reused wherever they are in a prompt, by `pagoda.blend`
+    rotary            the rotary embedding of a model, by which K moves to another position
 """
 
 from __future__ import annotations
 
-from pagoda.connectors.transformers.blend_policies import (
+from pagoda.blend import (
     POLICIES,
     Candidates,
     Deviation,
@@ -22,9 +21,10 @@ from pagoda.connectors.transformers.blend_policies import (
     SelectionPolicy,
     blend_setting,
     policy_named,
-)
+)  # fmt: skip
 from pagoda.connectors.transformers.cached_model import CachedModel, Prefix, layout_of
 from pagoda.connectors.transformers.model_identity import namespace_of
+from pagoda.connectors.transformers.rotary import rotary_of
 
 __all__ = [
     "POLICIES",
@@ -38,4 +38,5 @@ __all__ = [
     "layout_of",
     "namespace_of",
     "policy_named",
+    "rotary_of",
 ]

@@ -8,7 +8,7 @@ A document is a chain of its own, computed as if it began a prompt, in a cache w
 no prompt without documents finds it. Its last, partial chunk is stored too, padded. The first document of a prompt is
 a true prefix, so its KV is exact. What is blended is not stored.
 
-`CachedModel` calls this. It calls `rotary` to move K, `blend_policies` to choose, `Cache` for the documents.
+`CachedModel` calls this. It calls `rotary` to move K, `pagoda.blend` for the rest, `Cache` for the documents.
 Imports transformers, so import this module only when it is needed.
 
 Sources: CacheBlend (EuroSys 2025), EPIC (ICML 2025).
@@ -18,74 +18,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from blake3 import blake3
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from pagoda.cache import Cache, Hit
-from pagoda.connectors.transformers.batch_rows import BatchRow
-from pagoda.connectors.transformers.blend_policies import (
-    Candidates,
+from pagoda.blend import BlendedPrompt, BlendGate, Document, TokenMask, TokenMasks, open_documents, starts_of
+from pagoda.blend.blend_policies import (
     Positions,
     SelectionPolicy,
-    blend_setting,
     checked_min_tokens,
-    checked_positions,
     checked_share,
+    choose_positions,
 )
+from pagoda.cache import Cache, Hit
+from pagoda.connectors.transformers.batch_rows import BatchRow
 from pagoda.connectors.transformers.dynamic_cache import Planes, dynamic_cache, kv_of_row, room_for
 from pagoda.connectors.transformers.rotary import check_attention, rotary_of
 from pagoda.connectors.transformers.supported_models import ProbedModel
-from pagoda.keys import Int32s, Item, as_token_ids
+from pagoda.keys import Int32s
 from pagoda.metrics import Reason
-from pagoda.quality_verdict import QualityState, Setting, require_quality
+from pagoda.quality_verdict import QualityState
 
-__all__ = ["Blended", "BlendedHit", "Blender", "as_documents", "hit_of"]
-
-_PADDING = blake3(b"", derive_key_context="PagodaKV padding after a document").digest()
-
-Bools = npt.NDArray[np.bool_]
+__all__ = ["Blended", "BlendedHit", "Blender", "hit_of"]
 
 
 @dataclass(frozen=True, eq=False)
-class Blended:
-    """Which tokens of one prompt of documents are exact. Each position is in one of three masks. Immutable.
+class Blended(BlendedPrompt):
+    """Which tokens of one prompt of documents are exact, and what it took. Immutable."""
 
-    Exact is what a full prefill computes: everything before the first reused token, or the first from a lossy tier.
-    Recomputed tokens were computed in this prompt, over a context that is approximate. Reused ones were computed with
-    their document alone.
-    """
-
-    tokens: Int32s  # the whole prompt
-    starts: list[int]  # the first position of each document, then of the question
-    exact: Bools
-    recomputed: Bools
-    reused: Bools
     computed_tokens: int  # that went through all layers in this call, those of missing documents included
     documents: list[Hit]  # of each document's own chain
     seconds: dict[str, float]  # load, alone (missing documents), choose, recompute
     state: QualityState  # the setting, and whether a verdict of `pagoda quality` covers it
-
-    @property
-    def exact_tokens(self) -> int:
-        """How many leading tokens are exact."""
-        return int(self.exact.sum())
-
-    @property
-    def recomputed_tokens(self) -> int:
-        """How many tokens were computed over an approximate context."""
-        return int(self.recomputed.sum())
-
-    @property
-    def reused_tokens(self) -> int:
-        """How many tokens have the KV of their document alone."""
-        return int(self.reused.sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +64,7 @@ class BlendedHit(Hit):
     exact_prefix: int = 0  # up to which position KV is exact where it was put
 
     @property
-    def exact(self) -> Bools:
+    def exact(self) -> TokenMask:
         """`mask`, with True only for the tokens served whose KV is what a full prefill computes."""
         return self.mask & (np.arange(len(self.mask)) < self.exact_prefix)
 
@@ -135,72 +104,16 @@ class _Loaded(NamedTuple):
     alone_seconds: float
 
 
-def as_documents(documents: Any, question: Any, tokenizer: Any | None) -> list[Int32s]:
-    """Return the token ids of each document, then of the question. Pure.
-
-    Text is tokenized piece by piece; special tokens are added to the first document only. Raises ValueError for an
-    empty piece, for text without a tokenizer, and if there is no document or question.
-    """
-    if isinstance(documents, str | dict) or not hasattr(documents, "__len__") or not len(documents):
-        raise ValueError(
-            f"documents is {documents!r}: a list with at least one document, each token ids or text"
-        )
-    if question is None:
-        raise ValueError("question is missing: token ids or text that follow the documents")
-    found = []
-    for number, piece in enumerate([*documents, question]):
-        name = f"documents[{number}]" if number < len(documents) else "question"
-        if isinstance(piece, str):
-            if tokenizer is None:
-                raise ValueError(f"{name} is text: pass tokenizer=, or token ids")
-            piece = list(tokenizer(piece, add_special_tokens=number == 0)["input_ids"])
-        ids = as_token_ids(piece)
-        if not len(ids):
-            raise ValueError(f"{name} has no tokens: leave it out")
-        found.append(ids)
-    return found
-
-
 class Blender:
     """The documents of one model: their cache, and how they are put together. Thread-safe as far as the model is."""
 
     def __init__(self, model: Any, seen: ProbedModel, exact: Cache) -> None:
         """Open the cache of documents beside `exact`, the model's own. Raises ValueError if K cannot be moved."""
         self._model, self._exact, self._plain = model, exact, seen
-        self._rotary = rotary_of(model, seen)
-        layout = seen.layout.with_rotary(self._rotary.rotary)
-        self._seen = seen._replace(layout=layout)
-        self._states: dict[str, QualityState] = {}
-        self.cache = Cache(exact.config, namespace=exact.namespace.with_(layout=""), layout=layout)
-
-    @property
-    def states(self) -> list[QualityState]:
-        """The settings that were used, and whether a verdict covers them."""
-        return list(self._states.values())
-
-    def state_of(
-        self,
-        policy: SelectionPolicy,
-        recompute: float,
-        unchecked: bool,
-        min_tokens: int = 0,
-        adapters: str | None = None,
-    ) -> QualityState:
-        """Return whether a setting may be used. Raises ConfigError, which says what to do, if it may not."""
-        setting = blend_setting(policy, recompute, min_tokens)
-        name = f"{setting}{unchecked}{adapters}"
-        if name not in self._states:
-            self._states[name] = self._checked(setting, unchecked, adapters or "")
-        return self._states[name]
-
-    def _checked(self, setting: Setting, unchecked: bool, adapters: str) -> QualityState:
-        if setting.options["recompute"] == 1.0:
-            return QualityState(setting, "exact", "every token after the first document is computed")
-        space, config = self._exact.namespace, self._exact.config
-        return require_quality(
-            setting, weights=space.weights, weights_epoch=space.weights_epoch, adapters=adapters,
-            verdicts=config.quality_verdicts, unchecked=unchecked or config.unchecked,
-        )  # fmt: skip
+        self._rotary = rotary_of(model, seen.layout)
+        self.gate = BlendGate(exact)
+        self.cache = open_documents(exact, self._rotary.rotary)
+        self._seen = seen._replace(layout=self.cache.layout)
 
     def blend(
         self,
@@ -226,8 +139,8 @@ class Blender:
         least = checked_min_tokens(state.setting.options.get("min_tokens", 0))
         *documents, question = pieces
         tokens = np.concatenate(pieces)
-        starts = [0, *(int(end) for end in np.cumsum([len(piece) for piece in documents]))]
-        total, first, end = len(tokens), starts[1], starts[-1]
+        starts = starts_of(pieces)
+        total, end = len(tokens), starts[-1]
         # a document's last chunk is loaded whole, over the beginning of the next one, which is loaded after it
         planes = room_for(self._seen, 1, total + self._seen.layout.chunk_tokens)
         with torch.no_grad():
@@ -242,17 +155,13 @@ class Blender:
                 for layer, device in zip(planes, self._seen.devices, strict=True)
             ]
             began = time.perf_counter()
-            chosen = np.empty(0, np.int64)
-            if len(documents) > 1:
-                chosen = self._choose(policy, recompute, least, tokens, starts, planes)
+            chosen = choose_positions(
+                policy, recompute, starts, len(planes), partial(self._deviation, tokens, planes), least
+            )
             choose_seconds, began = time.perf_counter() - began, time.perf_counter()
             self._recompute(tokens, np.concatenate([chosen, np.arange(end, total - 1)]), planes)
-        mask = np.zeros(total, np.bool_)
-        mask[first:end] = True
-        mask[chosen] = False
-        mask[:first] = loaded[0].hit.exact_tokens < loaded[0].hit.num_tokens  # from a tier with a lossy codec
-        exact = np.zeros(total, np.bool_)
-        exact[: int(mask.argmax()) if mask.any() else total] = True
+        first_is_exact = loaded[0].hit.exact_tokens == loaded[0].hit.num_tokens  # else from a lossy codec
+        masks = TokenMasks.of(starts, total, chosen, first_is_exact)
         seconds = {
             "load": sum(one.load_seconds for one in loaded),
             "alone": sum(one.alone_seconds for one in loaded),
@@ -260,9 +169,7 @@ class Blender:
             "recompute": time.perf_counter() - began,
         }
         computed = sum(one.alone for one in loaded) + len(chosen) + len(question)
-        blended = Blended(
-            tokens, starts, exact, ~exact & ~mask, mask, computed, [one.hit for one in loaded], seconds, state
-        )
+        blended = Blended(tokens, starts, *masks, computed, [one.hit for one in loaded], seconds, state)
         return dynamic_cache(self._model, self._seen, planes, [BatchRow(tokens, 0)], total - 1), blended
 
     # ---- documents alone
@@ -277,13 +184,9 @@ class Blender:
     ) -> _Loaded:
         """Put the KV of a document alone at `start` of the planes, K moved there: from the tiers, else computed."""
         began = time.perf_counter()
-        chunk = self._seen.layout.chunk_tokens
-        whole = -(-len(document) // chunk) * chunk
-        padded = np.zeros(whole, np.int32)
-        padded[: len(document)] = document
-        # padding is named in the key: it is not token 0
-        items = [Item(len(document), whole, _PADDING)] if whole > len(document) else []
-        hit = self._load(padded, items, start, len(document), planes, space)
+        chain = Document.of(document, self._seen.layout.chunk_tokens)
+        whole = len(chain.tokens)
+        hit = self._load(chain, start, planes, space)
         load_seconds, began = time.perf_counter() - began, time.perf_counter()
         missing = len(document) - hit.num_tokens
         if missing:
@@ -291,33 +194,26 @@ class Blender:
             self._compute_alone(document, hit.num_tokens, part)
             if may_store():
                 kv = kv_of_row(part, 0, 0, whole, self._seen)
-                self.cache.store(padded, kv, items=items, **space)
+                self.cache.store(chain.tokens, kv, items=chain.items, **space)
         for keys, _ in planes:
             self._rotary.move(keys[:, :, start : start + len(document)], start)
         return _Loaded(hit, missing, load_seconds, time.perf_counter() - began if missing else 0.0)
 
-    def _load(
-        self,
-        padded: Int32s,
-        items: list[Item],
-        start: int,
-        length: int,
-        planes: Planes,
-        space: dict[str, Any],
-    ) -> Hit:
+    def _load(self, chain: Document, start: int, planes: Planes, space: dict[str, Any]) -> Hit:
         """Load a document's own chain; the first document also from the prompts' chain if that has more of it."""
+        length, items = chain.num_tokens, chain.items
         if not start:
-            exact = self._exact.lookup(padded[:length], counted=False, **space)
+            exact = self._exact.lookup(chain.tokens[:length], counted=False, **space)
             if (
                 exact.num_tokens
                 and exact.num_tokens
-                > self.cache.lookup(padded, items=items, counted=False, **space).num_tokens
+                > self.cache.lookup(chain.tokens, items=items, counted=False, **space).num_tokens
             ):
                 return self._exact.retrieve(
-                    padded[:length], kv_of_row(planes, 0, 0, length, self._plain), **space
+                    chain.tokens[:length], kv_of_row(planes, 0, 0, length, self._plain), **space
                 )
-        kv = kv_of_row(planes, 0, start, start + len(padded), self._seen)
-        return _without_padding(self.cache.retrieve(padded, kv, items=items, **space), length)
+        kv = kv_of_row(planes, 0, start, start + len(chain.tokens), self._seen)
+        return chain.without_padding(self.cache.retrieve(chain.tokens, kv, items=items, **space))
 
     def _compute_alone(self, document: Int32s, known: int, part: Planes) -> None:
         """Compute the KV of the tokens from `known` on, as if the document began a prompt, into `part`."""
@@ -331,51 +227,17 @@ class Blender:
 
     # ---- the prompt
 
-    def _choose(
-        self,
-        policy: SelectionPolicy,
-        recompute: float,
-        least: int,
-        tokens: Int32s,
-        starts: list[int],
-        planes: Planes,
-    ) -> Positions:
-        """Return the tokens to compute, those of documents with fewer than `least` tokens included.
-
-        Layers that a policy computed to look at K are exact afterwards.
-        """
-        first, end = starts[1], starts[-1]
-        later = [range(begin, stop) for begin, stop in pairwise(starts[1:])]
-        documents = [one for one in later if len(one) >= least]
-        short = [token for one in later if len(one) < least for token in one]
-        if recompute == 1.0:
-            return np.arange(first, end)
-        if recompute == 0.0 or not documents:
-            return np.array(short, np.int64)
-        deviation = None
-        if policy.layer:
-            if policy.layer >= len(planes):
-                raise ValueError(
-                    f"the policy compares K at layer {policy.layer}, the model has {len(planes)}: use fewer"
-                )
-            deviation = self._deviation(policy.layer, tokens, first, end, planes)
-        candidates = Candidates(documents, recompute, None)
-        if deviation is not None:
-            candidates = candidates._replace(deviation=deviation[candidates.positions - first])
-        chosen = checked_positions(policy, policy.choose(candidates), range(first, end))
-        return np.union1d(chosen, np.array(short, np.int64))
-
     def _deviation(
-        self, layer: int, tokens: Int32s, first: int, end: int, planes: Planes
+        self, tokens: Int32s, planes: Planes, layer: int, candidates: range
     ) -> npt.NDArray[np.float32]:
-        """Compute tokens [first, end) up to K and V of `layer`, which replace the reused; return how far K moved."""
+        """Compute the candidates up to K and V of `layer`, which replace the reused; return how far K moved."""
         cache: Any = DynamicCache(config=self._model.config)
-        where = np.arange(first, end)
+        where = np.array(candidates)
         for index in range(layer + 1):
             kind = _LastLayer if index == layer else _FilledLayer
-            cache.layers[index] = kind(planes[index], where, first)
+            cache.layers[index] = kind(planes[index], where, candidates.start)
         try:
-            self._forward(tokens[first:end], where, cache)
+            self._forward(tokens[where], where, cache)
         except _Reached as reached:
             return reached.deviation
         raise ValueError(
@@ -464,14 +326,3 @@ def _too_short(document: Int32s, least: int) -> _Loaded:
     """Return what is said of a document that is computed in the prompt, because it has fewer than `least` tokens."""
     why = f"its {len(document)} tokens are fewer than min_tokens = {least}: they are computed"
     return _Loaded(Hit(0, {}, np.zeros(len(document), np.bool_), Reason.BELOW_MINIMUM, why), 0, 0.0, 0.0)
-
-
-def _without_padding(hit: Hit, length: int) -> Hit:
-    """Return the hit of a padded chain as one of its `length` tokens."""
-    extra = hit.num_tokens - length
-    if extra <= 0:
-        return replace(hit, mask=hit.mask[:length])
-    by_tier = dict(hit.by_tier)
-    last = next(reversed(by_tier))  # tiers serve in order: the padded chunk came from the last one
-    by_tier[last] -= extra
-    return replace(hit, num_tokens=length, by_tier=by_tier, mask=hit.mask[:length])

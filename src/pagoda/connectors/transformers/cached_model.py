@@ -20,11 +20,11 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
+from pagoda.blend import SelectionPolicy, as_documents, blend_setting, policy_named
 from pagoda.cache import Cache, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers.batch_rows import BatchRow, grown_mask, mask_of, rows_of
-from pagoda.connectors.transformers.blend_policies import SelectionPolicy, policy_named
 from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
 from pagoda.connectors.transformers.model_identity import Stamp, adapters_digest, namespace_of, stamp_of
 from pagoda.connectors.transformers.supported_models import (
@@ -273,7 +273,7 @@ class CachedModel:
         Raises ValueError for a model whose K cannot be moved and for wrong arguments, ConfigError (a ValueError)
         without a verdict. Thread-safe as far as the model is. Sources: CacheBlend (EuroSys 2025), EPIC (ICML 2025).
         """
-        from pagoda.connectors.transformers.blending import as_documents, hit_of
+        from pagoda.connectors.transformers.blending import hit_of
 
         began = time.perf_counter()
         pieces, chosen_by = as_documents(documents, question, tokenizer), policy_named(policy)
@@ -286,12 +286,13 @@ class CachedModel:
         recompute = config.blend_recompute if recompute is None else recompute
         min_tokens = config.blend_min_tokens if min_tokens is None else min_tokens
         try:
-            state = blender.state_of(chosen_by, recompute, unchecked, min_tokens, space["lora"])
+            setting = blend_setting(chosen_by, recompute, min_tokens)
+            state = blender.gate.state_of(setting, unchecked, space["lora"])
         except ConfigError as refusal:
             if not self._blended_before:
                 raise
             _log.warning("the weights changed, and documents are computed in full: %s", refusal)
-            state = blender.state_of(chosen_by, 1.0, unchecked)
+            state = blender.gate.state_of(blend_setting(chosen_by, 1.0), unchecked)
 
         def may_store() -> bool:
             adapters = adapters_digest(self.model) or None
@@ -311,7 +312,7 @@ class CachedModel:
         blender = self._blender
         if blender is not None:
             stats["documents"] = blender.cache.stats()
-            states = [state.as_stats() for state in blender.states]
+            states = [state.as_stats() for state in blender.gate.states]
             stats["approximate"] = [*stats.get("approximate", ()), *states]
         return stats
 

@@ -1,9 +1,6 @@
-"""Moves K to another position: the rotary embedding of a model, found, named and proved by a forward pass.
+"""The rotary embedding of a model, by which K moves to another position: found, named and proved by a forward pass.
 
-K of position p is a vector rotated by the angles p * f, one frequency f for each pair of dims. Rotating it by s * f
-moves it to position p + s. V has no position. `blending` calls this.
-
-Source: RoFormer (rotary embedding); re-rotation of reused K as in CacheBlend and EPIC.
+`blending` and engines over Transformers' models call this; it calls `pagoda.blend.rotary_move`.
 """
 
 from __future__ import annotations
@@ -13,39 +10,20 @@ from typing import Any
 
 from blake3 import blake3
 
-from pagoda.connectors.transformers.supported_models import ProbedModel
-from pagoda.layout import Rotary
+from pagoda.blend.rotary_move import RotaryMove
+from pagoda.layout import KVLayout, Rotary
 
-__all__ = ["RotaryMove", "check_attention", "rotary_of"]
+__all__ = ["check_attention", "rotary_of"]
 
 _PROBE_TOKENS = 5
 _PROBE_SHIFT = 37
 _TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}  # of the largest |K|
 
 
-class RotaryMove:
-    """Rotates K of one model. Thread-safe."""
+def rotary_of(model: Any, layout: KVLayout) -> RotaryMove:
+    """Return what moves a model's K; runs the model on a few tokens at two positions, changes nothing.
 
-    def __init__(self, rotary: Rotary, frequencies: Any) -> None:
-        self.rotary = rotary
-        self._frequencies = frequencies  # float32, [dims / 2]
-
-    def move(self, keys: Any, shift: int) -> None:
-        """Rotate `keys` [..., tokens, dim] in place so that they are `shift` positions later; float32 inside."""
-        import torch
-
-        if not shift:
-            return
-        angles = self._frequencies.to(keys.device) * float(shift)
-        cos, sin = torch.cat([angles.cos()] * 2), torch.cat([angles.sin()] * 2)
-        rotated = keys[..., : self.rotary.dims]
-        exact = rotated.float()
-        first, second = exact.chunk(2, dim=-1)
-        rotated.copy_(exact * cos + torch.cat((-second, first), dim=-1) * sin)
-
-
-def rotary_of(model: Any, seen: ProbedModel) -> RotaryMove:
-    """Return the mover of a model's K; runs the model on a few tokens at two positions, changes nothing.
+    `layout` is that of the model's KV, from `layout_of`. The result's `rotary` is for the layout of documents.
 
     Raises ValueError, in one sentence, if K cannot be moved: no rotary embedding or several, pairs of adjacent dims,
     latents (MLA), positions that V depends on, an attention that takes no mask.
@@ -62,10 +40,10 @@ def rotary_of(model: Any, seen: ProbedModel) -> RotaryMove:
         )
     frequencies = parts[0].inv_freq.detach().float().cpu()
     found = RotaryMove(_named(model, frequencies), frequencies)
-    if seen.layout.planes[0].dim < found.rotary.dims or len(seen.layout.planes) != 2:
+    if layout.planes[0].dim < found.rotary.dims or len(layout.planes) != 2:
         raise ValueError(f"{name} caches no rotated K of each head, so documents cannot be moved: {advice}")
     error = _error(model, found)
-    if not error <= _TOLERANCE.get(seen.layout.planes[0].dtype, 0.0):
+    if not error <= _TOLERANCE.get(layout.planes[0].dtype, 0.0):
         raise ValueError(
             f"{name} rotates K in another way than in two halves by one embedding (moved K is wrong by {error:.2g} of "
             f"its size), so documents cannot be moved: {advice}"

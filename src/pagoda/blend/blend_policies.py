@@ -1,31 +1,20 @@
 """Which tokens of reused documents are computed again: the policies, by name. Imports no torch.
 
-`blending` calls them. To add one, write a class with the three members of `SelectionPolicy` and enter it in `POLICIES`.
+Engines call `choose_positions`. To add a policy, write a class with the three members of `SelectionPolicy` and enter it
+in `POLICIES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.quality_verdict import Setting
-
-__all__ = [
-    "POLICIES",
-    "Candidates",
-    "Deviation",
-    "FirstK",
-    "SelectionPolicy",
-    "blend_setting",
-    "checked_min_tokens",
-    "checked_positions",
-    "checked_share",
-    "policy_named",
-]
+from pagoda.quality_verdict import Option, Setting
 
 _VERSION = 1  # of what blending computes for a setting: raised when that changes
 
@@ -139,7 +128,57 @@ def _check_policy(policy: SelectionPolicy) -> None:
         )
 
 
-def checked_positions(policy: SelectionPolicy, chosen: Any, candidates: range) -> Positions:
+def compared_layer(policy: SelectionPolicy, recompute: float, starts: Sequence[int], layers: int) -> int:
+    """Return the layer at which K will be compared; 0: nowhere, or all or nothing is chosen. Pure.
+
+    Arguments as for `choose_positions`. Raises ValueError if a model of `layers` layers does not have it: ask before a
+    request begins.
+    """
+    if recompute in (0.0, 1.0) or starts[1] == starts[-1]:
+        return 0
+    if policy.layer >= layers:
+        raise ValueError(f"the policy compares K at layer {policy.layer}, the model has {layers}: use fewer")
+    return policy.layer
+
+
+def choose_positions(
+    policy: SelectionPolicy,
+    recompute: float,
+    starts: Sequence[int],
+    layers: int,
+    deviation: Callable[[int, range], npt.NDArray[np.float32]],
+    min_tokens: int = 0,
+) -> Positions:
+    """Return the tokens of all documents but the first that are to be computed again, ascending.
+
+    Args:
+        policy: chooses them, unless all or none are wanted.
+        recompute: the share of these tokens.
+        starts: the first position of each document, then of the question.
+        layers: of the model.
+        deviation: called with a layer and with these tokens if the policy compares K. It computes them up to K and V of
+            that layer, which replace the reused ones, and returns how far K moved: one value a token.
+        min_tokens: all tokens of documents with fewer are computed, beside that share.
+
+    Raises ValueError as `compared_layer`, and for a policy that chooses what are no candidates.
+    """
+    candidates = range(starts[1], starts[-1])
+    if recompute == 1.0:
+        return np.array(candidates, np.int64)
+    later = [range(begin, stop) for begin, stop in pairwise(starts[1:])]
+    documents = [one for one in later if len(one) >= min_tokens]
+    short = np.array([at for one in later if len(one) < min_tokens for at in one], np.int64)
+    if recompute == 0.0 or not documents:
+        return short
+    chosen_from = Candidates(documents, recompute, None)
+    if layer := compared_layer(policy, recompute, starts, layers):
+        moved = deviation(layer, candidates)
+        chosen_from = chosen_from._replace(deviation=moved[chosen_from.positions - candidates.start])
+    chosen = checked_positions(policy, policy.choose(chosen_from), candidates)
+    return np.union1d(chosen, short)
+
+
+def checked_positions(policy: SelectionPolicy, chosen: object, candidates: range) -> Positions:
     """Return what a policy chose as int64. Raises ValueError unless they are candidates, ascending."""
     try:
         found = np.asarray(chosen)
@@ -174,7 +213,7 @@ def blend_setting(
 ) -> Setting:
     """Return what a verdict of `pagoda quality` names: all that decides which values blending computes. Pure."""
     policy = policy_named(policy)
-    options: dict[str, Any] = {
+    options: dict[str, Option] = {
         "version": _VERSION,
         "policy": policy.name,
         "recompute": checked_share(recompute),

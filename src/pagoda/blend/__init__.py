@@ -1,0 +1,40 @@
+"""Documents that are reused wherever they are in a prompt: what every engine that blends them needs. Imports no torch.
+
+In the order in which a request meets them:
+
+    document_chain  Document, a chain of its own with a padded tail; the cache of documents
+    blend_gate      BlendGate: whether a setting may be used, by the verdict of `pagoda quality`
+    rotary_move     RotaryMove: K at another position
+    blend_policies  which tokens are computed again
+    blended_prompt  BlendedPrompt: which tokens of a prompt are exact, computed again and reused
+
+An engine loads each document's chain, computes what is missing as if the document began a prompt, and stores that. Then
+it moves K to the place of the document, computes the chosen tokens over everything before them, and the question.
+`connectors.transformers.blending` does it in the caches of Transformers, `examples/paged_engine/blend.py` in blocks.
+
+Sources: CacheBlend (EuroSys 2025), EPIC (ICML 2025).
+"""
+
+from __future__ import annotations
+
+from pagoda.blend.blend_gate import BlendGate
+from pagoda.blend.blend_policies import (
+    POLICIES,
+    Candidates,
+    Deviation,
+    FirstK,
+    SelectionPolicy,
+    blend_setting,
+    choose_positions,
+    compared_layer,
+    policy_named,
+)
+from pagoda.blend.blended_prompt import BlendedPrompt, TokenMask, TokenMasks
+from pagoda.blend.document_chain import Document, as_documents, open_documents, starts_of
+from pagoda.blend.rotary_move import RotaryMove
+
+__all__ = [
+    "POLICIES", "BlendGate", "BlendedPrompt", "Candidates", "Deviation", "Document", "FirstK", "RotaryMove",
+    "SelectionPolicy", "TokenMask", "TokenMasks", "as_documents", "blend_setting", "choose_positions",
+    "compared_layer", "open_documents", "policy_named", "starts_of",
+]  # fmt: skip
