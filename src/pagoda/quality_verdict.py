@@ -169,7 +169,13 @@ class _Refusal(NamedTuple):
 
 
 def require_quality(
-    setting: Setting, *, weights: str, weights_epoch: int = 0, verdicts: str | Path, unchecked: bool = False
+    setting: Setting,
+    *,
+    weights: str,
+    weights_epoch: int = 0,
+    lora: str = "",
+    verdicts: str | Path,
+    unchecked: bool = False,
 ) -> QualityState:
     """Return why a feature may start with these settings, or raise what is missing. Changes nothing.
 
@@ -180,13 +186,14 @@ def require_quality(
         setting: the feature and its options.
         weights: what names the weights, `Namespace.weights`.
         weights_epoch: updates in place since then, `Namespace.weights_epoch`.
+        lora: the active adapters, `Namespace.lora`: what was measured without them says nothing about them.
         verdicts: a verdict file or a directory of them, `Config.quality_verdicts`; empty: `default_directory()`.
         unchecked: start without a passing verdict, `Config.unchecked`.
 
     Raises:
         ConfigError: there is no passing verdict; one sentence with the reason and the command to run.
     """
-    name = weights_name(weights, weights_epoch)
+    name = weights_name(weights, weights_epoch, lora)
     found: str | _Refusal = _Refusal(0, "the namespace does not name the weights")
     if name:
         found = _looked_up(setting, name, Path(verdicts or default_directory()))
@@ -194,16 +201,19 @@ def require_quality(
         return QualityState(setting, "passed", f"measured: {found}")
     if unchecked:
         return QualityState(setting, "unchecked", f"used without a passing verdict: {found.why}")
-    remedy = (
-        f"run: pagoda quality MODEL PROMPTS.jsonl {setting.flag} (with --weights {shlex.quote(name)} if the engine "
-        "is not Transformers)"
-        if name
-        else "name them (Namespace.weights)"
-    )
     raise ConfigError(
         f"{setting} changes what the model computes, and nothing says that it is good enough: {found.why}; "
-        f"{remedy}; or set unchecked = true to use it all the same"
+        f"{_remedy(setting, name, lora)}; or set unchecked = true to use it all the same"
     )
+
+
+def _remedy(setting: Setting, name: str, lora: str) -> str:
+    if not name:
+        return "name them (Namespace.weights)"
+    command, named = f"pagoda quality MODEL PROMPTS.jsonl {setting.flag}", f"--weights {shlex.quote(name)}"
+    if lora:
+        return f"run: {command} {named}, where MODEL has the adapter merged into it"
+    return f"run: {command} (with {named} if the engine is not Transformers)"
 
 
 def default_directory() -> Path:
@@ -212,9 +222,11 @@ def default_directory() -> Path:
     return Path(home, "pagoda", "quality")
 
 
-def weights_name(weights: str, weights_epoch: int = 0) -> str:
-    """Return the name of weights in a verdict: weights that were updated in place are others. Pure."""
-    return f"{weights}+epoch{weights_epoch}" if weights and weights_epoch else weights
+def weights_name(weights: str, weights_epoch: int = 0, lora: str = "") -> str:
+    """Return the name of weights in a verdict: updated in place, or with an adapter, they are others. Pure."""
+    if not weights:
+        return ""
+    return weights + (f"+epoch{weights_epoch}" if weights_epoch else "") + (f"+lora:{lora}" if lora else "")
 
 
 def objections(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from pagoda.connectors.transformers.rotary import rotary_of
 from pagoda.connectors.transformers.supported_models import probe_model
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
+from pagoda.quality.write_verdict import write_verdict
+from pagoda.quality_verdict import Bounds, Figures, Interval, Result
 from tests.e2e.test_transformers import CHUNK, House, house  # noqa: F401  # a fixture
 from tests.e2e.tiny import _SIZE, _built, deepseek, generated, llama, prompt, qwen
 
@@ -71,6 +74,18 @@ def divergence(model, found) -> float:
     want = model(torch.from_numpy(found.blend.tokens).long()[None]).logits[0, -1].double().log_softmax(-1)
     got = logits_after(model, found).double().log_softmax(-1)
     return float((want.exp() * (want - got)).sum())
+
+
+def verdict(place: Path, weights: str) -> None:
+    """Write a verdict that the default setting is good enough with these weights."""
+    one, none = Interval(1.0, 1.0, 1.0), Interval(0.0, 0.0, 0.0)
+    result = Result(
+        setting=blend_setting(), bounds=Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=50),
+        figures=Figures(kl=none, top1=one, same_text=one, answers=one, ttft=one, bytes=1.0),
+        controls={"zeroed KV": True}, prompts=50, prompts_digest="00", new_tokens=8, confidence=0.95, seed=0,
+        made="2026-01-01T00:00:00Z", passed=True, reasons=[],
+    )  # fmt: skip
+    write_verdict(place, model="llama", weights=[weights], pagoda="0", results=[result])
 
 
 @pytest.mark.parametrize("policy", ["first_k", "deviation"])
@@ -301,21 +316,9 @@ def test_without_a_verdict_it_runs_only_unchecked_and_stats_say_so(house: House,
 
 
 def test_after_new_weights_without_a_verdict_everything_is_computed(house: House, tmp_path, caplog) -> None:  # noqa: F811
-    from pagoda.quality.write_verdict import write_verdict
-    from pagoda.quality_verdict import Bounds, Figures, Interval, Result
-
     model = llama()
     cached = house.open(model, quality_verdicts=str(tmp_path))
-    one, none = Interval(1.0, 1.0, 1.0), Interval(0.0, 0.0, 0.0)
-    result = Result(
-        setting=blend_setting(), bounds=Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=50),
-        figures=Figures(kl=none, top1=one, same_text=one, answers=one, ttft=one, bytes=1.0),
-        controls={"zeroed KV": True}, prompts=50, prompts_digest="00", new_tokens=8, confidence=0.95, seed=0,
-        made="2026-01-01T00:00:00Z", passed=True, reasons=[],
-    )  # fmt: skip
-    write_verdict(
-        tmp_path, model="llama", weights=[cached.cache.namespace.weights], pagoda="0", results=[result]
-    )
+    verdict(tmp_path, cached.cache.namespace.weights)
     documents, question = pieces()
     assert cached.blend(documents, question).blend.state.checked == "passed"
     with pytest.raises(ConfigError):

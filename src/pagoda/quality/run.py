@@ -23,7 +23,7 @@ _SPARE_BYTES = 16 << 20  # of the memory for the documents of a prompt: tables
 
 
 class QualityRun(NamedTuple):
-    """The rows of the report, and what names the weights."""
+    """The rows of the report, and what names the weights, with their active adapters."""
 
     rows: list[Judged]
     weights: str
@@ -65,11 +65,12 @@ def measure_quality(
             model gives no expected answer at all, so that answers tell nothing.
     """
     from pagoda.connectors.transformers.blend_policies import Deviation
-    from pagoda.connectors.transformers.model_identity import weights_digest
+    from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
     from pagoda.connectors.transformers.supported_models import check_model, probe_model
     from pagoda.quality.approaches import Approach, Blend, Codec, SwappedValues, ZeroedKV
     from pagoda.quality.measure import measured
     from pagoda.quality.report import DEFAULT_BOUNDS, judged
+    from pagoda.quality_verdict import weights_name
 
     _check_prompts(prompts, bool(blends), chunk_tokens if codecs else 0)
     check_model(model)
@@ -112,7 +113,7 @@ def measure_quality(
         seed=seed,
         made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
-    return QualityRun(rows, weights)
+    return QualityRun(rows, weights_name(weights, lora=adapters_digest(model)))
 
 
 def _check_prompts(prompts: Sequence[QualityPrompt], need_documents: bool, chunk_tokens: int) -> None:

@@ -46,6 +46,7 @@ from pagoda.quality_verdict import QualityState, Setting, require_quality
 
 __all__ = ["Blended", "BlendedHit", "Blender", "as_documents", "hit_of"]
 
+_MOST_STATES = 1024  # settings and adapters whose verdict is remembered
 _PADDING = blake3(b"", derive_key_context="PagodaKV padding after a document").digest()
 
 Bools = npt.NDArray[np.bool_]
@@ -160,7 +161,10 @@ def as_documents(documents: Any, question: Any, tokenizer: Any | None) -> list[I
 
 
 class Blender:
-    """The documents of one model: their cache, and how they are put together. Thread-safe as far as the model is."""
+    """The documents of one model: their cache, and how they are put together. Thread-safe as far as the model is.
+
+    It is for the weights that were present when it was made, `weights`: make another one after they changed.
+    """
 
     def __init__(self, model: Any, seen: ProbedModel, exact: Cache) -> None:
         """Open the cache of documents beside `exact`, the model's own. Raises ValueError if K cannot be moved."""
@@ -168,28 +172,38 @@ class Blender:
         self._rotary = rotary_of(model, seen)
         layout = seen.layout.with_rotary(self._rotary.rotary)
         self._seen = seen._replace(layout=layout)
-        self._states: dict[str, QualityState] = {}
-        self.cache = Cache(exact.config, namespace=exact.namespace.with_(layout=""), layout=layout)
+        self._states: dict[tuple[str, bool, str], QualityState] = {}  # by setting, unchecked and adapter
+        self.weights = exact.present_namespace()
+        self.cache = Cache(
+            exact.config, namespace=exact.namespace.with_(layout=""), layout=layout, weights_of=exact
+        )
 
     @property
     def states(self) -> list[QualityState]:
         """The settings that were used, and whether a verdict covers them."""
         return list(self._states.values())
 
-    def state_of(self, policy: SelectionPolicy, recompute: float, unchecked: bool) -> QualityState:
-        """Return whether a setting may be used. Raises ConfigError, which says what to do, if it may not."""
+    def state_of(
+        self, policy: SelectionPolicy, recompute: float, unchecked: bool, lora: str | None
+    ) -> QualityState:
+        """Return whether a setting may be used, with an adapter. Raises ConfigError, which says what to do, if not."""
         setting = blend_setting(policy, recompute)
-        name = f"{setting}{unchecked}"
-        if name not in self._states:
-            self._states[name] = self._checked(setting, unchecked)
-        return self._states[name]
+        name = str(setting), unchecked, lora or ""
+        found = self._states.get(name)
+        if found is None:
+            found = self._checked(setting, unchecked, lora)
+            while len(self._states) >= _MOST_STATES:
+                self._states.pop(next(iter(self._states)), None)
+            self._states[name] = found
+        return found
 
-    def _checked(self, setting: Setting, unchecked: bool) -> QualityState:
+    def _checked(self, setting: Setting, unchecked: bool, lora: str | None) -> QualityState:
         if setting.options["recompute"] == 1.0:
             return QualityState(setting, "exact", "every token after the first document is computed")
-        space, config = self._exact.namespace, self._exact.config
+        config = self._exact.config
         return require_quality(
-            setting, weights=space.weights, weights_epoch=space.weights_epoch, verdicts=config.quality_verdicts,
+            setting, weights=self.weights.weights, weights_epoch=self.weights.weights_epoch,
+            lora=self.weights.lora if lora is None else lora, verdicts=config.quality_verdicts,
             unchecked=unchecked or config.unchecked,
         )  # fmt: skip
 
