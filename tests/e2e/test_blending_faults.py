@@ -196,7 +196,7 @@ def test_a_process_that_is_killed_while_it_stores_the_same_documents(house: Hous
     assert same(model, again, want)
 
 
-def test_a_remote_store_that_does_not_answer_is_a_miss(house: House, shm_root: Path) -> None:  # noqa: F811
+def test_a_remote_store_that_does_not_answer_is_waited_for_as_one_call(house: House, shm_root: Path) -> None:  # noqa: F811
     model, (documents, question) = llama(), pieces()
     want = answer(model)
     with redis_server() as server:
@@ -208,8 +208,18 @@ def test_a_remote_store_that_does_not_answer_is_a_miss(house: House, shm_root: P
         assert cached._blender.cache.flush(LONG)
         others = {"host_path": str(shm_root / "other"), "disk_path": str(shm_root / "disk")}
         other = house.open(model, **options, **others)
+        other._ready_to_blend(None)
+        retrieve, patience = other._blender.cache.retrieve, []
+
+        def seen(*args, **call):
+            patience.append(call["deadline_seconds"])
+            return retrieve(*args, **call)
+
+        other._blender.cache.retrieve = seen
         proxy.both(STALLED)
         found = other.blend(documents, question, store=False)
+        assert patience[0] is None  # as long as one call may wait; all documents together wait no longer
+        assert 20.0 > patience[1] > patience[2] > patience[3] > 0
         assert found.hit.num_tokens == 0
         assert found.hit.reason is Reason.DEADLINE
         assert same(model, found, want)

@@ -42,11 +42,15 @@ from pagoda.connectors.transformers.dynamic_cache import Planes, dynamic_cache, 
 from pagoda.connectors.transformers.rotary import check_attention, rotary_of
 from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.keys import Int32s, Item, as_token_ids
+from pagoda.metrics import Reason
 from pagoda.quality_verdict import QualityState, Setting, require_quality
 
 __all__ = ["Blended", "BlendedHit", "Blender", "as_documents", "hit_of"]
 
 _MOST_STATES = 1024  # settings and adapters whose verdict is remembered
+_MOMENT_SECONDS = (
+    0.01  # for each document, once others of the call have waited in vain as long as one call may
+)
 _PADDING = blake3(b"", derive_key_context="PagodaKV padding after a document").digest()
 
 Bools = npt.NDArray[np.bool_]
@@ -235,10 +239,12 @@ class Blender:
         # a document's last chunk is loaded whole, over the beginning of the next one, which is loaded after it
         planes = room_for(self._seen, 1, total + self._seen.layout.chunk_tokens)
         with torch.no_grad():
-            loaded = [
-                self._document(document, start, planes, space, may_store)
-                for document, start in zip(documents, starts, strict=False)
-            ]
+            loaded: list[_Loaded] = []
+            for document, start in zip(documents, starts, strict=False):
+                late = sum(one.load_seconds for one in loaded if one.hit.reason is Reason.DEADLINE)
+                left = max(self._exact.config.deadline_seconds - late, _MOMENT_SECONDS) if late else None
+                loads = {**space, "deadline_seconds": left}
+                loaded.append(self._document(document, start, planes, space, loads, may_store))
             planes = [
                 [plane.to(device) for plane in layer]
                 for layer, device in zip(planes, self._seen.devices, strict=True)
@@ -275,9 +281,13 @@ class Blender:
         start: int,
         planes: Planes,
         space: dict[str, Any],
+        loads: dict[str, Any],
         may_store: Callable[[], bool],
     ) -> _Loaded:
-        """Put the KV of a document alone at `start` of the planes, K moved there: from the tiers, else computed."""
+        """Put the KV of a document alone at `start` of the planes, K moved there: from the tiers, else computed.
+
+        `loads`: the options of its load, `space` included.
+        """
         began = time.perf_counter()
         chunk = self._seen.layout.chunk_tokens
         whole = -(-len(document) // chunk) * chunk
@@ -285,7 +295,7 @@ class Blender:
         padded[: len(document)] = document
         # padding is named in the key: it is not token 0
         items = [Item(len(document), whole, _PADDING)] if whole > len(document) else []
-        hit = self._load(padded, items, start, len(document), planes, space)
+        hit = self._load(padded, items, start, len(document), planes, loads)
         load_seconds, began = time.perf_counter() - began, time.perf_counter()
         missing = len(document) - hit.num_tokens
         if missing:
@@ -305,21 +315,21 @@ class Blender:
         start: int,
         length: int,
         planes: Planes,
-        space: dict[str, Any],
+        options: dict[str, Any],
     ) -> Hit:
         """Load a document's own chain; the first document also from the prompts' chain if that has more of it."""
         if not start:
-            exact = self._exact.lookup(padded[:length], counted=False, **space)
+            exact = self._exact.lookup(padded[:length], counted=False, **options)
             if (
                 exact.num_tokens
                 and exact.num_tokens
-                > self.cache.lookup(padded, items=items, counted=False, **space).num_tokens
+                > self.cache.lookup(padded, items=items, counted=False, **options).num_tokens
             ):
                 return self._exact.retrieve(
-                    padded[:length], kv_of_row(planes, 0, 0, length, self._plain), **space
+                    padded[:length], kv_of_row(planes, 0, 0, length, self._plain), **options
                 )
         kv = kv_of_row(planes, 0, start, start + len(padded), self._seen)
-        return _without_padding(self.cache.retrieve(padded, kv, items=items, **space), length)
+        return _without_padding(self.cache.retrieve(padded, kv, items=items, **options), length)
 
     def _compute_alone(self, document: Int32s, known: int, part: Planes) -> None:
         """Compute the KV of the tokens from `known` on, as if the document began a prompt, into `part`."""
