@@ -31,7 +31,7 @@ def train(model: torch.nn.Module) -> None:
     model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
 
 
-@pytest.mark.parametrize("version", ["", "run 7, step 1"])
+@pytest.mark.parametrize("version", ["", "run 7, step 1"], ids=["unnamed", "named"])
 @pytest.mark.parametrize("is_private", [False, True], ids=["shared", "private"])
 def test_documents_of_the_old_weights_are_not_found(is_private: bool, version: str, house: House) -> None:  # noqa: F811
     """The cache of the prompts is told; that of the documents is another one."""
@@ -52,7 +52,7 @@ def test_documents_of_the_old_weights_are_not_found(is_private: bool, version: s
         cached.close()
 
 
-@pytest.mark.parametrize("version", ["", "run 7, step 1"])
+@pytest.mark.parametrize("version", ["", "run 7, step 1"], ids=["unnamed", "named"])
 def test_a_verdict_of_the_old_weights_does_not_count(
     version: str,
     house: House,  # noqa: F811
