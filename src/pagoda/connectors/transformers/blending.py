@@ -184,8 +184,8 @@ class Blender:
 
     @property
     def states(self) -> list[QualityState]:
-        """The settings that were used, and whether a verdict covers them."""
-        return list(self._states.values())
+        """The settings that were used, and whether a verdict covers them; one for all adapters of which that is so."""
+        return list({(str(state.setting), state.checked): state for state in self._states.values()}.values())
 
     def state_of(
         self, policy: SelectionPolicy, recompute: float, unchecked: bool, lora: str | None
