@@ -28,6 +28,7 @@ from pagoda.tiers.remote.open_client import url_with_password
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 from pagoda.tiers.remote.peers import PeersClient, PeerUrl
 from pagoda.tiers.remote.remote_tier import RemoteTier
+from pagoda.tiers.remote.store_client import GetRequest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # testbed.servers starts the servers
 from testbed.servers import Server, pagoda_server
@@ -93,7 +94,10 @@ def get_figures(plan: Plan) -> list[Figure]:
         def peer(_: int) -> None:
             for n, key in enumerate(keys):
                 until, slot = time.monotonic() + PATIENCE_SECONDS, slots[n % 4]
-                if connection.get(NAMESPACE.root, key, page, lambda slot=slot: slot, until) != CHUNK_BYTES:  # type: ignore[misc]
+                if (
+                    connection.get(GetRequest(NAMESPACE.root, key, page, lambda slot=slot: slot), until)
+                    != CHUNK_BYTES
+                ):  # type: ignore[misc]
                     raise RuntimeError("a chunk was not found")
 
         def socket(_: int) -> None:

@@ -17,7 +17,7 @@ from harness import say, seconds_text
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, Reserved, StoreSpec
 from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, Marks
-from pagoda.ledger.eviction import Evictor
+from pagoda.ledger.eviction_policy import Evictor
 
 _BATCH = 64
 _CHAIN = 512  # chunks of a prompt

@@ -20,7 +20,7 @@ from pagoda.layout import KVLayout
 from pagoda.tiers import Chunk
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS
-from pagoda.tiers.remote.store_client import PutResult, StoreClient, StoreConnection
+from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult, StoreClient, StoreConnection
 
 CONNECTIONS = 4  # of a tier by default
 PATIENCE_SECONDS = 60.0
@@ -138,13 +138,16 @@ class LinkMoves:
         """Put a chunk that is not in the store."""
         connection = self._ready()
         (claim,) = connection.claim(NAMESPACE.root, [key], _until())
-        done = claim or connection.put(NAMESPACE.root, key, self._page, source, _always, _until())
+        done = claim or connection.put(PutRequest(NAMESPACE.root, key, self._page, source, _always), _until())
         if done is not PutResult.STORED:
             raise RuntimeError(f"a chunk was not stored: {done}")
 
     def get(self, _: int, key: bytes, slot: Bytes) -> None:
         """Get a chunk that is in the store."""
-        if self._ready().get(NAMESPACE.root, key, self._page, lambda: slot, _until()) != slot.nbytes:
+        if (
+            self._ready().get(GetRequest(NAMESPACE.root, key, self._page, lambda: slot), _until())
+            != slot.nbytes
+        ):
             raise RuntimeError("a chunk was not found")
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.tiers.remote.leading_run import EXACT_KEYS
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient
+from pagoda.tiers.remote.store_client import PutRequest
 from testbed.servers import Server, lacking, redis_cluster, redis_server
 
 HIREDIS = importlib.util.find_spec("hiredis") is not None
@@ -135,9 +136,8 @@ def lookup_figures(plan: Plan, count: int) -> list[Figure]:
         connection.open(time.monotonic() + PATIENCE_SECONDS)
         page = np.zeros(HEADER_BYTES, np.uint8)
         for key in keys:
-            connection.put(
-                NAMESPACE.root, key, page, page[:0], lambda: True, time.monotonic() + PATIENCE_SECONDS
-            )
+            mark = PutRequest(NAMESPACE.root, key, page, page[:0], lambda: True)
+            connection.put(mark, time.monotonic() + PATIENCE_SECONDS)
         parts = {
             "few": [keys],
             "each": [keys[start : start + EXACT_KEYS] for start in range(0, count, EXACT_KEYS)],

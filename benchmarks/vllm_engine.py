@@ -191,7 +191,7 @@ def connector(**extra: Any) -> dict[str, Any]:
 
 
 def wait_for_model(directory: Path, **sizes: int) -> None:
-    """Write a random Llama of 20 million parameters, or other `sizes`, in another process. RuntimeError: it failed."""
+    """Write a random Llama of 28 million parameters, or other `sizes`, in another process. RuntimeError: it failed."""
     _prepare()
     process = _FORKS.Process(target=_make_model, args=(str(directory), sizes))
     process.start()
@@ -213,7 +213,7 @@ def _make_model(directory: str, sizes: dict[str, int]) -> None:
 
     torch.manual_seed(0)
     usual = {
-        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 1408, "num_hidden_layers": LAYERS,
+        "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 2048, "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
     }  # fmt: skip
     config = LlamaConfig(max_position_embeddings=8192, **(usual | sizes))
@@ -359,7 +359,7 @@ def _watch(room: Room) -> None:
     if not has_kv_transfer_group():
         return
     from pagoda.connectors.vllm.connector_stats import PagodaStats
-    from pagoda.transfer.pages import PagesKV
+    from pagoda.transfer.pages_kv import PagesKV
 
     scheduler = room.llm.llm_engine.engine_core.engine_core.scheduler
     for half, names in ((scheduler.connector, _SCHEDULER_CALLS), (get_kv_transfer_group(), _WORKER_CALLS)):

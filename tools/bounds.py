@@ -26,10 +26,10 @@ BOUNDS = {
     "retrieve from host, caller": (22, 22),
     "retrieve from disk, caller": (30, 30),
     "retrieve from disk, all threads": (33, 34),
-    "store, functions": (173, 170),
+    "store, functions": (170, 170),
     "lookup, functions": (40, 50),
-    "retrieve from host, functions": (71, 70),
-    "retrieve from disk, functions": (178, 175),
+    "retrieve from host, functions": (70, 70),
+    "retrieve from disk, functions": (175, 175),
 }
 
 

@@ -13,7 +13,7 @@ from benchmarks.gpu.stock import Stock, Turn
 from benchmarks.limits_cuda import Direction, settle
 from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine
 from pagoda.transfer.gpu.device import CudaDevice, Device
-from pagoda.transfer.pages import page_plane
+from pagoda.transfer.pages_kv import page_plane
 from pagoda.transfer.run_table import page_run_table
 
 Move = Callable[[], None]

@@ -1,14 +1,27 @@
-"""One registry of what a forked child resets: the parent's threads do not exist there, and may have held any lock."""
+"""One registry of what a forked child resets: the parent's threads do not exist there, and may have held any lock.
+
+In a child, the order is:
+
+1. the hooks of `threads` and `finalizers`, which are below this module: any reset may use both
+2. the objects of `reset_in_child`, in any order
+3. the functions of `call_in_child`, in the order in which their modules were imported. In the ledger this is `locks`,
+   `session`, `ledger`: no lock is tried before the child has given up its parent's, and a store that a thread of the
+   parent was closing is closed last
+
+What must happen before a fork or in the parent (`ledger.session` closes its tables, `ledger.locks` counts) is no reset:
+these modules have hooks of their own for it.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import pagoda.finalizers  # noqa: F401  # its hooks and those of `threads` come first: a reset may use both
 
-__all__ = ["Resettable", "reset_in_child"]
+__all__ = ["Resettable", "call_in_child", "reset_in_child"]
 
 
 class Resettable(Protocol):
@@ -17,23 +30,30 @@ class Resettable(Protocol):
     def reset(self) -> None:
         """Create the locks, with no threads and nothing under way. In a child: called once, by its only thread.
 
-        The ledger and the slabs are reset later: a reset uses neither. The order of the resets is arbitrary.
+        The order is arbitrary, and the ledger is reset later: a reset uses neither a slab nor the ledger.
         """
 
 
-_all: weakref.WeakSet[Resettable] = weakref.WeakSet()
+_things: weakref.WeakSet[Resettable] = weakref.WeakSet()
+_functions: list[Callable[[], None]] = []
 
 
 def reset_in_child(thing: Resettable) -> None:
     """Call `thing.reset()` in every child that this process forks from now on."""
-    _all.add(thing)
+    _things.add(thing)
+
+
+def call_in_child(function: Callable[[], None]) -> Callable[[], None]:
+    """Decorate what resets the state of a module: it is called in every child, after the objects were reset."""
+    _functions.append(function)
+    return function
 
 
 def _reset_all() -> None:
     errors = []
-    for thing in list(_all):
+    for reset in [*(thing.reset for thing in list(_things)), *_functions]:
         try:
-            thing.reset()
+            reset()
         except BaseException as error:  # noqa: BLE001  # of a signal handler too: the others are still to be reset
             errors.append(error)
     if errors:

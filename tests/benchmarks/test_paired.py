@@ -94,7 +94,9 @@ def test_a_benchmark_without_its_servers_says_what_to_install() -> None:
 
 def test_nginx_without_its_module_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "DAV_MODULE", tmp_path / servers.DAV_MODULE.name)
-    assert "libnginx-mod-http-dav-ext" in servers.lacking(servers.DAV_MODULE.name)  # nginx may be missing, too
+    assert "libnginx-mod-http-dav-ext" in servers.lacking(
+        servers.DAV_MODULE.name
+    )  # nginx may be missing, too
 
 
 def test_a_benchmark_needs_neither_the_tests_nor_pytest() -> None:

@@ -17,7 +17,7 @@ from pagoda.config.remote_urls import parse
 from pagoda.keys import Namespace, chunk_keys
 from pagoda.ledger import admin
 from pagoda.tiers.remote.open_client import open_client
-from pagoda.tiers.remote.store_client import PutResult
+from pagoda.tiers.remote.store_client import PutRequest, PutResult
 from testbed.servers import Server, free_port, nginx_dav, pagoda_server, redis_server
 from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, host, pagoda, put, refused
 from tests.serve.kit import Client, payload_of, value_of
@@ -62,7 +62,9 @@ def share(url: str, namespace: Namespace, chunks: int) -> list[bytes]:
     keys = chunk_keys(list(range(chunks * CHUNK)), namespace.root, CHUNK)
     page, stored = np.zeros(HEADER_BYTES, np.uint8), np.zeros(4096, np.uint8)
     for key in keys:
-        put_ = connection.put(namespace.root, key, page, stored, lambda: True, time.monotonic() + 30)
+        put_ = connection.put(
+            PutRequest(namespace.root, key, page, stored, lambda: True), time.monotonic() + 30
+        )
         assert put_ is PutResult.STORED
     connection.close()
     return keys

@@ -22,7 +22,7 @@ from pagoda.keys import Namespace
 from pagoda.ledger import admin
 from pagoda.tiers import Chunk, HostTier
 from pagoda.tiers.remote.redis import RedisNames
-from pagoda.tiers.remote.store_client import PutResult
+from pagoda.tiers.remote.store_client import PutRequest, PutResult
 from testbed.servers import Server, free_port, redis_cluster, redis_server
 from tests.cli.shelf import RUN, answer, pagoda, refused, run_here
 from tests.serve.kit import LAYOUT, ODD, Bytes, engine, keys_of, payload_of, value_of
@@ -66,7 +66,7 @@ def share(url: str, chain: int, chunks: int, *, damaged: Sequence[int] = ()) -> 
         value = np.frombuffer(value_of(ROOT, key, position, payload_of(chain, position)), np.uint8).copy()
         value[HEADER_BYTES + 100] ^= position in damaged
         page, stored = value[:HEADER_BYTES], value[HEADER_BYTES:]
-        done = connection.put(ROOT, key, page, stored, lambda: True, time.monotonic() + 30)
+        done = connection.put(PutRequest(ROOT, key, page, stored, lambda: True), time.monotonic() + 30)
         assert done is PutResult.STORED
     connection.close()
     return keys
@@ -148,9 +148,8 @@ def test_chunks_of_other_layouts_are_left_alone(where: dict[str, str], host: Hos
     connection = parse(url).engine().connection().open(time.monotonic() + 30)
     for position, key in enumerate(keys_of(root, 1, 3)):
         value = np.frombuffer(value_of(root, key, position, payload_of(1, position, ODD), ODD), np.uint8)
-        connection.put(
-            root, key, value[:HEADER_BYTES], value[HEADER_BYTES:], lambda: True, time.monotonic() + 30
-        )
+        request = PutRequest(root, key, value[:HEADER_BYTES], value[HEADER_BYTES:], lambda: True)
+        connection.put(request, time.monotonic() + 30)
     connection.close()
     assert brought(**where) == (0, 0, "all")
 

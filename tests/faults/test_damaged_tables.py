@@ -19,6 +19,7 @@ from pagoda.errors import LedgerCorrupt, StoreError
 from pagoda.ledger import admin, table_integrity
 from pagoda.ledger.columns import columns_bytes
 from pagoda.ledger.ledger import Ledger
+from pagoda.ledger.lmdb_tables import META_ROW, SLOT_KEY, Tables
 from pagoda.ledger.store_state import (
     COLUMNS,
     COUNTERS_FILE,
@@ -30,7 +31,6 @@ from pagoda.ledger.store_state import (
     set_mark,
 )
 from pagoda.ledger.table_integrity import is_damage
-from pagoda.ledger.tables import META_ROW, SLOT_KEY, Tables
 from tests.faults.support import AfterReboot, Store, apart, disk, keys, load_from, save_to
 
 PAGE = 4096

@@ -15,11 +15,11 @@ import pytest
 from pagoda.errors import StoreError
 from pagoda.ledger import Ledger, Refused, admin, session
 from pagoda.ledger import ledger as ledger_module
-from pagoda.ledger.eviction import Evictor
-from pagoda.ledger.namespaces import read_labels
+from pagoda.ledger.clears_and_labels import read_labels
+from pagoda.ledger.eviction_policy import Evictor
+from pagoda.ledger.lmdb_tables import Tables
 from pagoda.ledger.session import UnavailableError
 from pagoda.ledger.store_state import Kind
-from pagoda.ledger.tables import Tables
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from tests.ledger.support import TENANT, in_child, keys, opened, put, spec, there

@@ -9,8 +9,8 @@ import pytest
 
 from pagoda.errors import LedgerCorrupt
 from pagoda.ledger import Ledger, admin
-from pagoda.ledger.snapshot import StoreSnapshot
-from pagoda.ledger.tables import ENTRY, PLACE, SLOT_KEY, Tables, Txn
+from pagoda.ledger.lmdb_tables import ENTRY, PLACE, SLOT_KEY, Tables, Txn
+from pagoda.ledger.store_stats import StoreStats
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import COUNTERS, Reason
 from pagoda.testing import FakeClock
@@ -98,7 +98,7 @@ def test_no_call_about_many_pins_holds_the_gate_for_all_of_them(shm_root: Path) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tables, "rows", counted)
-        assert StoreSnapshot.of(ledger).pins == {"ann": 6_000, "bob": 6_000}
+        assert StoreStats.of(ledger).pins == {"ann": 6_000, "bob": 6_000}
         assert admin.unpin(ledger, many[:4_000], "ann") == 4_000 and admin.unpin(ledger, None, "bob") == 6_000
         assert {owner: sorted(pinned) for owner, pinned in admin.list_pins(ledger).items()} == {
             "ann": sorted(many[4_000:6_000])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.ledger import Ledger, Reserved, admin
-from pagoda.ledger.tables import HOLD, SLOT_KEY
+from pagoda.ledger.lmdb_tables import HOLD, SLOT_KEY
 from pagoda.metrics import Reason
 from tests.ledger.support import TENANT, Other, in_child, keys, opened, places, put, reserved, there
 

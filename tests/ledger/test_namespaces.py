@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from pagoda.errors import StoreError
-from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, chunk_ops, namespaces, rebuild
-from pagoda.ledger.namespaces import read_labels
+from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, clears_and_labels, hold_pin_remove, rebuild
+from pagoda.ledger.clears_and_labels import read_labels
 from pagoda.ledger.store_state import NAMESPACES
 from tests.ledger.support import OTHER, TENANT, gate_taken, keys, opened, put, reserved, there
 
@@ -77,10 +77,10 @@ def test_what_is_stored_after_a_clear_stays(ledger: Ledger) -> None:
 def test_what_is_stored_while_a_clear_removes_stays(ledger: Ledger) -> None:
     """A clear first sets its watermark, and removes the chunks a few at a time."""
     put(ledger, keys(1, 2))
-    scope = ledger.session.write(lambda w: namespaces.clear(w, TENANT))
+    scope = ledger.session.write(lambda w: clears_and_labels.clear(w, TENANT))
     [first] = reserved(ledger.reserve(keys(3), namespace=TENANT))
     assert first.generation == scope.watermark and ledger.commit([first]) == [True]
-    dropped = chunk_ops.drop_cleared
+    dropped = hold_pin_remove.drop_cleared
     slots = list(range(ledger.slots))
     assert ledger.session.write(lambda w: dropped(w, slots, scope.namespace, scope.watermark)) == 2
     assert there(ledger, keys(1, 2, 3)) == [False, False, True]

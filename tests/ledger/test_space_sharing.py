@@ -24,7 +24,7 @@ from pagoda.ledger import (
     Reserved,
     StoreSpec,
     admin,
-    chunk_ops,
+    hold_pin_remove,
     rebuild,
     space_sharing,
 )
@@ -513,7 +513,7 @@ def test_killed_before_a_taking_is_published(
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(64)))
     matches = [one.ledger.match_prefix([key], touch=False) for key in keys(*range(64))]
-    real = chunk_ops.vacate
+    real = hold_pin_remove.vacate
 
     def vacates(
         transaction: Transaction, count: int, victims: Sequence[tuple[int, int]], in_memory: bool
@@ -522,7 +522,7 @@ def test_killed_before_a_taking_is_published(
         return real(transaction, count, victims, in_memory)
 
     def take() -> None:
-        monkeypatch.setattr(chunk_ops, "vacate", vacates)
+        monkeypatch.setattr(hold_pin_remove, "vacate", vacates)
         Room(shm_root, "b", kind)
 
     assert wait(child(take)) == -signal.SIGKILL
@@ -546,7 +546,7 @@ def test_killed_at_any_step_of_a_taking(
     one.put(keys(*range(64)))
     one.get(keys(*range(40, 64)))
     name = {"punched": "punch", "allocated": "allocate_range"}.get(step, step)
-    place = chunk_ops if step == "vacate" else space_sharing
+    place = hold_pin_remove if step == "vacate" else space_sharing
     real = getattr(place, name)
 
     def dies(*arguments: int, **_: object) -> object:

@@ -10,11 +10,11 @@ import pytest
 from blake3 import blake3
 
 from pagoda.errors import LedgerCorrupt
-from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, namespaces, rebuild
+from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, clears_and_labels, rebuild
 from pagoda.ledger.clear_log import _SPARE, ClearLog
-from pagoda.ledger.namespaces import read_labels
+from pagoda.ledger.clears_and_labels import read_labels
+from pagoda.ledger.lmdb_tables import NAMESPACE
 from pagoda.ledger.store_state import Kind
-from pagoda.ledger.tables import NAMESPACE
 from pagoda.testing import FakeClock
 from tests.ledger.support import (
     OTHER,
@@ -223,7 +223,7 @@ def test_a_tenant_that_comes_back_is_listed_with_a_line_of_its_own(shm_root: Pat
 def test_a_clear_that_is_written_late_brings_nothing_back(shm_root: Path) -> None:
     """Between the two steps of a clear of one tenant, another process clears everything."""
     ledger = opened(shm_root, clock=FakeClock(), kind="file")
-    ledger.session.write(lambda w: namespaces.clear(w, OTHER), 1.0)
+    ledger.session.write(lambda w: clears_and_labels.clear(w, OTHER), 1.0)
     [stored] = put(ledger, keys(1), OTHER)
     assert reserved(ledger.reserve(keys(2), namespace=OTHER)), "its row stays"
     admin.clear(ledger)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
-from pagoda.ledger.eviction import Evictor
+from pagoda.ledger.eviction_policy import Evictor
 from pagoda.policy import Newcomers
 from pagoda.policy.arc import Arc
 

@@ -13,7 +13,7 @@ import pytest
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
-from pagoda.tiers.remote.store_client import PutResult, RefusedError
+from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult, RefusedError
 from testbed.servers import BUCKET, Server, moto_s3, nginx_dav
 from tests.remote.evil import Lie, LyingHttp
 
@@ -71,13 +71,13 @@ def put(
     seconds: float = ENOUGH_SECONDS,
 ) -> PutResult:
     (claim,) = connection.claim(NAMESPACE, [key], until(seconds))
-    return claim or connection.put(NAMESPACE, key, PAGE, stored, lambda: usable, until(seconds))
+    return claim or connection.put(PutRequest(NAMESPACE, key, PAGE, stored, lambda: usable), until(seconds))
 
 
 def get(
     connection: ObjectStoreConnection, key: bytes, room: Room, seconds: float = ENOUGH_SECONDS
 ) -> int | None:
-    return connection.get(NAMESPACE, key, room.page, room.place, until(seconds))
+    return connection.get(GetRequest(NAMESPACE, key, room.page, room.place), until(seconds))
 
 
 def s3_options(url: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from pagoda.config.remote_urls import parse, redacted
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Done
-from pagoda.tiers.remote.store_client import PutResult
+from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult
 from testbed.servers import BUCKET, Server, moto_s3, redis_server
 from tests.cache.kit import CHUNK, cache_at, kv_of, prompt, served, stored
 from tests.remote.chunks import PATIENT_SECONDS, ROOT, chunks_of, ends, keys_of, soon, tier_on, wait_until
@@ -181,10 +181,13 @@ def test_a_load_ranks_the_mark_as_the_store_did(place: tuple[str, Counter[str]])
         url = f"{place[0].partition('&index=')[0]}&index={by_life.url}/0%3Fttl=1h"
         soon = time.monotonic() + 30
         with closing(parse(url).engine().connection().open(soon)) as connection:
-            assert connection.put(root, key, page, stored_bytes, lambda: True, soon) is PutResult.STORED
+            assert (
+                connection.put(PutRequest(root, key, page, stored_bytes, lambda: True), soon)
+                is PutResult.STORED
+            )
             (mark,) = other.keys("pagoda-index-*")
             other.pexpire(mark, 1_000_000)
-            assert connection.get(root, key, page, lambda: room, soon, 600_000) == 100
+            assert connection.get(GetRequest(root, key, page, lambda: room, 600_000), soon) == 100
         assert 2_900_000 < other.pttl(mark) <= 3_000_000
 
 

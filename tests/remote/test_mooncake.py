@@ -23,6 +23,7 @@ from pagoda.slab import aligned
 from pagoda.tiers.base import Bytes, Done
 from pagoda.tiers.remote.mooncake import _HELPER, MooncakeClient, MooncakeProcess, PoolAddress
 from pagoda.tiers.remote.remote_tier import RemoteTier
+from pagoda.tiers.remote.store_client import PutRequest
 from testbed.servers import Server, mooncake_master, mooncake_peer
 from tests.remote.chunks import (
     LARGE,
@@ -294,7 +295,7 @@ def test_a_pool_whose_master_stands_still_is_left_soon() -> None:
         until = time.monotonic() + PATIENT_SECONDS
         connection = remote.connection().open(until)
         page, stored = np.zeros(HEADER_BYTES, np.uint8), np.zeros(100, np.uint8)
-        connection.put(ROOT, b"k" * 32, page, stored, lambda: True, until)
+        connection.put(PutRequest(ROOT, b"k" * 32, page, stored, lambda: True), until)
         connection.close()
         master.stop()
         try:

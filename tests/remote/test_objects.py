@@ -12,7 +12,7 @@ import pytest
 
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
-from pagoda.tiers.remote.store_client import PutResult, RefusedError, Usage
+from pagoda.tiers.remote.store_client import PutRequest, PutResult, RefusedError, Usage
 from pagoda.tiers.remote.store_urls import supports_direct
 from tests.remote.chunks import walk
 from tests.remote.evil import LyingHttp, growth
@@ -215,7 +215,7 @@ def test_clear_takes_ours_of_one_namespace_and_nothing_else(
         assert store.plain("PUT", path, b"not ours") in (200, 201)
     for one in keys(30):
         put(connection, one, noise(10))
-        connection.put(other, one, PAGE, noise(10), lambda: True, until())
+        connection.put(PutRequest(other, one, PAGE, noise(10), lambda: True), until())
     assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 30, other: 30}
     assert connection.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 30
     assert connection.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 0

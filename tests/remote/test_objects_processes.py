@@ -119,10 +119,11 @@ def test_a_process_ends_quietly_amid_requests() -> None:
     script = """
 import sys, time, numpy as np
 from pagoda.tiers.remote.object_store import ObjectStoreClient
+from pagoda.tiers.remote.store_client import PutRequest
 connection = ObjectStoreClient(sys.argv[1]).connection().open(time.monotonic() + 15)
 page, stored = np.zeros(4096, np.uint8), np.zeros(1 << 24, np.uint8)
 try:
-    connection.put(bytes(32), bytes(32), page, stored, lambda: True, time.monotonic() + 0.3)
+    connection.put(PutRequest(bytes(32), bytes(32), page, stored, lambda: True), time.monotonic() + 0.3)
 except TimeoutError:
     print("late")
 connection.close()

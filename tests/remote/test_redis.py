@@ -17,7 +17,7 @@ from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_lives import LIFE_SECONDS
 from pagoda.tiers.remote.resp import Reply, ReplyShape
-from pagoda.tiers.remote.store_client import PutResult, RefusedError
+from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult, RefusedError
 from testbed.servers import Server, need, redis_server
 from tests.remote.chunks import walk
 
@@ -78,12 +78,12 @@ def put(
     seconds: float = 10.0,
 ) -> PutResult:
     (claim,) = connection.claim(root, [key(number)], soon(seconds))
-    return claim or connection.put(root, key(number), PAGE, stored, usable, soon(seconds))
+    return claim or connection.put(PutRequest(root, key(number), PAGE, stored, usable), soon(seconds))
 
 
 def get(connection: RedisConnection, number: int, size: int, root: bytes = ROOT) -> Bytes | None:
     page, room = np.zeros(HEADER_BYTES, np.uint8), np.zeros(size, np.uint8)
-    got = connection.get(root, key(number), page, lambda: room, soon())
+    got = connection.get(GetRequest(root, key(number), page, lambda: room), soon())
     if got is None:
         return None
     assert got == size and np.array_equal(page, PAGE)
@@ -489,15 +489,15 @@ def test_what_is_not_a_chunk_is_refused(connection: RedisConnection, client: Cli
         client.delete(name)
         client.set(name, value) if isinstance(value, str) else client.hset(name, mapping=value)
         with pytest.raises(RefusedError) as refused:
-            connection.get(ROOT, key(1), page, lambda: room, soon())
+            connection.get(GetRequest(ROOT, key(1), page, lambda: room), soon())
         assert refused.value.reason is Reason.FAILED_CHECK
         connection.ping(soon())
     with pytest.raises(RefusedError) as refused:
-        connection.get(ROOT, key(1), page, lambda: None, soon())
+        connection.get(GetRequest(ROOT, key(1), page, lambda: None), soon())
     assert refused.value.reason is Reason.FAILED_CHECK
     client.delete(name)
     client.hset(name, mapping=whole)
-    assert connection.get(ROOT, key(1), page, lambda: room, soon()) == 3 * PIECE_BYTES
+    assert connection.get(GetRequest(ROOT, key(1), page, lambda: room), soon()) == 3 * PIECE_BYTES
     assert connection.remove(ROOT, [key(1)], soon()) == 1
 
 
@@ -509,7 +509,7 @@ def test_a_chunk_that_goes_while_it_is_read_is_not_there(connection: RedisConnec
         return room
 
     room = np.zeros(16 * MIB, np.uint8)
-    assert connection.get(ROOT, key(1), np.zeros(HEADER_BYTES, np.uint8), lose, soon()) is None
+    assert connection.get(GetRequest(ROOT, key(1), np.zeros(HEADER_BYTES, np.uint8), lose), soon()) is None
     connection.ping(soon())
 
 

@@ -18,7 +18,7 @@ from pagoda.slab import aligned
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient, SlotRange
 from pagoda.tiers.remote.redis_nodes import RedisPoolClient
-from pagoda.tiers.remote.store_client import RefusedError
+from pagoda.tiers.remote.store_client import GetRequest, PutRequest, RefusedError
 from testbed.servers import Server, free_port, redis_cluster, redis_server
 from tests.remote.chunks import (
     LARGE,
@@ -223,7 +223,7 @@ def test_a_draft_that_is_moved_is_dropped(shared: list[Server]) -> None:
         page, payload = aligned(4096), payload_of(key, LARGE)
         assert connection.claim(ROOT, [key], time.monotonic() + PATIENT_SECONDS) == [None]
         with pytest.raises(RefusedError) as refused:
-            connection.put(ROOT, key, page, payload, move, time.monotonic() + PATIENT_SECONDS)
+            connection.put(PutRequest(ROOT, key, page, payload, move), time.monotonic() + PATIENT_SECONDS)
         assert refused.value.reason is Reason.BUSY and refused.value.contained
         for server in shared:
             with client.Redis(port=server.port) as truth:
@@ -255,7 +255,9 @@ def test_where_a_slot_is_moved_to_is_checked(shared: list[Server]) -> None:
                 liar.lies[b"HGET"] = liar.lies[b"EXISTS"] = lambda _, lie=lie: [lie]
                 connection = remote.connection().open(time.monotonic() + 10)
                 with pytest.raises(RefusedError) as refused:
-                    connection.get(ROOT, keys_of(1)[0], aligned(4096), lambda: None, time.monotonic() + 10)
+                    connection.get(
+                        GetRequest(ROOT, keys_of(1)[0], aligned(4096), lambda: None), time.monotonic() + 10
+                    )
                 assert refused.value.contained
                 with pytest.raises(RefusedError) as refused:
                     connection.find(ROOT, keys_of(3), time.monotonic() + 10)

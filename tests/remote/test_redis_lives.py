@@ -22,7 +22,7 @@ from pagoda.tiers.remote.redis_cluster import RedisClusterClient
 from pagoda.tiers.remote.redis_lives import LIFE_SECONDS, ChunkLives, ReuseAges
 from pagoda.tiers.remote.redis_nodes import RedisNodesClient, RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
-from pagoda.tiers.remote.store_client import PutResult
+from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult
 from testbed.servers import Server, need, redis_cluster, redis_server
 from tests.remote.chunks import LARGE, ROOT, SMALL, chunks_of, ends, keys_of, name_of, tier_on, wait_until
 from tests.remote.evil import LyingRedis, bulk
@@ -77,12 +77,12 @@ def name(number: int) -> str:
 
 def put(connection: RedisConnection, number: int, rank: int = 0, size: int = 100) -> PutResult:
     stored = np.full(size, number, np.uint8)
-    return connection.put(ROOT, key(number), PAGE, stored, lambda: True, soon(), rank)
+    return connection.put(PutRequest(ROOT, key(number), PAGE, stored, lambda: True, rank), soon())
 
 
 def get(connection: RedisConnection, number: int, rank: int = 0, size: int = 100) -> bool:
     page, room = np.zeros(HEADER_BYTES, np.uint8), np.zeros(size, np.uint8)
-    return connection.get(ROOT, key(number), page, lambda: room, soon(), rank) == size
+    return connection.get(GetRequest(ROOT, key(number), page, lambda: room, rank), soon()) == size
 
 
 def lives(client: Client, *numbers: int) -> list[int]:
@@ -365,7 +365,7 @@ def test_a_draft_is_not_the_first_to_be_evicted(by_life: Server) -> None:
             seen.extend(client.pttl(each) for each in client.keys("*:w:*"))
             return True
 
-        connection.put(ROOT, key(1), PAGE, np.zeros(3 << 20, np.uint8), is_valid, soon())
+        connection.put(PutRequest(ROOT, key(1), PAGE, np.zeros(3 << 20, np.uint8), is_valid), soon())
     assert len(seen) == 1 and seen[0] > LIFE_MS - 60_000
 
 

@@ -20,7 +20,15 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient, RedisConnection
-from pagoda.tiers.remote.store_client import ListingDeadline, ListingTimeout, PutResult, RefusedError, Usage
+from pagoda.tiers.remote.store_client import (
+    GetRequest,
+    ListingDeadline,
+    ListingTimeout,
+    PutRequest,
+    PutResult,
+    RefusedError,
+    Usage,
+)
 from testbed.servers import authority, free_port, need, redis_server
 from tests.remote.chunks import begun_since, walk
 
@@ -44,11 +52,11 @@ def always() -> bool:
 
 def put(connection: RedisConnection, stored: Bytes, until: float, key: bytes = KEY) -> PutResult:
     (claim,) = connection.claim(ROOT, [key], until)
-    return claim or connection.put(ROOT, key, PAGE, stored, always, until)
+    return claim or connection.put(PutRequest(ROOT, key, PAGE, stored, always), until)
 
 
 def get(connection: RedisConnection, room: Bytes, until: float) -> int | None:
-    return connection.get(ROOT, KEY, np.zeros(HEADER_BYTES, np.uint8), lambda: room, until)
+    return connection.get(GetRequest(ROOT, KEY, np.zeros(HEADER_BYTES, np.uint8), lambda: room), until)
 
 
 @contextlib.contextmanager
@@ -65,7 +73,10 @@ def works(connection: RedisConnection) -> None:
     assert put(connection, STORED[: 2 * MIB], soon(), key) is PutResult.STORED
     assert connection.find(ROOT, [key], soon()) == 1
     room = np.zeros(2 * MIB, np.uint8)
-    assert connection.get(ROOT, key, np.zeros(HEADER_BYTES, np.uint8), lambda: room, soon()) == 2 * MIB
+    assert (
+        connection.get(GetRequest(ROOT, key, np.zeros(HEADER_BYTES, np.uint8), lambda: room), soon())
+        == 2 * MIB
+    )
     assert np.array_equal(room, STORED[: 2 * MIB])
     connection.close()
 
@@ -111,7 +122,7 @@ def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
         for size in (100, 3 * MIB):
             assert put(connection, STORED[:size], soon()) is PutResult.STORED
             assert (
-                connection.put(ROOT, b"\x08" * 32, PAGE, STORED[:size], lambda: False, soon())
+                connection.put(PutRequest(ROOT, b"\x08" * 32, PAGE, STORED[:size], lambda: False), soon())
                 is PutResult.STALE
             )
             assert isinstance(connection.usage(soon()), Usage)

@@ -15,7 +15,7 @@ from prometheus_client.samples import Sample
 from pagoda.cache.counters import CacheCounters
 from pagoda.clock import Clock
 from pagoda.ledger import Ledger, NamespaceRow, admin
-from pagoda.ledger.snapshot import StoreSnapshot
+from pagoda.ledger.store_stats import StoreStats
 from pagoda.metrics import COUNTERS, DROPS, LOAD_BUCKETS, MISSES, TIER_KINDS
 from pagoda.serve.exposition import COUNTED, FAMILIES, MOST_NAMESPACES, Exposition, exposition
 from pagoda.tiers.remote.store_client import Usage
@@ -74,10 +74,10 @@ def samples(found: Exposition) -> dict[str, list[Sample]]:
     return named
 
 
-def snapshot(root: Path, **changes: object) -> StoreSnapshot:
+def snapshot(root: Path, **changes: object) -> StoreStats:
     """An empty store, with these changes."""
     gauges = {family.name.removeprefix("pagoda_"): 0 for family in FAMILIES}
-    empty = StoreSnapshot(root, "host", "memory", 4096, gauges, dict.fromkeys(COUNTERS, 0), {}, [], [])
+    empty = StoreStats(root, "host", "memory", 4096, gauges, dict.fromkeys(COUNTERS, 0), {}, [], [])
     return empty._replace(**changes)  # type: ignore[arg-type]
 
 
@@ -108,7 +108,7 @@ def test_the_stores_of_a_machine_and_those_that_cannot_be_read(shm_root: Path) -
     put(b, QWEN, range(32))
     admin.pin(a, put(a, LLAMA, range(16)), "me")
     usage = {"redis": Usage(5, None), "s3": None}
-    named = samples(Exposition([StoreSnapshot.of(a), StoreSnapshot.of(b)], ["/gone"], usage))
+    named = samples(Exposition([StoreStats.of(a), StoreStats.of(b)], ["/gone"], usage))
     ready = {s.labels["store"]: (s.labels["tier"], s.value) for s in named["pagoda_ready"]}
     assert ready == {str(a.directory): ("host", 4), str(b.directory): ("host", 2)}
     assert {s.labels["model"]: s.value for s in named["pagoda_namespace_chunks"]} == {"llama": 4, "qwen": 2}
@@ -157,7 +157,7 @@ def test_loads_are_a_histogram_by_tier(shm_root: Path, tmp_path: Path) -> None:
         assert 0 < stats["load_microseconds_disk"] < 60e6
         (store,) = (shm_root / "b" / "host").glob("*/state")
         with closing(Ledger.attach(store.parent)) as ledger:
-            named = samples(Exposition([StoreSnapshot.of(ledger)]))
+            named = samples(Exposition([StoreStats.of(ledger)]))
     buckets = {
         s.labels["le"]: s.value for s in named["pagoda_load_seconds_bucket"] if s.labels["tier"] == "disk"
     }

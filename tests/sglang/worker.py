@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from pagoda.transfer.pages import PagesKV
+from pagoda.transfer.pages_kv import PagesKV
 from tests.sglang.engines import Engine, Shape, start_group
 from tests.sglang.prompts import Prompts
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pagoda.ledger import admin
-from pagoda.ledger.namespaces import read_labels
+from pagoda.ledger.clears_and_labels import read_labels
 from pagoda.metrics import Reason
 from pagoda.testing import Fault
 from pagoda.tiers import DiskTier, Done

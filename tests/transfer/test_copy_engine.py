@@ -21,7 +21,7 @@ from pagoda.transfer.gpu.autotune import fastest_way
 from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine, copy_engine_of
 from pagoda.transfer.gpu.device import CpuDevice, CudaDevice
 from pagoda.transfer.gpu.layer_events import LayerEvents
-from pagoda.transfer.pages import page_plane
+from pagoda.transfer.pages_kv import page_plane
 from pagoda.transfer.run_table import RunTable, page_run_table
 from tests.transfer.pages_kit import make_planes
 

@@ -221,7 +221,7 @@ def _clear(worker: Any, job: Any) -> None:
 def _zeros(room: Room) -> Iterator[None]:
     import numpy as np
 
-    from pagoda.transfer.pages import PagesKV
+    from pagoda.transfer.pages_kv import PagesKV
 
     from_slots = PagesKV.from_slots
 

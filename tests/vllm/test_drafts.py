@@ -56,7 +56,7 @@ def test_drafts_are_accepted_on_loaded_kv_as_on_computed(
 
 def said(room: Room, one: list[int], tokens: int, zeros: bool = False) -> tuple[Answer, tuple[int, int]]:
     """Generate; return how many tokens were drafted and accepted, too. `zeros`: the draft's KV is lost."""
-    from pagoda.transfer.pages import PagesKV
+    from pagoda.transfer.pages_kv import PagesKV
 
     counted, scheduler = [0, 0], room.scheduler
     count, from_slots = scheduler.make_spec_decoding_stats, PagesKV.from_slots

@@ -230,7 +230,7 @@ def test_nothing_can_be_saved(pagoda: Engine, tiers: Tiers, same: Same) -> None:
 
 def fail_saves(room: Room) -> None:
     """Have every copy into slots fail."""
-    from pagoda.transfer.pages import PagesKV
+    from pagoda.transfer.pages_kv import PagesKV
 
     def failing(self: PagesKV, starts: Any, slots: Any) -> None:
         raise MemoryError("no")

@@ -168,7 +168,7 @@ def reserved(root: Path) -> int:
 
 def slow_saves(room: Room) -> None:
     """Have every copy into slots take longer, in the middle."""
-    from pagoda.transfer.pages import PagesKV
+    from pagoda.transfer.pages_kv import PagesKV
 
     to_slots = PagesKV.to_slots
 
@@ -182,7 +182,7 @@ def slow_saves(room: Room) -> None:
 
 def slow_loads(room: Room, mark: str) -> None:
     """Make every copy into the engine's blocks slower, and report when there was one."""
-    from pagoda.transfer.pages import PagesKV
+    from pagoda.transfer.pages_kv import PagesKV
 
     from_slots = PagesKV.from_slots
 

@@ -187,7 +187,7 @@ def load_zeros(room: Room, zeros: bool) -> None:
     """Make every load write zeros instead of the stored bytes, or stop doing so."""
     import numpy as np
 
-    from pagoda.transfer.pages import PagesKV
+    from pagoda.transfer.pages_kv import PagesKV
 
     if not zeros:
         PagesKV.from_slots = room.kept.pop("from_slots")

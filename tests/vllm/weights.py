@@ -155,7 +155,7 @@ def _loading(room: Room, prompt: list[int]) -> Iterator[None]:
     """While a request loads, which does not end before the context; then finish it."""
     from vllm.v1.request import RequestStatus
 
-    from pagoda.transfer.pages import PagesKV
+    from pagoda.transfer.pages_kv import PagesKV
 
     from_slots, gate = PagesKV.from_slots, threading.Event()
 

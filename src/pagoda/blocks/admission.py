@@ -13,8 +13,6 @@ from pagoda.blocks.tree import Node
 from pagoda.cache.hit import Hit
 from pagoda.metrics import Reason
 
-__all__ = ["AdmissionControl"]
-
 
 class AdmissionControl:
     """Matches and admits waiting requests. Not thread-safe."""

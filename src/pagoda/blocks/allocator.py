@@ -12,8 +12,6 @@ from pagoda.blocks.plans import NoRoom, Place, Plan, Waiting
 from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node, Tree, upward
 
-__all__ = ["BlockAllocator", "BlockPool"]
-
 
 class BlockPool:
     """Blocks 0 .. total - 1, each free or in use. Not thread-safe. O(1) per block."""

@@ -8,8 +8,6 @@ from pagoda.blocks.plans import Settled
 from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node
 
-__all__ = ["Completion"]
-
 
 class Completion:
     """Settles tickets. An error is a shorter result, never a missing answer; the length is the minimum over ranks.

@@ -17,8 +17,6 @@ from pagoda.keys import Namespace
 from pagoda.ledger import Match
 from pagoda.metrics import Reason
 
-__all__ = ["LowerTiers"]
-
 _NOTHING = Match(np.empty(0, np.int64), np.empty(0, np.uint64), None)
 
 

@@ -26,8 +26,6 @@ from pagoda.cache import Cache
 from pagoda.cache.hit import Hit
 from pagoda.keys import Item, TokenIds, chunk_keys
 
-__all__ = ["BlockManager"]
-
 _COUNTERS = (
     "requests",
     "hit_requests",

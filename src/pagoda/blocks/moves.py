@@ -17,8 +17,6 @@ from pagoda.cache.host_slots import HostSlots
 from pagoda.ledger import Outcome, Refused, Reserved
 from pagoda.metrics import Reason
 
-__all__ = ["LoadMove", "Move", "Moves", "PlannedStore", "Source", "StoreMove"]
-
 
 class PlannedStore(NamedTuple):
     """The result of planning to store blocks on the host."""

@@ -5,19 +5,6 @@ from __future__ import annotations
 from enum import StrEnum, auto
 from typing import NamedTuple
 
-__all__ = [
-    "Admitted",
-    "Copy",
-    "Direction",
-    "Extended",
-    "NoRoom",
-    "Place",
-    "Plan",
-    "PrefixMatch",
-    "Settled",
-    "Waiting",
-]
-
 
 class Place(StrEnum):
     """Where the KV of a key is. The first two count as a hit on the device; the value is the lower-case name."""

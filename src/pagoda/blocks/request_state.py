@@ -12,8 +12,6 @@ from pagoda.blocks.tree import Node
 from pagoda.cache.hit import Hit
 from pagoda.keys import Item, KeyChain, TokenIds, as_token_ids
 
-__all__ = ["RequestState", "blocks_for"]
-
 
 def blocks_for(num_tokens: int, block_tokens: int) -> int:
     """Return how many blocks hold that many tokens."""

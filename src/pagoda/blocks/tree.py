@@ -22,8 +22,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pagoda.blocks.plans import Place
 
-__all__ = ["Node", "Tree", "upward"]
-
 _SPARE = 1024  # stale entries that the heap may hold besides one stale entry per candidate
 
 

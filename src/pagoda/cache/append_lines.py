@@ -12,8 +12,6 @@ from pathlib import Path
 
 from pagoda.clock import Deadline
 
-__all__ = ["append_lines"]
-
 _LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 0.005  # a process that is stopped with the lock is not waited for longer
 _TAIL = 1 << 16
 

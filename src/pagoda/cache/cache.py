@@ -7,7 +7,6 @@ in `StoreCall`, `RetrieveCall` and `lookup_call`; what all calls share is in `Re
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -41,6 +40,7 @@ from pagoda.codec import codec_setting, require_layout
 from pagoda.config import Config, ConfigOptions
 from pagoda.errors import ClosedError, ConfigError, StoreError
 from pagoda.finalizers import close_when_dropped
+from pagoda.fork import call_in_child
 from pagoda.json_log import log_json
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
@@ -50,8 +50,6 @@ from pagoda.quality_verdict import QualityState, require_quality
 from pagoda.threads import Condition
 from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
-
-__all__ = ["Cache", "NameTaken", "forget"]
 
 log = guarded_logger("pagoda.cache")
 
@@ -691,11 +689,9 @@ def _name_taken(name: str | None, cache: Cache) -> Iterator[None]:
             _changed.notify_all()
 
 
+@call_in_child
 def _reset_in_child() -> None:
     """Reset in a forked child, which has one thread: another thread of its parent may have been opening a cache."""
     global _changed
     _changed = Condition()
     _opening.clear()
-
-
-os.register_at_fork(after_in_child=_reset_in_child)

@@ -30,17 +30,6 @@ from pagoda.metrics import Reason, guarded_logger
 from pagoda.tiers.base import Bytes
 from pagoda.transfer import Transfer
 
-__all__ = [
-    "CacheRequest",
-    "Call",
-    "CallOptions",
-    "CheckedTransfer",
-    "KeyScheme",
-    "build_request",
-    "enable_profiler_ranges",
-    "enable_spans",
-]
-
 log = guarded_logger("pagoda.cache")
 T = TypeVar("T")
 
@@ -65,9 +54,8 @@ class CallOptions(TypedDict, total=False):
     items: Sequence[Item]  # multimodal items at their token positions
     lora: str | None  # instead of the namespace's
     salt: str | None  # instead of the namespace's: keeps tenants apart
-    weights_version: (
-        str | None
-    )  # instead of the one that `weights_changed` named; "": the namespace's weights
+    # instead of the one that `weights_changed` named; "": the namespace's weights
+    weights_version: str | None
     tiers: Iterable[str] | None  # only these
     deadline_seconds: float | None  # of the whole call; default: config.deadline_seconds without progress
 

@@ -15,8 +15,6 @@ from pagoda.fork import reset_in_child
 from pagoda.ledger import Ledger, admin
 from pagoda.metrics import COUNTERS, LOAD_BUCKETS, LOAD_SECONDS, TIER_KINDS, RateLimitedLog, Reason
 
-__all__ = ["CacheCounters"]
-
 _KNOWN = frozenset(COUNTERS)
 _BUCKETS = {kind: tuple(LOAD_BUCKETS[kind].values()) for kind in TIER_KINDS}  # a bucket by its number
 _HIT_TOKENS = {kind: f"hit_tokens_{kind}" for kind in TIER_KINDS}

@@ -13,8 +13,6 @@ from pagoda.fork import reset_in_child
 from pagoda.metrics import Reason
 from pagoda.threads import NO_THREAD, Answer, Pool
 
-__all__ = ["CallExecutor"]
-
 T = TypeVar("T")
 
 _THREADS = 4

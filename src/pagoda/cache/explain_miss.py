@@ -16,8 +16,6 @@ from pagoda.ledger import Ledger, admin
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
-__all__ = ["UNANSWERED", "Explanation", "MissExplainer"]
-
 # reasons of a tier that could not be asked: then no other tier can say more
 UNANSWERED = frozenset({Reason.LEDGER_BUSY, Reason.DEADLINE, Reason.IO_ERROR, Reason.CLOSED})
 

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from pagoda.metrics import Reason
 
-__all__ = ["CacheStats", "Cleared", "Hit", "Stored"]
-
 
 @dataclass(frozen=True, eq=False)
 class Hit:
@@ -92,7 +90,6 @@ class CacheStats(TypedDict):
     staging_buffers: int  # in use
     pinned_bytes: int  # of host memory, registered with a GPU
     rates: dict[str, float]  # "<tier>_bytes_per_second", "prefill_tokens_per_second"
-    approximate: NotRequired[
-        list[dict[str, object]]
-    ]  # the settings that make KV approximate, and whether measured
+    # the settings that make KV approximate, and whether measured
+    approximate: NotRequired[list[dict[str, object]]]
     recording: NotRequired[dict[str, object]]  # where live traffic is recorded

@@ -28,8 +28,6 @@ from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, runs
 
-__all__ = ["HostSlots"]
-
 T = TypeVar("T")
 
 

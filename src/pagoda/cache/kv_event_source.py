@@ -16,8 +16,6 @@ from pagoda.kv_events.publisher import EventPublisher
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Ledger
 
-__all__ = ["RequestEvents"]
-
 
 class RequestEvents:
     """Tells routers of the chunks of one cache. Thread-safe. In a forked child it does nothing: the parent tells."""

@@ -23,8 +23,6 @@ from pagoda.errors import NoRoomError
 from pagoda.fork import reset_in_child
 from pagoda.ledger.columns import map_file
 
-__all__ = ["LoadCost", "Speed", "SpeedTable"]
-
 _FEWEST = 3  # measurements of a tier: a single copy during which the process was paused proves nothing
 _PROBE_NS = (
     1_000_000_000  # after a measurement the tier is tried, and measured, again; doubled while it stays slow

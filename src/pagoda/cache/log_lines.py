@@ -17,8 +17,6 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, admin
 from pagoda.metrics import guarded_logger
 
-__all__ = ["log_call", "log_opened"]
-
 log = guarded_logger("pagoda.cache")
 
 _LOOK = "`pagoda stats` shows what is stored and what hits, `pagoda explain` why a prompt misses"

@@ -18,16 +18,6 @@ from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Tier
 
-__all__ = [
-    "LEASE_SECONDS",
-    "TiersMatch",
-    "expected_hit",
-    "match_prefix",
-    "match_tiers",
-    "run_explain",
-    "run_lookup",
-]
-
 LEASE_SECONDS = 5.0  # how long a hit that is not being loaded yet is kept from eviction
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from opentelemetry.util.types import AttributeValue
 
-__all__ = ["SpanRecorder"]
-
 log = guarded_logger("pagoda.cache")
 
 

@@ -32,8 +32,6 @@ from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import DeferredCall
 
-__all__ = ["LoggedPrompt", "PromptLog", "logged_prompts"]
-
 log = guarded_logger("pagoda.cache")
 
 _HEAD = Struct("<8sQ")  # magic, checksum of all that follows

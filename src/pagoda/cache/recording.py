@@ -27,8 +27,6 @@ from pagoda.fork import reset_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import DeferredCall
 
-__all__ = ["CallKind", "RecordedCall", "Recorder", "RequestDetector"]
-
 log = guarded_logger("pagoda.cache")
 
 _MOST_CALLS = 4096  # waiting for the thread

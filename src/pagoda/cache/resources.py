@@ -27,8 +27,6 @@ from pagoda.transfer.cpu_copy import end_helpers
 if TYPE_CHECKING:  # it needs pyzmq
     from pagoda.cache.kv_event_source import RequestEvents
 
-__all__ = ["Resources", "build_resources"]
-
 log = guarded_logger("pagoda.cache")
 
 _MOST_REGISTERED = 4096

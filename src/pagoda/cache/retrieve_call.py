@@ -35,8 +35,6 @@ from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, Done, Tier
 
-__all__ = ["RetrieveCall", "measure_again"]
-
 _COPY_BYTES = 256 << 20  # copied between two looks at the deadline
 _PAUSE_SECONDS = (0.0002, 0.005)  # between two looks at a chunk that another call is storing
 _TRY_EVERY = 16  # looks; the looks between them keep no other call from the ledger by a write

@@ -13,8 +13,6 @@ from pagoda.metrics import Reason
 from pagoda.slab.memory import aligned
 from pagoda.tiers.base import Bytes, Done
 
-__all__ = ["StagedChunk", "StagingPool"]
-
 _MOST_BYTES = 256 << 20
 _MOST_BUFFERS = 16
 _LOOK_SECONDS = 0.5  # between two looks for a buffer that was garbage-collected

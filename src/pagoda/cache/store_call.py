@@ -27,8 +27,6 @@ from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes
 
-__all__ = ["StoreCall"]
-
 _MOMENT_SECONDS = 0.05  # the longest wait, in total, for buffers for chunks that the host's policy refuses
 _LEFT, _NEW, _PRESENT = 0, 1, 2  # what became of a chunk
 # Trying further down is useless: a chunk under the key of another tenant's is refused by every tier.

@@ -26,8 +26,6 @@ log = guarded_logger("pagoda.cache")
 
 _FEW_CHUNKS = 64  # the log warns of an "auto" size with fewer chunks
 
-__all__ = ["TierStack", "build_tiers", "codecs_of", "open_peers", "open_remote", "open_tiers", "peers_client"]
-
 
 class TierStack:
     """The host tier, if there is one, and the tiers below it. Immutable. `written`: those that are not only read."""

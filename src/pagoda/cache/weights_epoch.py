@@ -27,8 +27,6 @@ from pagoda.keys import Namespace
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.quality_verdict import QualityState
 
-__all__ = ["PresentWeights", "WeightsEpoch"]
-
 log = guarded_logger("pagoda.cache")
 
 _RESERVED_BYTES = 1024  # space for this many epochs at any time

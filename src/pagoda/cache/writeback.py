@@ -38,20 +38,6 @@ from pagoda.threads import Condition, begin
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers.base import Chunk, Done, Tier, runs
 
-__all__ = [
-    "Access",
-    "ChunkRef",
-    "Generations",
-    "Slots",
-    "WriteBackQueue",
-    "admitted_prefix",
-    "chunk_ref",
-    "columns_of",
-    "follows",
-    "recency_stamp",
-    "refs_in_slots",
-]
-
 log = guarded_logger("pagoda.cache")
 
 _TICK_SECONDS = 0.1  # between two looks for cold chunks

@@ -8,7 +8,7 @@ what), 130 interrupted.
     explain                why a prompt misses: `prompt_source`, `prompt_coverage`, `nearest_prompt`, `engine_keys`
     clear, pin, remove     changes
     warm                   fills the host tier of a machine that has just started
-    serve                  chunks for other machines, and the page: `serve_page`
+    serve                  chunks for other machines, and the page: `page_options`
     config                 options, and the import of LMCache's
     vllm, sglang           start an engine with its connector: `engine_start`
     bench                  how fast the tiers are: `bench_tiers`, `load_speeds`

@@ -17,8 +17,6 @@ from typing import TypeAlias
 
 from pagoda.keys import TokenIds, as_token_ids, chunk_keys, derive_keys
 
-__all__ = ["EngineScheme", "schemes"]
-
 # tokens, root, chunk_tokens -> the key of every whole chunk
 EngineScheme: TypeAlias = Callable[[TokenIds, bytes, int], list[bytes]]
 _Hash: TypeAlias = Callable[[object], bytes]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, NoReturn, TypeAlias, TypeVar, get_type_hints
 
 import typer
 from typer import Option
@@ -18,19 +18,14 @@ from typer import Option
 from pagoda.cli import FailedError, UsageError
 from pagoda.config import Config
 
-__all__ = [
-    "become",
-    "check_tiers",
-    "given_values",
-    "installed_version",
-    "own_flags",
-    "refuse_secrets",
-    "serve_command",
-    "with_config_options",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _SIZES = ("host_size", "disk_size")
+
+PrintOnly: TypeAlias = Annotated[bool, Option("--print", help="Print the command instead of running it.")]
+Weights: TypeAlias = Annotated[
+    str | None, Option(help="What names the weights, instead of a digest of the checkpoint's files.")
+]
+Salt: TypeAlias = Annotated[str | None, Option(help="Only engines with the same salt share what is stored.")]
 
 
 def _flag(name: str) -> str:

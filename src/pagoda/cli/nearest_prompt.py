@@ -14,8 +14,6 @@ from pagoda.cache.prompt_log import LoggedPrompt
 from pagoda.cli.engine_keys import schemes
 from pagoda.keys import Int32s, chunk_keys
 
-__all__ = ["NearestPrompt", "keys_of_prompt", "nearest_prompt"]
-
 _LOOKED_AT = 16  # of the prompts that share the most with ours: which of them is still stored
 _TRIED = 8  # of the latest prompts of a namespace: a salt may be part of the keys of some
 _ALIKE = 0.5  # a prompt whose very first token is another is near if so much of the rest is the same

@@ -148,9 +148,8 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
         said = str(refusal).removeprefix(place).rstrip(".")
         if refusal.contained:
             raise Unanswered(spec, said) from None
-        if (
-            refusal.reason is not Reason.NOT_ADMITTED and "write redis" not in said
-        ):  # else it says where to ask
+        # else it says where to ask
+        if refusal.reason is not Reason.NOT_ADMITTED and "write redis" not in said:
             said += "; check the password and the rights of its user"
         raise Unanswered(spec, f"refuses: {said}") from None
     except OSError as trouble:

@@ -24,6 +24,7 @@ from pagoda.cli.replay_inputs import (
     best,
     bytes_of,
     chunk_bytes_of,
+    one_of,
     policies_of,
     simulated,
     trace_of,
@@ -126,15 +127,18 @@ def replay(
         sizes = {name: bytes_of(f"--{name}", size) for name, size in tiers.items()}
         if remote is not None:
             from pagoda.cli import replay_fleet
+            from pagoda.replay import ROUTES, WRITE_POLICIES
 
             plan = replay_fleet.FleetPlan(
                 found,
                 sizes,
                 _known(chunk_bytes),
                 machines or 1,
-                replay_fleet.route_of(route or "round-robin"),
+                one_of(ROUTES, "--route", route or "round-robin", "route"),
                 policies_of([remote_policy or "lru"], config, "--remote-policy")[0],
-                replay_fleet.write_policy_of(remote_write_policy or "write_through"),
+                one_of(
+                    WRITE_POLICIES, "--remote-write-policy", remote_write_policy or "write_through", "policy"
+                ),
                 replay_fleet.link_of(link),
                 replay_fleet.prices_of(prices),
             )

@@ -11,9 +11,9 @@ import msgspec
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.replay_inputs import Trace
+from pagoda.cli.replay_tables import print_tiers
 from pagoda.cli.replay_tiers import specs_of
 from pagoda.cli.text_tables import RightAligned
-from pagoda.config.did_you_mean import did_you_mean
 
 if TYPE_CHECKING:
     from pagoda.replay import FleetOutcome, FleetSpec, Request, Traffic
@@ -54,26 +54,6 @@ class PolicyOutcome(NamedTuple):
 
     policy: str
     outcome: FleetOutcome
-
-
-def route_of(name: str) -> str:
-    """Return a route that there is. Raises UsageError."""
-    from pagoda.replay import ROUTES
-
-    if name not in ROUTES:
-        near = did_you_mean(name, ROUTES) or f"; choose of {', '.join(ROUTES)}"
-        raise UsageError(f"--route {name}: no such route{near}")
-    return name
-
-
-def write_policy_of(name: str) -> str:
-    """Return a write policy of a remote tier. Raises UsageError."""
-    from pagoda.replay import WRITE_POLICIES
-
-    if name not in WRITE_POLICIES:
-        near = did_you_mean(name, WRITE_POLICIES) or f"; choose of {', '.join(WRITE_POLICIES)}"
-        raise UsageError(f"--remote-write-policy {name}: no such policy{near}")
-    return name
 
 
 def link_of(text: str | None) -> float | None:
@@ -220,20 +200,8 @@ def print_results(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
 
 
 def _print_tiers(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
-    rows = [
-        {
-            "policy": policy,
-            "tier": tier.name,
-            "size": printing.size(plan.sizes[tier.name]),
-            "chunks": plan.sizes[tier.name] // plan.chunk_bytes,
-            "hit rate": printing.share(tier.hits, outcome.accesses),
-            "written": tier.chunks_written,
-            "bytes written": printing.size(tier.chunks_written * plan.chunk_bytes),
-        }
-        for policy, outcome in found
-        for tier in outcome.tiers
-    ]
-    printing.print_dicts(plan.trace.title, rows)
+    runs = [(policy, outcome.tiers, outcome.accesses) for policy, outcome in found]
+    print_tiers(plan.trace, plan.sizes, plan.chunk_bytes, runs)
     machines = "one machine" if plan.machines == 1 else f"{plan.machines:,} machines, {plan.route}"
     machines += f", remote {plan.remote_policy}{' with second sight' * (plan.write_policy == 'second_sight')}"
     hits = ", ".join(f"{policy} {printing.share(outcome.hit_rate, 1).strip()}" for policy, outcome in found)

@@ -130,11 +130,15 @@ def policies_of(names: Sequence[str] | None, config: Path | None, option: str = 
     from pagoda.policy import NAMES
 
     asked = list(dict.fromkeys(names)) if names else [configured(config).policy]
-    for name in asked:
-        if name not in NAMES:
-            near = did_you_mean(name, NAMES) or f"; choose of {', '.join(NAMES)}"
-            raise UsageError(f"{option} {name}: no such policy{near}")
-    return asked
+    return [one_of(NAMES, option, name, "policy") for name in asked]
+
+
+def one_of(known: Sequence[str], option: str, name: str, what: str) -> str:
+    """Return a name that is known. Raises UsageError for any other."""
+    if name not in known:
+        near = did_you_mean(name, known) or f"; choose of {', '.join(known)}"
+        raise UsageError(f"{option} {name}: no such {what}{near}")
+    return name
 
 
 def chunk_bytes_of(trace: Trace, model: str | None, token_bytes: int | None, dtype: str) -> int | None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pagoda.cli import printing
 
 if TYPE_CHECKING:
+    from pagoda.cli.replay_inputs import Trace
     from pagoda.cli.replay_tiers import ReplayPlan, ReplayResult
+    from pagoda.replay.simulate import TierOutcome
 
 
 def print_results(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
     """Print what the tiers serve and take in, what that saves, and what was taken for granted."""
-    _tiers(plan, found)
+    runs = [(one.alone.policy, one.alone.outcome.tiers, plan.trace.accesses) for one in found]
+    print_tiers(plan.trace, plan.sizes, plan.chunk_bytes, runs)
     print()
     _alone(plan, found)
     if plan.engines:
@@ -22,21 +25,24 @@ def print_results(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
     _assumed(plan)
 
 
-def _tiers(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
+def print_tiers(
+    trace: Trace, sizes: Mapping[str, int], chunk_bytes: int, runs: Sequence[tuple[str, Sequence[TierOutcome], int]]
+) -> None:  # fmt: skip
+    """Print what each tier served of so many chunks, and took in, under each policy."""
     rows = [
         {
-            "policy": result.alone.policy,
+            "policy": policy,
             "tier": tier.name,
-            "size": printing.size(plan.sizes[tier.name]),
-            "chunks": plan.sizes[tier.name] // plan.chunk_bytes,
-            "hit rate": printing.share(tier.hits, plan.trace.accesses),
+            "size": printing.size(sizes[tier.name]),
+            "chunks": sizes[tier.name] // chunk_bytes,
+            "hit rate": printing.share(tier.hits, accesses),
             "written": tier.chunks_written,
-            "bytes written": printing.size(tier.chunks_written * plan.chunk_bytes),
+            "bytes written": printing.size(tier.chunks_written * chunk_bytes),
         }
-        for result in found
-        for tier in result.alone.outcome.tiers
+        for policy, tiers, accesses in runs
+        for tier in tiers
     ]
-    printing.print_dicts(plan.trace.title, rows)
+    printing.print_dicts(trace.title, rows)
 
 
 def _alone(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:

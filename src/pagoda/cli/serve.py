@@ -73,7 +73,7 @@ def serve(
     try:
         import asyncio
 
-        from pagoda.cli.serve_page import page_options
+        from pagoda.cli.page_options import page_options
         from pagoda.serve.access import default_socket, read_token
         from pagoda.serve.server import ServeOptions
         from pagoda.serve.server import serve as run

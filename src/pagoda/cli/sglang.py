@@ -17,6 +17,9 @@ from typer import Option
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.engine_start import (
+    PrintOnly,
+    Salt,
+    Weights,
     become,
     check_tiers,
     given_values,
@@ -44,11 +47,9 @@ app = typer.Typer(help="Start SGLang with PagodaKV as the storage of its HiCache
 @with_config_options
 def root(
     ctx: typer.Context,
-    print_only: Annotated[bool, Option("--print", help="Print the command instead of running it.")] = False,
-    weights: Annotated[
-        str | None, Option(help="What names the weights, instead of a digest of the checkpoint's files.")
-    ] = None,
-    salt: Annotated[str | None, Option(help="Only engines with the same salt share what is stored.")] = None,
+    print_only: PrintOnly = False,
+    weights: Weights = None,
+    salt: Salt = None,
     allow_untested_sglang: Annotated[
         bool, Option("--allow-untested-sglang", help="Start with an SGLang of a version that was not tested.")
     ] = False,
@@ -118,9 +119,8 @@ def _refuse(arguments: Sequence[str]) -> None:
     ours = own_flags()
     for argument in arguments:
         name = argument.split("=")[0]
-        if name.startswith("--hicache-storage-b") and EXTRA.startswith(
-            name
-        ):  # SGLang takes any unique beginning
+        # SGLang takes any unique beginning
+        if name.startswith("--hicache-storage-b") and EXTRA.startswith(name):
             raise UsageError(
                 f"{name} is what this command writes: leave it out, or start sglang.launch_server yourself"
             )

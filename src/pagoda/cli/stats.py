@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pagoda.config import RemoteSpec
-    from pagoda.ledger.snapshot import StoreSnapshot
+    from pagoda.ledger.store_stats import StoreStats
     from pagoda.serve.overview import RemoteUsage
 
 
@@ -29,11 +29,11 @@ def stats(
     config: ConfigFile = None,
 ) -> int:
     """Show what the stores hold, what hit, and what missed and why."""
-    from pagoda.ledger.snapshot import StoreSnapshot
+    from pagoda.ledger.store_stats import StoreStats
 
     if as_json and prometheus:
         raise UsageError("--json and --prometheus: choose one")
-    snapshots, broken = in_each(find_stores(directory, config), StoreSnapshot.of)
+    snapshots, broken = in_each(find_stores(directory, config), StoreStats.of)
     found = [snapshot._replace(directory=store) for store, snapshot in snapshots.items()]
     shared = [remote_usage(spec) for spec in remotes_of(directory, config)]
     if as_json:
@@ -69,7 +69,7 @@ def remote_usage(spec: RemoteSpec) -> RemoteUsage:
     return RemoteUsage(spec.name, spec.redacted, found.used_bytes, found.limit_bytes, "", warnings)
 
 
-def _print(found: list[StoreSnapshot], wide: bool) -> None:
+def _print(found: list[StoreStats], wide: bool) -> None:
     if not found:
         printing.note("nothing is stored yet (pagoda config show tells where it would be)")
         return
@@ -90,7 +90,7 @@ def _print(found: list[StoreSnapshot], wide: bool) -> None:
     printing.print_dicts("pins", [{"tier": tier, "chunks": n, "owner": owner} for tier, owner, n in pins])
 
 
-def store_names(found: Sequence[StoreSnapshot]) -> list[str]:
+def store_names(found: Sequence[StoreStats]) -> list[str]:
     """Return a name for each store: its tier, numbered from the second of a tier on."""
     seen: Counter[str] = Counter()
     names = []
@@ -101,7 +101,7 @@ def store_names(found: Sequence[StoreSnapshot]) -> list[str]:
     return names
 
 
-def hit_rows(stores: Mapping[str, StoreSnapshot]) -> list[dict[str, object]]:
+def hit_rows(stores: Mapping[str, StoreStats]) -> list[dict[str, object]]:
     """Return how much of what was asked for was served, and from which tiers: a row a store that caches count in.
 
     A cache counts in its first local tier, for all of its tiers.
@@ -126,7 +126,7 @@ def hit_rows(stores: Mapping[str, StoreSnapshot]) -> list[dict[str, object]]:
     return rows
 
 
-def _print_room(stores: Mapping[str, StoreSnapshot], wide: bool) -> None:
+def _print_room(stores: Mapping[str, StoreStats], wide: bool) -> None:
     counted = ("ready", "free", "pinned", "members")
     rare = ("slots", "unbacked", "reserved", "leased")
     rows = [
@@ -160,7 +160,7 @@ def _print_shared(shared: list[RemoteUsage]) -> None:
     printing.print_dicts("remote tiers", rows)
 
 
-def namespace_rows(stores: Mapping[str, StoreSnapshot], most: int | None = None) -> list[dict[str, object]]:
+def namespace_rows(stores: Mapping[str, StoreStats], most: int | None = None) -> list[dict[str, object]]:
     """Return a row for each namespace of each store, or for the `most` that have most chunks, those first."""
     found = [(tier, store.slot_bytes, row) for tier, store in stores.items() for row in store.namespaces]
     if most is not None:
@@ -177,7 +177,7 @@ def namespace_rows(stores: Mapping[str, StoreSnapshot], most: int | None = None)
     ]
 
 
-def _print_traffic(stores: Mapping[str, StoreSnapshot]) -> None:
+def _print_traffic(stores: Mapping[str, StoreStats]) -> None:
     columns = ("tier", "stored", "bytes", "loaded", "bytes", "evicted", "damaged")
     rows = [(tier, *_traffic(snapshot.counters)) for tier, snapshot in stores.items()]
     printing.print_table("traffic", columns, rows)
@@ -194,7 +194,7 @@ def _traffic(count: dict[str, int]) -> tuple[object, ...]:
     )
 
 
-def _exposition(found: list[StoreSnapshot], broken: Iterable[Path], shared: list[RemoteUsage]) -> str:
+def _exposition(found: list[StoreStats], broken: Iterable[Path], shared: list[RemoteUsage]) -> str:
     """Return all of it in Prometheus' text format."""
     from pagoda.tiers.remote.store_client import Usage
 

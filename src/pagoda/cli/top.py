@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from pagoda.config import RemoteSpec
-    from pagoda.ledger.snapshot import StoreSnapshot
+    from pagoda.ledger.store_stats import StoreStats
     from pagoda.serve.overview import RemoteUsage
 
 _RATES = ("lookups", "hit_tokens", "stored_bytes", "loaded_bytes", "evicted_chunks")
@@ -42,7 +42,7 @@ class TopSample(NamedTuple):
     """What was seen at one moment, and how fast counters rose since the sample before, by directory."""
 
     seconds: float
-    stores: Sequence[StoreSnapshot]
+    stores: Sequence[StoreStats]
     failed: Mapping[str, str]
     remotes: Sequence[RemoteUsage]
     rates: Mapping[Path, Mapping[str, float]]
@@ -121,13 +121,13 @@ def _sample(
     directories: Sequence[Path], remotes: Sequence[RemoteUsage], before: TopSample | None, policy: str
 ) -> TopSample:
     from pagoda.errors import PagodaError
-    from pagoda.ledger.snapshot import StoreSnapshot
+    from pagoda.ledger.store_stats import StoreStats
 
     found, failed = [], {}
     for store in directories:
         try:
             with attached(store) as ledger:
-                found.append(StoreSnapshot.of(ledger)._replace(directory=store))
+                found.append(StoreStats.of(ledger)._replace(directory=store))
         except (PagodaError, OSError) as trouble:
             if store.exists():  # else it was removed meanwhile
                 failed[str(store)] = str(trouble)
@@ -136,7 +136,7 @@ def _sample(
     return TopSample(now, found, failed, remotes, rates, policy)
 
 
-def _rates(found: Sequence[StoreSnapshot], before: TopSample, now: float) -> dict[Path, dict[str, float]]:
+def _rates(found: Sequence[StoreStats], before: TopSample, now: float) -> dict[Path, dict[str, float]]:
     """Return how much each counter rose a second; a store that was not there, or was made anew, has no rates yet."""
     old = {snapshot.directory: snapshot.counters for snapshot in before.stores}
     seconds = max(now - before.seconds, 1e-3)
@@ -218,7 +218,7 @@ def _bar(tier: str, used: int | None, size: int | None, more: str) -> Text:
 
 
 def _rate_rows(
-    stores: Mapping[str, StoreSnapshot], rates: Mapping[Path, Mapping[str, float]]
+    stores: Mapping[str, StoreStats], rates: Mapping[Path, Mapping[str, float]]
 ) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for tier, snapshot in stores.items():
@@ -233,7 +233,7 @@ def _rate_rows(
     return rows
 
 
-def _reasons(stores: Sequence[StoreSnapshot], prefix: str) -> str:
+def _reasons(stores: Sequence[StoreStats], prefix: str) -> str:
     totals: dict[str, int] = {}
     for snapshot in stores:
         for name, number in snapshot.counters.items():
@@ -244,7 +244,7 @@ def _reasons(stores: Sequence[StoreSnapshot], prefix: str) -> str:
     return ", ".join(f"{reason} {printing.count(number)}" for reason, number in most)
 
 
-def _pins(stores: Mapping[str, StoreSnapshot]) -> str:
+def _pins(stores: Mapping[str, StoreStats]) -> str:
     rows = [(n, owner, tier) for tier, one in stores.items() for owner, n in one.pins.items()]
     rows.sort(key=lambda row: -row[0])
     told = [f"{printable(owner)[:_OWNER_LETTERS]} {n:,} in {tier}" for n, owner, tier in rows[:_OWNERS]]
@@ -252,7 +252,7 @@ def _pins(stores: Mapping[str, StoreSnapshot]) -> str:
     return ", ".join([*told, *more])
 
 
-def _request_rows(stores: Sequence[StoreSnapshot]) -> list[dict[str, object]]:
+def _request_rows(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
     last = sorted((one for store in stores for one in store.requests), key=lambda one: -one.time)
     return [
         {

@@ -22,6 +22,9 @@ from typer import Option
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.engine_start import (
+    PrintOnly,
+    Salt,
+    Weights,
     become,
     check_tiers,
     given_values,
@@ -56,14 +59,12 @@ class Chosen(NamedTuple):
 @with_config_options
 def root(
     ctx: typer.Context,
-    print_only: Annotated[bool, Option("--print", help="Print the command instead of running it.")] = False,
-    weights: Annotated[
-        str | None, Option(help="What names the weights, instead of a digest of the checkpoint's files.")
-    ] = None,
+    print_only: PrintOnly = False,
+    weights: Weights = None,
     weights_run: Annotated[
         str | None, Option(help="The run whose weight versions name the weights after an update in memory.")
     ] = None,
-    salt: Annotated[str | None, Option(help="Only engines with the same salt share what is stored.")] = None,
+    salt: Salt = None,
     store_output: Annotated[
         bool | None, Option(help="Store what the model wrote too, for the next turn of a conversation.")
     ] = None,

@@ -208,7 +208,7 @@ class _Warming:
         from pagoda import codec
         from pagoda.metrics import Reason
         from pagoda.slab import aligned
-        from pagoda.tiers.remote.store_client import RefusedError
+        from pagoda.tiers.remote.store_client import GetRequest, RefusedError
 
         store = self._hosts[wanted.fingerprint]
         page, buffer = aligned(codec.HEADER_BYTES), aligned(store.ledger.slot_bytes)
@@ -219,7 +219,8 @@ class _Warming:
         until = time.monotonic() + patience(self._spec)
         rank = 1000 * (self._idle[wanted.key] + 2)  # the life that its last use gave it: seconds are rounded
         try:
-            received = self._redis.get(wanted.namespace, wanted.key, page, destination, until, rank)
+            request = GetRequest(wanted.namespace, wanted.key, page, destination, rank)
+            received = self._redis.get(request, until)
         except RefusedError as refusal:
             if refusal.reason is not Reason.FAILED_CHECK and not refusal.contained:  # of one node of several
                 raise

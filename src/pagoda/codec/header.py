@@ -26,9 +26,8 @@ FORMAT, FORMAT_LOSSY = 1, 2
 # magic, format, header bytes; store_id, slot, namespace, epoch, key;
 # position, length, tokens; codec, fingerprint, sequence
 _FIELDS = struct.Struct("<8sII16sQ32sQ32sQQQ16s32sQ")
-_CHECKSUM = slice(
-    _FIELDS.size, _FIELDS.size + 16
-)  # xxh3_128 over the packed fields, and payload or stored bytes
+# xxh3_128 over the packed fields, and payload or stored bytes
+_CHECKSUM = slice(_FIELDS.size, _FIELDS.size + 16)
 _OWN = slice(_CHECKSUM.stop, _CHECKSUM.stop + 8)  # xxh3_64 over all other bytes of the page
 _STORED = struct.Struct("<Q")  # stored_bytes, after the checksums
 

@@ -6,8 +6,6 @@ import os
 
 from pagoda.errors import ConfigError
 
-__all__ = ["expanded"]
-
 
 def expanded(path: str | os.PathLike[str]) -> str:
     """Return `path` with a leading ~ replaced by the home directory. Changes nothing.

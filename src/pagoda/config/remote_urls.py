@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote
@@ -17,19 +17,6 @@ from pagoda.url_parts import place_of, split_url
 
 if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient
-
-__all__ = [
-    "LOSSY",
-    "MOST_PEERS",
-    "RemoteSpec",
-    "parse",
-    "parse_lookup",
-    "parse_peer",
-    "peers_of",
-    "redacted",
-    "split",
-    "tuple_of",
-]
 
 REDIS, OBJECTS, PAGODA, MOONCAKE = "redis", "objects", "pagoda", "mooncake"
 _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL gives one, how a URL is written
@@ -50,12 +37,8 @@ _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL 
     "https": (OBJECTS, "webdav", "https://host/path/"),
 }
 _SCHEMES_OF_ONE_REDIS = ("redis", "rediss", "unix")
-_LOOKS = {
-    REDIS: "50ms",
-    OBJECTS: "300ms",
-    PAGODA: "50ms",
-    MOONCAKE: "50ms",
-}  # some round trips of a network that such an engine is on
+# some round trips of a network that such an engine is on
+_LOOKS = {REDIS: "50ms", OBJECTS: "300ms", PAGODA: "50ms", MOONCAKE: "50ms"}
 _MEANT = {  # what others call them
     "valkey": "redis",
     "valkeys": "rediss",
@@ -87,13 +70,8 @@ _OF_LOOKUP = ("prefix", "password_file")
 MOST_PEERS = 8
 """How many neighbours are asked at once; of more, `lookup` says which."""
 _TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile")
-_RESERVED = (
-    "all",
-    "device",
-    "disk",
-    "host",
-    "peers",
-)  # names of tiers that are no remote ones, and of all together
+# names of tiers that are no remote ones, and of all together
+_RESERVED = "all", "device", "disk", "host", "peers"
 LOSSY = ("q8", "q4", "qzstd")  # codecs after which KV is approximate; `pagoda.codec` has them
 _CODECS = ("raw", "zstd", *LOSSY)
 
@@ -111,9 +89,8 @@ _NO_SECRET = (  # these only say where one is
 )
 _NEXT = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*:/)|[\s,]+$")
 _USER = re.compile(r"[A-Za-z0-9_.%-]*")
-_HOST = re.compile(
-    r"(\[|[^:?,]*(:\d*)?(,[^:?,]*(:\d*)?)*([/?]|$))"
-)  # with a port or without; else a password is all there is
+# a host, with a port or without; else a password is all there is
+_HOST = re.compile(r"(\[|[^:?,]*(:\d*)?(,[^:?,]*(:\d*)?)*([/?]|$))")
 _PARAMETER = re.compile(r"([?&][^=&?]*)=([^&]*)")
 _MASK = "***"
 
@@ -199,10 +176,14 @@ def parse(url: str) -> RemoteSpec:
     Raises:
         ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
     """
+    return _of_option("remote", _parsed, url)
+
+
+def _of_option(option: str, read: Callable[[str], RemoteSpec], url: str) -> RemoteSpec:
     try:
-        return _parsed(url)
+        return read(url)
     except ValueError as trouble:
-        raise ConfigError(f"remote = {redacted(url)!r}: {trouble}") from None
+        raise ConfigError(f"{option} = {redacted(url)!r}: {trouble}") from None
 
 
 def split(text: str) -> tuple[str, ...]:
@@ -245,10 +226,7 @@ def parse_peer(url: str) -> RemoteSpec:
     Raises:
         ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
     """
-    try:
-        return _parsed_peer(url)
-    except ValueError as trouble:
-        raise ConfigError(f"peers = {redacted(url)!r}: {trouble}") from None
+    return _of_option("peers", _parsed_peer, url)
 
 
 def peers_of(value: object) -> tuple[str, ...]:
@@ -273,16 +251,7 @@ def parse_lookup(url: str) -> RemoteSpec:
     Raises:
         ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
     """
-    try:
-        if url.partition("://")[0].lower() not in _SCHEMES_OF_ONE_REDIS:
-            raise ValueError("machines meet in a Redis; write redis://host:6379/0")
-        spec, given = _parsed(url), _parameters(url.partition("?")[2])
-        for name in given:
-            if name in _OURS and name not in _OF_LOOKUP:
-                raise ValueError(f"{name}: means nothing here; remove it")
-    except ValueError as trouble:
-        raise ConfigError(f"lookup = {redacted(url)!r}: {trouble}") from None
-    return replace(spec, name="lookup")
+    return _of_option("lookup", _parsed_lookup, url)
 
 
 def redacted(url: str) -> str:
@@ -491,10 +460,7 @@ def _check_pagoda(ours: Mapping[str, str], given: Mapping[str, str]) -> None:
     for name in _OF_REDIS:
         if name in ours:
             raise ValueError(f"{name}: a pagoda serve has none; remove it")
-    known = tuple(name for name in _OURS if name not in _OF_REDIS)
-    for name in given:
-        hint = did_you_mean(name, known)
-        raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
+    _refuse_unknown(given, [name for name in _OURS if name not in _OF_REDIS])
 
 
 def _check_mooncake(parts: SplitResult, ours: Mapping[str, str], given: dict[str, str]) -> None:
@@ -504,11 +470,7 @@ def _check_mooncake(parts: SplitResult, ours: Mapping[str, str], given: dict[str
     for name in _NOT_OF_MOONCAKE:
         if name in ours:
             raise ValueError(f"{name}: a Mooncake pool has none; remove it")
-    known = (*(name for name in _OURS if name not in _NOT_OF_MOONCAKE), *_OF_MOONCAKE)
-    for name in given:
-        if name not in _OF_MOONCAKE:
-            hint = did_you_mean(name, known)
-            raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
+    _refuse_unknown(given, [*(name for name in _OURS if name not in _NOT_OF_MOONCAKE), *_OF_MOONCAKE])
     if "segment" in given:
         size = parse_size(given["segment"])
         if size == AUTO:
@@ -524,10 +486,7 @@ def _parsed_peer(url: str) -> RemoteSpec:
     if scheme not in ("http", "https"):
         raise ValueError("a neighbour is a pagoda serve; write http://host:7777")
     given = _parameters(query)
-    for name in given:
-        if name not in _OF_PEERS:
-            hint = did_you_mean(name, _OF_PEERS)
-            raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(_OF_PEERS)})")
+    _refuse_unknown(given, _OF_PEERS)
     if (dns := given.get("dns")) not in (None, "all"):
         raise ValueError(f"dns={dns}: only dns=all is known: one neighbour at each address of the host")
     if dns and scheme == "https":
@@ -536,6 +495,23 @@ def _parsed_peer(url: str) -> RemoteSpec:
     place = url.partition("?")[0]
     spec = _parsed(f"{place}?{'&'.join([*others, f'server={PAGODA}'])}")
     return replace(spec, name="peers", redacted=redacted(url), options={"dns": dns} if dns else {})
+
+
+def _parsed_lookup(url: str) -> RemoteSpec:
+    if url.partition("://")[0].lower() not in _SCHEMES_OF_ONE_REDIS:
+        raise ValueError("machines meet in a Redis; write redis://host:6379/0")
+    spec, given = _parsed(url), _parameters(url.partition("?")[2])
+    for name in given:
+        if name in _OURS and name not in _OF_LOOKUP:
+            raise ValueError(f"{name}: means nothing here; remove it")
+    return replace(spec, name="lookup")
+
+
+def _refuse_unknown(given: Iterable[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
 
 
 def _named(name: str) -> str:

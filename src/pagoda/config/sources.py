@@ -87,9 +87,8 @@ def _converted(name: str, kind: str, value: object, origin: str) -> object:
     try:
         return converted(kind, value)
     except ValueError as invalid:
-        shown = (
-            "" if name in ("remote", "peers", "lookup") else f" = {value!r}"
-        )  # there may be a password in it
+        # there may be a password in it
+        shown = "" if name in ("remote", "peers", "lookup") else f" = {value!r}"
         raise ConfigError(f"{name}{shown}: {invalid} ({origin})") from None
 
 

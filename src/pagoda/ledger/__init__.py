@@ -10,18 +10,18 @@ Modules, in the order in which data meets them:
     locks               byte-range locks between processes, and the gate
     transaction         one write transaction: what it changes in the tables, and publishes in the columns
     allocation          steps of a transaction: reserve, commit, abort, adopt
-    chunk_ops           steps of a transaction: hold, pin, remove, vacate
+    hold_pin_remove     steps of a transaction: hold, pin, remove, vacate
     members             steps of a transaction: members, and what dead ones left
-    namespaces          steps of a transaction: clears, labels, and what outlives the tables
+    clears_and_labels   steps of a transaction: clears, labels, and what outlives the tables
     namespace_registry  labels and clears, where they outlive the tables
     clear_log           the two files that say what was cleared
     queries             what read transactions look up
-    tables              the LMDB tables: everything that must be right
+    lmdb_tables         the LMDB tables: everything that must be right
     columns             the mapped columns and ghosts: hints for policies, and the published generations
     member_counters     the mapped counters, a row a member
     chunk_notes         what an engine keeps with its chunks, to tell routers of them after a restart
     request_ring        the last requests, with why each got no more
-    eviction            `Evictor`: the one way to the policy
+    eviction_policy     `Evictor`: the one way to the policy
     policy_thread       the thread on which a policy learns, and which asks for more slots
     slot_view_guards    which slots of a slab in memory are in use, so that their pages stay
     space_sharing       how the stores of one root share its space
@@ -29,7 +29,7 @@ Modules, in the order in which data meets them:
     store               open, create, resize and rebuild a store's directory
     stores_under_root   which stores a root has; its lock; removing a store
     store_state         the state file of a store, and the names of its files
-    snapshot            `StoreSnapshot`: what people and monitors are shown of a store
+    store_stats         `StoreStats`: what people and monitors are shown of a store
     table_integrity     whether tables can be trusted: checksums, the check of all rows
 """
 

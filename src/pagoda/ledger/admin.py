@@ -16,15 +16,15 @@ import lmdb
 import numpy as np
 
 from pagoda.errors import LedgerCorrupt, StoreError
-from pagoda.ledger import chunk_ops, namespaces, queries, table_integrity
+from pagoda.ledger import clears_and_labels, hold_pin_remove, queries, table_integrity
 from pagoda.ledger.chunk_notes import ChunkNotes
+from pagoda.ledger.clears_and_labels import ClearScope
 from pagoda.ledger.ledger import Ledger
+from pagoda.ledger.lmdb_tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables, Txn
 from pagoda.ledger.member_counters import folded
-from pagoda.ledger.namespaces import ClearScope
 from pagoda.ledger.outcomes import ChunkRow, NamespaceRow, Report
 from pagoda.ledger.session import PATIENT_SECONDS
 from pagoda.ledger.store_state import NOTES, OLD_PROMPTS, PROMPTS
-from pagoda.ledger.tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables, Txn
 from pagoda.ledger.transaction import BATCH, batches
 from pagoda.metrics import Reason
 
@@ -99,7 +99,7 @@ def pin(ledger: Ledger, keys: Sequence[bytes], owner: str) -> int:
 
     pinned = 0
     for batch in batches(keys):
-        pinned += ledger.session.write(partial(chunk_ops.pin, keys=batch, owner=owner))
+        pinned += ledger.session.write(partial(hold_pin_remove.pin, keys=batch, owner=owner))
     return pinned
 
 
@@ -107,7 +107,8 @@ def unpin(ledger: Ledger, keys: Sequence[bytes] | None, owner: str) -> int:
     """End the pins of `owner` on these chunks (None: on all that are pinned now); return how many."""
     wanted = list_pins(ledger).get(owner, []) if keys is None else keys
     return sum(
-        ledger.session.write(partial(chunk_ops.unpin, keys=batch, owner=owner)) for batch in batches(wanted)
+        ledger.session.write(partial(hold_pin_remove.unpin, keys=batch, owner=owner))
+        for batch in batches(wanted)
     )
 
 
@@ -116,7 +117,9 @@ def remove(ledger: Ledger, keys: Sequence[bytes], reason: Reason = Reason.REMOVE
     removed, notes = 0, ChunkNotes(ledger.directory)
     for batch in batches(keys):
         places = ledger.columns.places_of(batch) if notes.exist() else []
-        removed += ledger.session.write(partial(chunk_ops.remove, keys=batch, reason=reason), frees=True)
+        removed += ledger.session.write(
+            partial(hold_pin_remove.remove, keys=batch, reason=reason), frees=True
+        )
         with suppress(OSError):  # it can be read only under a key that is published no more
             notes.erase(places)
     return removed
@@ -154,7 +157,7 @@ def _remove_tokens(ledger: Ledger, namespace: bytes | None) -> None:
 
 
 def _clear_chunks(ledger: Ledger, namespace: bytes | None) -> int:
-    cleared = ledger.session.write(lambda w: namespaces.clear(w, namespace), frees=True)
+    cleared = ledger.session.write(lambda w: clears_and_labels.clear(w, namespace), frees=True)
     try:
         ledger.namespaces.save_clear(namespace)
     finally:  # what may come back with a rebuild is removed for now even so
@@ -166,14 +169,14 @@ def _drop_cleared(ledger: Ledger, scope: ClearScope) -> int:
     namespace, watermark, chunks = scope
 
     def cleared(_txn: Txn, _tables: Tables, key: bytes, row: bytes) -> int | None:
-        return int(SLOT_KEY.unpack(key)[0]) if chunk_ops.is_cleared(row, namespace, watermark) else None
+        return int(SLOT_KEY.unpack(key)[0]) if hold_pin_remove.is_cleared(row, namespace, watermark) else None
 
     slots = (
         slot for slot in ledger.session.read_rows(lambda tables: tables.slots, cleared) if slot is not None
     )
     dropped, most = 0, 4  # a few first: if the map is full, they free space for more
     while dropped < chunks and (found := list(islice(slots, most))):
-        drop = partial(chunk_ops.drop_cleared, slots=found, namespace=namespace, watermark=watermark)
+        drop = partial(hold_pin_remove.drop_cleared, slots=found, namespace=namespace, watermark=watermark)
         dropped += ledger.session.write(drop, frees=True)
         most = min(2 * most, BATCH)
     return dropped

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pagoda.ledger.lmdb_tables import ENTRY, MEMBER, MEMBER_KEY, PLACE, SLOT, SLOT_KEY, Meta, Reservation
 from pagoda.ledger.members import reap
 from pagoda.ledger.outcomes import Busy, CommitResult, Outcome, Present, Refused, Reserved
-from pagoda.ledger.tables import ENTRY, PLACE, SLOT, SLOT_KEY, Meta, Reservation
 from pagoda.ledger.transaction import Transaction, window
 from pagoda.metrics import Reason
 
@@ -70,7 +70,8 @@ def reserve(
     meta = transaction.meta
     quota = max(meta.with_pages() // 4, window(meta.slots))  # never fewer than one reserve asks for
     number = transaction.namespace(request.namespace)
-    owed = transaction.reserved_by(transaction.member)
+    member = transaction.get(MEMBER_KEY.pack(transaction.member), db=transaction.tables.members)
+    owed = max(0, MEMBER.unpack(member)[2] + transaction.owed.get(transaction.member, 0)) if member else 0
     present = _present(transaction, keys, number)
     kept = {found.slot for found in present.values() if isinstance(found, Present)}
     passed_over: list[int] = []

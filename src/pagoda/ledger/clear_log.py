@@ -2,7 +2,7 @@
 free space on the disk.
 
 A slab outlives its tables, and then only its headers say what is stored. So every watermark that a clear sets (see
-`namespaces`) is on the medium before the clear returns: as the next record of the active file.
+`clears_and_labels`) is on the medium before the clear returns: as the next record of the active file.
 
 | record | content, each with the number of its run and a checksum |
 | --- | --- |

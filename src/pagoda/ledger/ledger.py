@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from pagoda.clock import Clock
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.finalizers import settle
-from pagoda.ledger import allocation, chunk_ops, queries
+from pagoda.fork import call_in_child
+from pagoda.ledger import allocation, hold_pin_remove, queries
 from pagoda.ledger.columns import KEY_BYTES, NOT_READY, Columns, marks_of
-from pagoda.ledger.eviction import GHOST_REASONS, Evictor
+from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.locks import barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
@@ -542,15 +543,15 @@ class Ledger:
         A chunk that is removed or cleared meanwhile is neither found nor valid, but no byte of its slot changes before.
         """
         held: list[tuple[int, int]] = []
-        hold = partial(chunk_ops.hold, chunks=_pairs(slots, generations), held=held)
+        hold = partial(hold_pin_remove.hold, chunks=_pairs(slots, generations), held=held)
         try:
-            return self._owed(hold, partial(chunk_ops.release, chunks=held), deadline_seconds)
+            return self._owed(hold, partial(hold_pin_remove.release, chunks=held), deadline_seconds)
         except UnavailableError:
             return [False] * len(slots)
 
     def release(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
         """End one hold of this member on each of these chunks."""
-        self._now_or_later(partial(chunk_ops.release, chunks=_pairs(slots, generations)), 1.0)
+        self._now_or_later(partial(hold_pin_remove.release, chunks=_pairs(slots, generations)), 1.0)
 
     def next_victims(self, count: int) -> NDArray[np.int64]:
         """Return the slots that would be evicted first if `count` were needed now. Changes nothing."""
@@ -564,7 +565,7 @@ class Ledger:
         """Remove a chunk that failed a check, if the entry still names that slot and generation; counted."""
         if reason is Reason.FAILED_CHECK:
             self.count({"failed_checks": 1})
-        drop = partial(chunk_ops.drop, key=key, slot=slot, generation=generation, reason=reason)
+        drop = partial(hold_pin_remove.drop, key=key, slot=slot, generation=generation, reason=reason)
         try:
             return self.session.write(drop, deadline_seconds, frees=True)
         except UnavailableError:
@@ -609,7 +610,8 @@ class Ledger:
                 _changed.notify_all()
 
 
-def _fresh_locks() -> None:
+@call_in_child
+def _reset_in_child() -> None:
     """Renew locks in a forked child: it has one thread, so a lock that another thread held must not stay locked."""
     global _changed
     _changed = Condition()
@@ -623,9 +625,6 @@ def _fresh_locks() -> None:
         if ledger._closing or ledger._borrowed:  # by a thread that this process does not have
             _ledgers.remove(ledger)
             ledger.session.close()
-
-
-os.register_at_fork(after_in_child=_fresh_locks)
 
 
 def _with_space(step: Callable[[float], T], until: float) -> T:

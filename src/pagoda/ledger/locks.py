@@ -37,6 +37,8 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
+from pagoda.fork import call_in_child
+
 GATE, INTENT, OPEN, SCAN, LABELS = 0, 1, 2, 3, 4
 MEMBERS = 1024
 
@@ -227,11 +229,11 @@ def _count_fork() -> None:
     _forks += 1
 
 
-def _after_fork_in_child() -> None:
+@call_in_child  # before all others of the ledger, which take locks in the child
+def _reset_in_child() -> None:
     for file in list(_files):
         with contextlib.suppress(OSError):
             file._after_fork_in_child()
 
 
-# This hook runs before all other hooks of the ledger, which take locks in the child.
-os.register_at_fork(after_in_parent=_count_fork, after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_parent=_count_fork)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.ledger.columns import map_file
-from pagoda.ledger.tables import COUNTER_NAMES_ROW, COUNTERS_ROW, Tables, Txn
+from pagoda.ledger.lmdb_tables import COUNTER_NAMES_ROW, COUNTERS_ROW, Tables, Txn
 from pagoda.metrics import COUNTERS
 
 MEMBER_ROWS = 512

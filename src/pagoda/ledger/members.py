@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.ledger.columns import NOT_READY, Columns
+from pagoda.ledger.lmdb_tables import HOLD, MEMBER, MEMBER_KEY, NO_MEMBER, SLOT, SLOT_KEY, Reservation
 from pagoda.ledger.member_counters import MEMBER_ROWS, fold
-from pagoda.ledger.tables import HOLD, MEMBER, MEMBER_KEY, NO_MEMBER, SLOT, SLOT_KEY, Reservation
 from pagoda.ledger.transaction import Transaction
 
 DEVICE_GRACE_NS = 5_000_000_000  # a copy by a GPU may outlive the process that began it

@@ -1,6 +1,6 @@
 """What a store keeps of its namespaces outside the tables: labels for people, and what was cleared.
 
-`Ledger` and `admin` call it. In a store on disk both outlive the tables, in files (see `namespaces`, `clear_log`).
+`Ledger` and `admin` call it. In a store on disk both outlive the tables, in files (`clears_and_labels`, `clear_log`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import partial
 import msgspec
 
 from pagoda.errors import StoreError
-from pagoda.ledger import namespaces, queries
+from pagoda.ledger import clears_and_labels, queries
 from pagoda.ledger.clear_log import ALL, ClearLog, Watermarks
+from pagoda.ledger.clears_and_labels import NamespaceCounts
+from pagoda.ledger.lmdb_tables import NAMESPACE
 from pagoda.ledger.locks import LABELS
-from pagoda.ledger.namespaces import NamespaceCounts
 from pagoda.ledger.session import PATIENT_SECONDS, Session
-from pagoda.ledger.tables import NAMESPACE
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import guarded_logger
 
@@ -153,7 +153,7 @@ class NamespaceRegistry:
     def _label(self, root: bytes, transaction: Transaction) -> None:
         fields = self._waiting.pop(root, None)  # tried once: a label must not keep other work from being done
         if fields is not None:
-            namespaces.label(transaction, root, fields)
+            clears_and_labels.label(transaction, root, fields)
 
     def write_labels(self, deadline_seconds: float = PATIENT_SECONDS) -> None:
         """Write the labels that wait for a transaction. StoreError if it cannot be done in time."""
@@ -168,4 +168,4 @@ class NamespaceRegistry:
         with contextlib.suppress(StoreError, OSError), self._lock:  # they are only labels
             self._session.require_store()
             self.write_labels(_SAVING_SECONDS)
-            namespaces.save_labels(self._directory, self.labels(time.monotonic() + _SAVING_SECONDS))
+            clears_and_labels.save_labels(self._directory, self.labels(time.monotonic() + _SAVING_SECONDS))

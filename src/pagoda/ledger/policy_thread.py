@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pagoda.disk_space import allocate
 from pagoda.errors import ClosedError
 from pagoda.ledger.columns import map_file
-from pagoda.ledger.eviction import Evictor
+from pagoda.ledger.eviction_policy import Evictor
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.space_sharing import SpaceShare
 from pagoda.metrics import guarded_logger

@@ -9,8 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.ledger.columns import FEW, Columns
+from pagoda.ledger.lmdb_tables import (
+    ENTRY,
+    NAMESPACE,
+    NO_NAMESPACE,
+    NUMBER,
+    PLACE,
+    SLOT_KEY,
+    Meta,
+    Tables,
+    Txn,
+)
 from pagoda.ledger.outcomes import Present
-from pagoda.ledger.tables import ENTRY, NAMESPACE, NO_NAMESPACE, NUMBER, PLACE, SLOT_KEY, Meta, Tables, Txn
 from pagoda.metrics import Reason
 
 _FEW_ENTRIES = 32  # so few are checked one by one

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pagoda.ledger.clears_and_labels import is_live
 from pagoda.ledger.ledger import Ledger
+from pagoda.ledger.lmdb_tables import ENTRY, PLACE, SLOT, SLOT_KEY
 from pagoda.ledger.locks import SCAN
-from pagoda.ledger.namespaces import is_live
 from pagoda.ledger.outcomes import ScannedChunk
 from pagoda.ledger.store_state import FIRST_OFFSET
-from pagoda.ledger.tables import ENTRY, PLACE, SLOT, SLOT_KEY
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import Reason
 

@@ -1,6 +1,6 @@
 """The last requests of all processes that share a store, with why each got no more: a ring of records in one page.
 
-`CacheCounters` appends a record where it counts a request, `StoreSnapshot` reads them. An append is two plain writes to
+`CacheCounters` appends a record where it counts a request, `StoreStats` reads them. An append is two plain writes to
 mapped memory, with no lock and no call of the system: of two processes that append at the same moment one record may be
 lost. What is torn, or of another version, has a wrong checksum and is left out. Nothing else depends on them.
 """

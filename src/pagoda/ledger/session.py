@@ -25,16 +25,17 @@ import numpy as np
 
 from pagoda.clock import Clock
 from pagoda.errors import ClosedError, LedgerCorrupt, StoreError
+from pagoda.fork import call_in_child
+from pagoda.ledger.clears_and_labels import load_saved
 from pagoda.ledger.columns import Columns
+from pagoda.ledger.lmdb_tables import MEMBER, MEMBER_KEY, Tables, Txn
 from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate
 from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
 from pagoda.ledger.members import add_member, leave, publish_committed, reap, remove_dead
-from pagoda.ledger.namespaces import load_saved
 from pagoda.ledger.slot_view_guards import PageGuards
 from pagoda.ledger.store import OpenStore, reopen_store
 from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLES
 from pagoda.ledger.table_integrity import is_damage
-from pagoda.ledger.tables import MEMBER, MEMBER_KEY, Tables, Txn
 from pagoda.ledger.transaction import BATCH, Transaction
 from pagoda.metrics import COUNTERS, Reason, guarded_logger
 
@@ -557,11 +558,12 @@ def _after_in_parent_again() -> None:
     _forking.sessions = ()  # or their files would stay open after they are closed
 
 
-def _after_in_child() -> None:
+@call_in_child
+def _reset_in_child() -> None:
     _forking.sessions = ()
     for session in list(_sessions):
         session.after_fork_in_child()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent)
 os.register_at_fork(after_in_parent=_after_in_parent_again)

@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING
 
 from pagoda.disk_space import allocate_range, data_ranges, free_bytes, punch
 from pagoda.errors import ClosedError, NoRoomError, StoreError
-from pagoda.ledger import chunk_ops, queries
+from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE, NOT_READY, Columns
+from pagoda.ledger.lmdb_tables import Meta
 from pagoda.ledger.root_usage import Holding, held_bytes, holdings, root_limit
 from pagoda.ledger.store_state import COLUMNS, FORMAT, read_state
 from pagoda.ledger.stores_under_root import root_locked
-from pagoda.ledger.tables import Meta
 from pagoda.ledger.transaction import BATCH, Transaction, batches
 from pagoda.metrics import guarded_logger
 
@@ -303,7 +303,7 @@ class SpaceShare:
             if not idle:
                 return []
             first = self._last_with_pages(meta, count)
-            self._session.write(lambda w: chunk_ops.vacate_unscanned(w, meta.backed - first), 1.0)
+            self._session.write(lambda w: hold_pin_remove.vacate_unscanned(w, meta.backed - first), 1.0)
             return list(range(first, meta.backed))
         slots = list[int]()
         for reach in (count - meta.free(), self._ledger.slots):  # pinned or held chunks may hide others
@@ -311,7 +311,7 @@ class SpaceShare:
             while len(slots) < count:
                 batch, victims = victims[:BATCH], victims[BATCH:]
                 most = min(BATCH, count - len(slots))
-                vacate = partial(chunk_ops.vacate, count=most, victims=batch, in_memory=self._in_memory)
+                vacate = partial(hold_pin_remove.vacate, count=most, victims=batch, in_memory=self._in_memory)
                 got = self._session.write(vacate, 1.0)
                 slots += got
                 if not got and not victims:

@@ -25,6 +25,7 @@ from pagoda.clock import Clock
 from pagoda.disk_space import allocate, free_bytes, lengthen, require_free, require_local, require_own
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.ledger.columns import Columns
+from pagoda.ledger.lmdb_tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
 from pagoda.ledger.locks import OPEN, LockFile
 from pagoda.ledger.root_usage import holdings, is_of_another_version, root_limit, write_limit
 from pagoda.ledger.store_state import (
@@ -50,7 +51,6 @@ from pagoda.ledger.store_state import (
 )  # fmt: skip
 from pagoda.ledger.stores_under_root import MAKING, discard, in_use, root_locked, stores
 from pagoda.ledger.table_integrity import checksum, find_damage
-from pagoda.ledger.tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import guarded_logger
 

@@ -19,9 +19,7 @@ import xxhash
 from pagoda.errors import LedgerCorrupt
 from pagoda.ledger import queries
 from pagoda.ledger.columns import NOT_READY, Columns, columns_bytes
-from pagoda.ledger.outcomes import Report
-from pagoda.ledger.store_state import COLUMNS, TABLES, StoreState
-from pagoda.ledger.tables import (
+from pagoda.ledger.lmdb_tables import (
     ENTRY,
     META_ROW,
     NAMESPACE,
@@ -34,6 +32,8 @@ from pagoda.ledger.tables import (
     Tables,
     Txn,
 )
+from pagoda.ledger.outcomes import Report
+from pagoda.ledger.store_state import COLUMNS, TABLES, StoreState
 
 _SECONDS = 1.0  # if it takes longer, reading the headers back in the background is the faster start
 _PIECE_BYTES = 64 << 20  # read between two checks of the clock: the tables of most stores are one piece

@@ -1,6 +1,7 @@
 """One write transaction: what it changes in the tables, and what it publishes in the columns after its commit.
 
-`session` runs it; the steps in `allocation`, `chunk_ops`, `members` and `namespaces` change the tables through it.
+`session` runs it. The steps in `allocation`, `hold_pin_remove`, `members` and `clears_and_labels` change the tables
+through it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import lmdb
 import numpy as np
 
 from pagoda.ledger.columns import BARE, KEY_BYTES, NO_PARENT, NOT_READY, Columns, marks_of
-from pagoda.ledger.eviction import GHOST_REASONS
-from pagoda.ledger.tables import (
+from pagoda.ledger.eviction_policy import GHOST_REASONS
+from pagoda.ledger.lmdb_tables import (
     HOLD,
     MEMBER,
     MEMBER_KEY,
@@ -271,11 +272,6 @@ class Transaction:
         if member not in self._known_alive:
             self._known_alive[member] = self._alive(member)
         return self._known_alive[member]
-
-    def reserved_by(self, member: int) -> int:
-        """Return the number of slots that a member has reserved."""
-        row = self.get(MEMBER_KEY.pack(member), db=self.tables.members)
-        return 0 if row is None else max(0, MEMBER.unpack(row)[2] + self.owed.get(member, 0))
 
     # ---- the end
 

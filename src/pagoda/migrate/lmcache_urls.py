@@ -9,8 +9,6 @@ from urllib.parse import quote
 from pagoda.config.remote_urls import parse
 from pagoda.url_parts import split_url
 
-__all__ = ["IN_URLS", "START_SERVER", "Untranslated", "is_own_server", "translated"]
-
 _REDIS = 'remote = "redis://HOST:6379/0"'
 _REASONS = {
     "redis-sentinel": 'name the service in the URL: remote = "redis+sentinel://HOST:26379,HOST:26379/SERVICE"',

@@ -16,16 +16,6 @@ from pagoda.replay.trace import Request
 from pagoda.tiers.remote.leading_run import EXACT_REQUESTS, leading_run
 from pagoda.tiers.remote.object_store import BELIEVED_SECONDS
 
-__all__ = [
-    "ROUTES",
-    "WRITE_POLICIES",
-    "FleetOutcome",
-    "FleetSpec",
-    "StoreRequests",
-    "Traffic",
-    "simulate_fleet",
-]
-
 ROUTES = ("round-robin", "prefix")
 WRITE_POLICIES = ("write_through", "second_sight")
 _MINUTE_MS = 60_000

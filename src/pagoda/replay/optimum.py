@@ -9,8 +9,6 @@ import numpy as np
 
 from pagoda.replay.trace import Request
 
-__all__ = ["infinite", "optimum"]
-
 
 def optimum(requests: Sequence[Request], chunks: int) -> float:
     """The hit rate of a cache that knows the future: Belady's, which also lets pass what it need not keep.

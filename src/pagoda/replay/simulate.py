@@ -10,8 +10,6 @@ from pagoda.ledger.store_state import FIRST_OFFSET
 from pagoda.replay.simulated_tier import Chain, SimulatedTier, marks_of_ids
 from pagoda.replay.trace import Request
 
-__all__ = ["SimulatedOutcome", "Simulation", "TierOutcome", "TierSpec", "simulate"]
-
 _BEGIN_NS = FIRST_OFFSET + 1  # recency as in a new store
 
 

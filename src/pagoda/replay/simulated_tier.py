@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 
 from pagoda.ledger.allocation import ATTEMPTS, MOST_VICTIMS, PRESENT_LEASE_SECONDS, STAMP_STEP
 from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, Marks
-from pagoda.ledger.eviction import GHOST_REASONS, Evictor
+from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.transaction import BATCH
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.redis import GHOST_SECONDS
-
-__all__ = ["Chain", "SecondSightTier", "SimulatedTier", "marks_of_ids"]
 
 _LEASE_NS = int(PRESENT_LEASE_SECONDS * 1e9)
 _SHARE_NS, _PREPARE_NS = 1_000_000_000, 100_000_000

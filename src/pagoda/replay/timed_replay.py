@@ -21,8 +21,6 @@ import numpy as np
 from pagoda.replay.simulate import SimulatedMatch, SimulatedOutcome, Simulation, TierSpec
 from pagoda.replay.trace import Request
 
-__all__ = ["Engines", "Seconds", "TimedOutcome", "TimedTier", "replay_timed"]
-
 _PLENTY = 1 << 40
 
 

@@ -16,8 +16,6 @@ from typing import Annotated, BinaryIO, NamedTuple, cast
 
 import msgspec
 
-__all__ = ["Request", "format_request", "read_trace"]
-
 _GZIP = b"\x1f\x8b"
 _LARGEST_ID = (1 << 64) - 1
 _CHUNK_TOKENS = 512

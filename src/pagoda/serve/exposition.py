@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from pagoda.ledger.snapshot import StoreSnapshot
+from pagoda.ledger.store_stats import StoreStats
 from pagoda.metrics import LOAD_BUCKETS, TIER_KINDS, Reason
 from pagoda.tiers.remote.store_client import Usage
 
@@ -142,7 +142,7 @@ FAMILIES: tuple[MetricFamily, ...] = (
 class Exposition(NamedTuple):
     """What one exposition is made of."""
 
-    stores: Sequence[StoreSnapshot]
+    stores: Sequence[StoreStats]
     unreadable: Sequence[str] = ()  # directories of stores that could not be read
     remotes: Mapping[str, Usage | None] = {}  # by the name of the tier; None: it gave no answer
     served: Mapping[str, int] = {}  # what `pagoda serve` has counted since its start
@@ -186,15 +186,15 @@ def _metrics(found: Exposition) -> Iterator[Metric]:
     yield _metric(_SERVE_SENT, [] if sent is None else [((), sent)])
 
 
-def _place(store: StoreSnapshot) -> tuple[str, str]:
+def _place(store: StoreStats) -> tuple[str, str]:
     return store.tier, str(store.directory)
 
 
-def _gauge_of(store: StoreSnapshot, name: str) -> int:
+def _gauge_of(store: StoreStats, name: str) -> int:
     return store.slot_bytes if name == "slot_bytes" else store.gauges[name]
 
 
-def _counters(stores: Sequence[StoreSnapshot]) -> Iterator[Metric]:
+def _counters(stores: Sequence[StoreStats]) -> Iterator[Metric]:
     for name, family in _COUNTER_FAMILIES.items():
         yield _metric(family, [(_place(store), store.counters[name]) for store in stores])
     seconds = [(_place(store), store.counters["prefill_microseconds"] / 1e6) for store in stores]
@@ -218,7 +218,7 @@ def _counters(stores: Sequence[StoreSnapshot]) -> Iterator[Metric]:
         )
 
 
-def _loads(stores: Sequence[StoreSnapshot]) -> Metric:
+def _loads(stores: Sequence[StoreStats]) -> Metric:
     metric = HistogramMetricFamily(_LOADS.name, _LOADS.help, labels=_LOADS.labels)
     for store in stores:
         for kind, columns in LOAD_BUCKETS.items():
@@ -231,7 +231,7 @@ def _loads(stores: Sequence[StoreSnapshot]) -> Metric:
     return metric
 
 
-def _namespaces(stores: Sequence[StoreSnapshot]) -> Mapping[tuple[str, ...], int]:
+def _namespaces(stores: Sequence[StoreStats]) -> Mapping[tuple[str, ...], int]:
     """Return the chunks by labels: of the namespaces that have most over all stores, and of all others together."""
     total: Tally[bytes] = Tally()
     for store in stores:

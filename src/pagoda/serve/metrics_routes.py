@@ -16,7 +16,7 @@ from aiohttp import web
 from pagoda.clock import Deadline
 from pagoda.errors import PagodaError
 from pagoda.ledger import Ledger
-from pagoda.ledger.snapshot import StoreSnapshot
+from pagoda.ledger.store_stats import StoreStats
 from pagoda.serve.blocking_calls import CALLS
 from pagoda.serve.chunk_routes import COUNTS
 from pagoda.serve.exposition import Exposition, exposition
@@ -47,13 +47,13 @@ class StoreScrape:
 
     def _read(self) -> Exposition:
         """Read every store; one that cannot be read is named, and the others are read."""
-        stores: list[StoreSnapshot] = []
+        stores: list[StoreStats] = []
         unreadable: list[str] = []
         deadline = Deadline(_STORES_SECONDS)
         for directory in self._find_stores():
             try:
                 with closing(Ledger.attach(directory, deadline_seconds=deadline.last())) as ledger:
-                    stores.append(StoreSnapshot.of(ledger, deadline.last()))
+                    stores.append(StoreStats.of(ledger, deadline.last()))
             except (PagodaError, OSError):
                 unreadable.append(str(directory))
         return Exposition(stores, unreadable)

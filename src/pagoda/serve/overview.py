@@ -1,6 +1,6 @@
 """Everything that the operator's page shows, as one dict: tiers, hits, what was saved, misses, namespaces, pins.
 
-`live_feed` calls `Overview.take` on a thread, once for all readers. It calls `StoreSnapshot.of`; all figures are from
+`live_feed` calls `Overview.take` on a thread, once for all readers. It calls `StoreStats.of`; all figures are from
 the counters that the engines of this machine share. What they cannot tell is None, with words that say what to do.
 """
 
@@ -20,7 +20,7 @@ import pagoda
 from pagoda.clock import Deadline
 from pagoda.errors import PagodaError
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
-from pagoda.ledger.snapshot import StoreSnapshot
+from pagoda.ledger.store_stats import StoreStats
 from pagoda.metrics import DROPS, MISSES, TIER_KINDS, Reason
 from pagoda.threads import begin
 
@@ -87,7 +87,7 @@ class Overview:
         self._remotes: Sequence[RemoteUsage] = ()
         self._asked_at = float("-inf")
         self._asking: threading.Thread | None = None
-        self._before: tuple[float, dict[Path, StoreSnapshot]] | None = None
+        self._before: tuple[float, dict[Path, StoreStats]] | None = None
         self.history: deque[Sample] = deque(maxlen=MOST_SAMPLES)
 
     def take(self) -> dict[str, object]:
@@ -96,7 +96,7 @@ class Overview:
         stores, troubles = [], list[str]()
         for ledger in ledgers:
             try:
-                stores.append(StoreSnapshot.of(ledger, deadline.last()))
+                stores.append(StoreStats.of(ledger, deadline.last()))
             except PagodaError as trouble:
                 troubles.append(str(trouble))
         remotes = self._known_remotes()
@@ -137,7 +137,7 @@ class Overview:
                 self._asking.join(_REMOTES_PATIENCE_SECONDS)
         return self._remotes
 
-    def _sample(self, now: float, stores: Sequence[StoreSnapshot]) -> Sample | None:
+    def _sample(self, now: float, stores: Sequence[StoreStats]) -> Sample | None:
         """Return, and keep, what happened since the last call; a store that was not there then adds nothing."""
         known = {store.directory: store for store in stores}
         before, self._before = self._before, (now, known)
@@ -157,7 +157,7 @@ class Overview:
         return sample
 
 
-def _totals(stores: Iterable[StoreSnapshot]) -> Tally[str]:
+def _totals(stores: Iterable[StoreStats]) -> Tally[str]:
     total: Tally[str] = Tally()
     for store in stores:
         total.update(store.counters)
@@ -168,7 +168,7 @@ def _by_reason(counts: Mapping[str, int], prefix: str, reasons: Iterable[Reason]
     return {str(reason): counts[f"{prefix}{reason}"] for reason in reasons if counts[f"{prefix}{reason}"]}
 
 
-def _local_tiers(stores: Sequence[StoreSnapshot], totals: Mapping[str, int]) -> list[dict[str, object]]:
+def _local_tiers(stores: Sequence[StoreStats], totals: Mapping[str, int]) -> list[dict[str, object]]:
     """Return one row for each kind of tier that this machine has, from the top down."""
     rows: list[dict[str, object]] = []
     for kind in TIER_KINDS:
@@ -206,7 +206,7 @@ def _remote_tiers(remotes: Sequence[RemoteUsage], hit_tokens: int) -> list[dict[
     ]
 
 
-def _saved(stores: Sequence[StoreSnapshot], gpu_price: float | None) -> dict[str, object]:
+def _saved(stores: Sequence[StoreStats], gpu_price: float | None) -> dict[str, object]:
     """Return what the hits saved: each store's at the speed that the engines of this store reported."""
     compute_seconds = load_seconds = 0.0
     known_tokens = unknown_tokens = 0
@@ -251,7 +251,7 @@ def _saved(stores: Sequence[StoreSnapshot], gpu_price: float | None) -> dict[str
     }
 
 
-def _namespaces(stores: Sequence[StoreSnapshot]) -> list[dict[str, object]]:
+def _namespaces(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
     """Return the namespaces of all stores, those with most bytes first. Of a salt, `fields` has only a digest."""
     fields: dict[bytes, dict[str, str]] = {}
     chunks: dict[bytes, Tally[str]] = {}
@@ -272,7 +272,7 @@ def _namespaces(stores: Sequence[StoreSnapshot]) -> list[dict[str, object]]:
     ]
 
 
-def _requests(stores: Sequence[StoreSnapshot]) -> list[dict[str, object]]:
+def _requests(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
     """Return the last requests, the newest first, with what is known of their namespaces (of a salt only a digest)."""
     last = sorted(chain.from_iterable(store.requests for store in stores), key=lambda one: -one.time)
     fields = {row.root[:NAMESPACE_BYTES]: row.fields for store in stores for row in store.namespaces}
@@ -282,14 +282,14 @@ def _requests(stores: Sequence[StoreSnapshot]) -> list[dict[str, object]]:
     ]
 
 
-def _pins(stores: Sequence[StoreSnapshot]) -> list[dict[str, object]]:
+def _pins(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
     """Return who pinned how much in each tier, most first."""
     rows = [(chunks, store.tier, owner) for store in stores for owner, chunks in store.pins.items()]
     rows.sort(key=lambda row: -row[0])
     return [{"tier": tier, "owner": owner, "chunks": chunks} for chunks, tier, owner in rows]
 
 
-def _setup(stores: Sequence[StoreSnapshot]) -> list[tuple[str, str]]:
+def _setup(stores: Sequence[StoreStats]) -> list[tuple[str, str]]:
     rows = [(f"Store ({store.tier})", str(store.directory)) for store in stores]
     if stores:
         rows.append(

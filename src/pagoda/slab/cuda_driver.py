@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["ALREADY_GONE", "Driver", "DriverError"]
+from pagoda.fork import reset_in_child
 
 LIBRARY = "libcuda.so.1"
 _PORTABLE, _DEVICEMAP = 1, 2
@@ -41,7 +41,6 @@ _SIGNATURES = {
     "cuGetErrorName": [_Number, ctypes.POINTER(ctypes.c_char_p)],
 }
 _loaded: dict[str, tuple[int, Driver | None]] = {}  # library -> process of its cuInit, driver
-_drivers: list[Driver] = []
 
 
 class DriverError(Exception):
@@ -66,7 +65,11 @@ class Driver:
         self._forked = False  # this is a child of the process that initialised the driver
         self._lock = threading.Lock()
         self._contexts: dict[int, ctypes.c_void_p] = {}  # primary contexts, kept for the life of the process
-        _drivers.append(self)
+        reset_in_child(self)
+
+    def reset(self) -> None:
+        """Refuse all calls from now on, as in a forked child."""
+        self._forked, self._lock = True, threading.Lock()  # another thread may have had it
 
     @classmethod
     def load(cls, library: str = LIBRARY) -> Driver | None:
@@ -158,11 +161,3 @@ class Driver:
             trouble = ctypes.c_char_p()
             self._library.cuGetErrorName(code, ctypes.byref(trouble))
             raise DriverError(name, code, (trouble.value or b"an unknown error").decode())
-
-
-def _after_fork_in_child() -> None:
-    for driver in _drivers:
-        driver._forked, driver._lock = True, threading.Lock()  # another thread may have had it
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

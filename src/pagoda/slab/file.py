@@ -9,11 +9,11 @@ import contextlib
 import errno
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pagoda.errors import StoreError
+from pagoda.fork import reset_in_child
 from pagoda.slab.memory import PAGE_BYTES, Bytes, address, aligned, open_slab
 
 __all__ = ["FileSlab", "aligned"]
@@ -22,8 +22,6 @@ _IOV_MAX = 1024
 _MAX_STALLS = 16  # consecutive calls without a whole page transferred before it is an error
 
 _Move = Callable[[Sequence[memoryview], int], int]
-
-_slabs: weakref.WeakSet[FileSlab] = weakref.WeakSet()
 
 
 class FileSlab:
@@ -46,9 +44,9 @@ class FileSlab:
         self._lock = threading.Lock()
         self._calls: set[object] = set()  # the calls that may be using _fd now
         self._closed = False
-        _slabs.add(self)
+        reset_in_child(self)
 
-    def _after_fork(self) -> None:
+    def reset(self) -> None:
         """Forget the calls of the parent's other threads: they do not continue in the child."""
         self._lock = threading.Lock()
         self._calls = set()
@@ -184,11 +182,3 @@ def _can_direct(path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _after_fork_in_child() -> None:
-    for slab in list(_slabs):
-        slab._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.errors import ClosedError, StoreError
+from pagoda.fork import reset_in_child
 from pagoda.slab import pinned
 from pagoda.slab.cuda_driver import Driver
 from pagoda.slab.linux_mmap import Memory, collapse_huge_pages, map_shared, populate
@@ -28,7 +29,6 @@ PAGE_BYTES = 4096
 _PIECE_BYTES = 64 << 20  # per populate call: a few tens of ms, so close() never waits long
 
 Bytes = npt.NDArray[np.uint8]
-_slabs: weakref.WeakSet[MemorySlab] = weakref.WeakSet()
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -78,9 +78,9 @@ class MemorySlab:
         self._threads: list[threading.Thread] = []
         self._populated_bytes = 0
         self._pinned: pinned.PinnedMemory | None = None
-        _slabs.add(self)
+        reset_in_child(self)
 
-    def _after_fork(self) -> None:
+    def reset(self) -> None:
         """Forget the parent's threads and registrations."""
         self._lock = threading.Lock()
         self._threads = []
@@ -257,11 +257,3 @@ def open_slab(path: Path, nbytes: int, flags: int = 0) -> int:
         os.close(fd)
         raise StoreError(f"the slab {path} has {size} bytes, {nbytes} are needed: remove its store")
     return fd
-
-
-def _after_fork_in_child() -> None:
-    for slab in list(_slabs):
-        slab._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

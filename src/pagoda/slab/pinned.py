@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import mmap
-import os
 import queue
 import threading
 import time
@@ -20,12 +19,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.fork import call_in_child, reset_in_child
 from pagoda.metrics import guarded_logger
 from pagoda.slab.cuda_driver import ALREADY_GONE, Driver, DriverError
 from pagoda.slab.linux_mmap import collapse_huge_pages, populate
 from pagoda.threads import NO_THREAD, Event, begin
-
-__all__ = ["MAX_PIECE_BYTES", "PIECE_BYTES", "PinnedMemory", "check", "copying", "device_address", "pin"]
 
 # At about 0.1 s per GiB a piece takes some 25 ms: close() waits no longer for one, and neither does another call of the
 # driver, which has one lock for all calls (NVIDIA/TensorRT-LLM#17773 uses pieces of 1 GiB for that reason).
@@ -229,6 +227,7 @@ class PinnedMemory:
         if not begin(self._thread):
             raise RuntimeError(NO_THREAD)
         _all.add(self)
+        reset_in_child(self)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all is registered, or no more will be; False after `timeout` seconds."""
@@ -325,7 +324,7 @@ class PinnedMemory:
         if self._array is not None:
             _kept.append(self._array)
 
-    def _forget(self) -> None:
+    def reset(self) -> None:
         """Forget all in a forked child: registrations and the thread are the parent's."""
         self.nbytes, self._array, self._registered = 0, None, {}
         self._requests, self._done = queue.SimpleQueue(), Event()
@@ -381,13 +380,11 @@ def _abandon_all() -> None:
         pinned._thread.join(max(0.0, until - time.monotonic()))
 
 
-def _after_fork_in_child() -> None:
+@call_in_child
+def _reset_in_child() -> None:
     _ranges.reset()
     _copies.clear()
     _kept.clear()  # the parent keeps its mappings
-    for pinned in list(_all):
-        pinned._forget()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
 atexit.register(_abandon_all)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pagoda import codec
+from pagoda.fork import call_in_child
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, ScannedChunk, rebuild
 from pagoda.threads import Event
@@ -101,10 +101,8 @@ class HeaderScan:
         )
 
 
-def _renew_in_child() -> None:
+@call_in_child
+def _reset_in_child() -> None:
     global _scanning_lock
     _scanning_lock = threading.Lock()
     _scanning.clear()
-
-
-os.register_at_fork(after_in_child=_renew_in_child)

@@ -89,9 +89,8 @@ class IoQueue:
         self._read_chunks = read_chunks
         self._changed = Condition()
         self._writes: deque[WriteRequest] = deque()
-        self._delayed: list[
-            tuple[float, int, WriteRequest]
-        ] = []  # writes that were put back: a heap, by when due
+        # writes that were put back: a heap, by when due
+        self._delayed: list[tuple[float, int, WriteRequest]] = []
         self._reads: deque[ReadRequest] = deque()
         self._outstanding_writes: dict[bytes, WriteRequest] = {}  # queued or running, by key
         # reads that others wait for, too
@@ -195,10 +194,13 @@ class IoQueue:
         With 0 for `most_writes`, wait for reads alone.
         """
         with self._changed:
-            pause = self._queue_delayed()
-            while not (self._closed or self._reads or (most_writes and self._writes)):
-                self._changed.wait(pause)
-                pause = self._queue_delayed()
+            while True:
+                now = time.monotonic()
+                while self._delayed and self._delayed[0][0] <= now:  # put back, and due
+                    self._writes.append(heapq.heappop(self._delayed)[2])
+                if self._closed or self._reads or (most_writes and self._writes):
+                    break
+                self._changed.wait(self._delayed[0][0] - now if self._delayed else None)
             if self._reads:
                 return self._reads.popleft()
             if self._closed:
@@ -217,13 +219,6 @@ class IoQueue:
                 heapq.heappush(self._delayed, (time.monotonic() + seconds, id(write), write))
                 self._changed.notify_all()
             return not self._closed
-
-    def _queue_delayed(self) -> float | None:
-        """Queue what was put back and is due; return in how many seconds the next is. Called with the lock."""
-        now = time.monotonic()
-        while self._delayed and self._delayed[0][0] <= now:
-            self._writes.append(heapq.heappop(self._delayed)[2])
-        return self._delayed[0][0] - now if self._delayed else None
 
     def read_all(self, load: Callable[[ReadRequest], None]) -> None:
         """Call `load` for each read that is queued. A worker does so before each write: reads go first."""

@@ -17,18 +17,6 @@ from pagoda.layout import KVLayout, itemsize
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Array",
-    "Bytes",
-    "Ids",
-    "Transfer",
-    "Words",
-    "as_words",
-    "check_starts",
-    "checked_slots",
-    "device_of",
-]
-
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Words: TypeAlias = npt.NDArray[np.unsignedinteger]  # elements as integers of the same width
 Ids: TypeAlias = npt.NDArray[np.int64]

@@ -20,8 +20,6 @@ import numpy as np
 from pagoda.threads import Pool, complete, wait
 from pagoda.transfer.base import Bytes, Ids, Words
 
-__all__ = ["CpuCopy", "KvRows", "copy_pairs", "end_helpers", "in_threads"]
-
 _WORD_BYTES = 8  # the widest
 _PIECE_BYTES = 2 << 20  # what a thread takes at a time, so that none waits long for another
 _LEAST_BYTES = 8 << 20  # a smaller copy ends before a helper has woken up

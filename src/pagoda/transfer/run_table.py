@@ -16,9 +16,7 @@ import numpy as np
 from pagoda.layout import KVLayout
 from pagoda.transfer.base import Ids
 from pagoda.transfer.cpu_copy import KvRows
-from pagoda.transfer.pages import PagePlane
-
-__all__ = ["ByteRun", "RunTable", "dense_run_table", "page_run_table", "run_table"]
+from pagoda.transfer.pages_kv import PagePlane
 
 
 class ByteRun(NamedTuple):

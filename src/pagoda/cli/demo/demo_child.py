@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from pagoda.connectors.transformers import CachedModel
 
-__all__ = ["DemoAnswer", "DemoOutcome", "Said", "Size", "Task"]
-
 
 @dataclass(frozen=True)
 class Size:

@@ -21,8 +21,6 @@ from pagoda.cli.demo.demo_child import DemoAnswer, DemoOutcome, Said, Size, Task
 from pagoda.cli.record import handling
 from pagoda.tiers import tier_registry
 
-__all__ = ["Shown", "run_demo"]
-
 PROCESSES = ("cold", "host", "disk")
 
 

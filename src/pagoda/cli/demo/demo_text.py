@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["QUESTIONS", "ByteTokenizer", "documents"]
-
 QUESTIONS = (
     "\n\nQuestion: when is __del__ called?\nAnswer:",
     "\n\nQuestion: what should __repr__ return?\nAnswer:",

@@ -25,7 +25,7 @@ from pagoda.connectors.sglang.storage_options import check_version, read_options
 from pagoda.errors import StoreError
 from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.transfer.pages import PagesKV
+from pagoda.transfer.pages_kv import PagesKV
 
 __all__ = ["PagodaHiCache"]
 

@@ -16,7 +16,7 @@ import numpy as np
 from pagoda.errors import ConfigError
 from pagoda.layout import KVLayout
 from pagoda.transfer.base import Bytes, Ids
-from pagoda.transfer.pages import PagesKV
+from pagoda.transfer.pages_kv import PagesKV
 
 __all__ = ["PoolPages"]
 

@@ -10,7 +10,7 @@ from pagoda.connectors.vllm.identity.device_facts import machine_facts
 from pagoda.connectors.vllm.layer_pages import Page, check_apart, page_of
 from pagoda.layout import KVLayout
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
-from pagoda.transfer.pages import PagesKV, merged
+from pagoda.transfer.pages_kv import PagesKV, merged
 
 if TYPE_CHECKING:
     import torch

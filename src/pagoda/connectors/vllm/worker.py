@@ -31,7 +31,7 @@ from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Answer, Pool, wait
 from pagoda.transfer.base import Bytes
 from pagoda.transfer.gpu.device_pages import DevicePagesKV, DeviceSnapshot, SnapshotBuffer
-from pagoda.transfer.pages import PagesKV
+from pagoda.transfer.pages_kv import PagesKV
 
 __all__ = ["PagodaWorker"]
 

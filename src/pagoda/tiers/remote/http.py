@@ -77,7 +77,7 @@ class HttpConnection:
         head = memoryview(f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1"))
         if time.monotonic() - self._used > IDLE_SECONDS:
             self.drop()
-        with self._drop_on_error():
+        with self.dropped_on_error():
             is_old = self._socket is not None
             try:
                 response = self._exchange(head, body, until)
@@ -93,10 +93,9 @@ class HttpConnection:
         at = min(into.nbytes, self._end - self._begin)
         into[:at] = self._buffer[self._begin : self._begin + at]
         self._begin += at
-        with self._drop_on_error():
-            while (
-                into.nbytes - at > 2 * _WAKE_BYTES and self._tls is None
-            ):  # woken less often, at no cost for others
+        with self.dropped_on_error():
+            # woken less often, at no cost for others
+            while into.nbytes - at > 2 * _WAKE_BYTES and self._tls is None:
                 self._wake_at(_WAKE_BYTES)
                 at += self._receive(into[at : at + _STEP_BYTES], until)
             self._wake_at(1)
@@ -125,7 +124,7 @@ class HttpConnection:
     def read_body(self, response: Response, most_bytes: int, until: float) -> bytes | None:
         """Return the whole body in any transfer coding; None: it is longer, and the connection was dropped."""
         whole = bytearray()
-        with self._drop_on_error():
+        with self.dropped_on_error():
             for size in self._piece_sizes(response, until):
                 if len(whole) + size > most_bytes:
                     self.drop()
@@ -142,7 +141,7 @@ class HttpConnection:
             self.drop()
 
     @contextlib.contextmanager
-    def _drop_on_error(self) -> Iterator[None]:
+    def dropped_on_error(self) -> Iterator[None]:
         """Drop the connection if the block fails: then it cannot be used again."""
         try:
             yield

@@ -8,14 +8,15 @@ until a machine stores it again, which the store refuses because it is there, an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Self
 
 from pagoda.metrics import Reason
-from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.store_client import (
+    GetRequest,
     ListingDeadline,
+    PutRequest,
     PutResult,
     RefusedError,
     StoreClient,
@@ -76,38 +77,22 @@ class IndexedStoreConnection:
         """End claims in the index that no put has ended."""
         self._index.release(namespace, keys, until)
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
+    def put(self, request: PutRequest, until: float) -> PutResult:
         """Store an object, then its mark."""
-        result = self._store.put(namespace, key, page, stored, is_valid, until)
+        result = self._store.put(request, until)
         if result in (PutResult.STORED, PutResult.PRESENT):
-            self._index.put(namespace, key, page[:0], stored[:0], lambda: True, until, rank)
+            mark = request._replace(page=request.page[:0], stored=request.stored[:0], is_valid=lambda: True)
+            self._index.put(mark, until)
         return result
 
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | Reason | None:
+    def get(self, request: GetRequest, until: float) -> int | Reason | None:
         """Read an object; remove the mark of one that is absent."""
-        found = self._store.get(namespace, key, page, destination, until)
+        found = self._store.get(request, until)
         if found is None:
-            self._index.remove(namespace, [key], until)
+            self._index.remove(request.namespace, [request.key], until)
         elif isinstance(found, int):  # it is in use, which a look-up does not say
             with suppress(OSError, RefusedError):  # the chunk is here: the next call finds out what is wrong
-                self._index.touch(namespace, [key], until, [rank])
+                self._index.touch(request.namespace, [request.key], until, [request.rank])
         return found
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["EXACT_KEYS", "EXACT_REQUESTS", "leading_run"]
-
 EXACT_KEYS = (
     512  # asked at once of a store that answers many in one round trip: more take longer than a round trip
 )

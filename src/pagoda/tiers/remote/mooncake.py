@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Self
@@ -35,7 +35,15 @@ from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
-from pagoda.tiers.remote.store_client import NAME_FORMAT, ListingDeadline, PutResult, RefusedError, Usage
+from pagoda.tiers.remote.store_client import (
+    NAME_FORMAT,
+    GetRequest,
+    ListingDeadline,
+    PutRequest,
+    PutResult,
+    RefusedError,
+    Usage,
+)
 from pagoda.tiers.remote.store_urls import check_prefix
 
 DEFAULT_PORT = 50051
@@ -52,12 +60,8 @@ _SETTINGS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_CLIENT_METRIC": "0"
 _FULL, _TOO_SMALL, _TRANSFER_FAILED = -200, -600, -800
 _NOT_FOUND = -704
 _INCOMPLETE = -703
-_ABSENT = (
-    -702,
-    _INCOMPLETE,
-    _NOT_FOUND,
-    -707,
-)  # no replica, not yet complete, no such name, gone while it was read
+# no replica, not yet complete, no such name, gone while it was read
+_ABSENT = -702, _INCOMPLETE, _NOT_FOUND, -707
 _NO_ANSWER = -900  # and below: the master did not answer
 
 _logger = guarded_logger("pagoda.tiers.remote")
@@ -334,50 +338,33 @@ class MooncakeConnection:
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
         """Do nothing: there are no claims."""
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
+    def put(self, request: PutRequest, until: float) -> PutResult:
         """Store a copy; `is_valid` is called after the copy and before it is sent.
 
         STORED also if the key was present or another writer was first: the master does not tell, and nothing is sent.
         """
         self._client.mount(until)
-        nbytes = HEADER_BYTES + stored.nbytes
+        nbytes = HEADER_BYTES + request.stored.nbytes
         staging = self._opened.reserve(nbytes, until)
-        staging[:HEADER_BYTES] = page
-        staging[HEADER_BYTES:nbytes] = stored
-        if not is_valid():
+        staging[:HEADER_BYTES] = request.page
+        staging[HEADER_BYTES:nbytes] = request.stored
+        if not request.is_valid():
             return PutResult.STALE
-        (code,) = self._call(until, "put", self._name(namespace, key), nbytes)
+        (code,) = self._call(until, "put", self._name(request.namespace, request.key), nbytes)
         if code == _FULL:
             raise RefusedError(Reason.FULL, f"the pool has no room ({code}): give it more by ?segment=SIZE")
         if code:
             raise RefusedError(Reason.IO_ERROR, f"the chunk was not stored ({code})")
         return PutResult.STORED
 
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | Reason | None:
+    def get(self, request: GetRequest, until: float) -> int | Reason | None:
         """Copy a value to `page` and to the result of `destination`, once all of it has been received."""
-        name = self._name(namespace, key)
+        name, page = self._name(request.namespace, request.key), request.page
         staging = self._opened.reserve(HEADER_BYTES, until)
         code, *size = self._call(until, "get", name)
         if code == _TOO_SMALL and size:
             page[:] = staging[:HEADER_BYTES]
-            self._fitting(destination(), size[0] - HEADER_BYTES)
+            request.space_for(size[0] - HEADER_BYTES)
             staging = self._opened.reserve(size[0], until)
             code, *size = self._call(until, "get", name)
         if code in _ABSENT:
@@ -392,13 +379,8 @@ class MooncakeConnection:
             raise RefusedError(Reason.FAILED_CHECK if code >= 0 else Reason.IO_ERROR, f"the value {what}")
         page[:] = staging[:HEADER_BYTES]
         rest_bytes = code - HEADER_BYTES
-        self._fitting(destination(), rest_bytes)[:rest_bytes] = staging[HEADER_BYTES:code]
+        request.space_for(rest_bytes)[:rest_bytes] = staging[HEADER_BYTES:code]
         return rest_bytes
-
-    def _fitting(self, target: Bytes | None, nbytes: int) -> Bytes:
-        if target is None or nbytes > target.nbytes:
-            raise RefusedError(Reason.FAILED_CHECK, "the value is not the requested chunk")
-        return target
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove values, leased ones too; return how many were present. What is being written is waited for."""

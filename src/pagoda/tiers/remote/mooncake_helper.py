@@ -114,9 +114,8 @@ def _serve(connection: socket.socket, memory: int) -> None:
                 answer = f"{type(error).__name__}: {error}"
             connection.sendall(json.dumps(answer).encode() + b"\n")
     if calls is not None:
-        signal.alarm(
-            _LEAVE_SECONDS
-        )  # ends the process, though the library lets no other thread of Python run
+        # ends the process, though the library lets no other thread of Python run
+        signal.alarm(_LEAVE_SECONDS)
         calls.close()
 
 

@@ -36,7 +36,9 @@ from pagoda.tiers.remote.obstore_runner import (
 )
 from pagoda.tiers.remote.store_client import (
     NAME_FORMAT,
+    GetRequest,
     ListingDeadline,
+    PutRequest,
     PutResult,
     RefusedError,
     Usage,
@@ -175,39 +177,22 @@ class ObjectStoreConnection:
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
         """Do nothing: there are no claims."""
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
+    def put(self, request: PutRequest, until: float) -> PutResult:
         """Store it unless the store sees that it is present, then call `is_valid`. The buffers are not copied."""
-        name = self._name(namespace, key)
-        if not self._put_object(name, [page, stored], until):
+        name = self._name(request.namespace, request.key)
+        if not self._put_object(name, [request.page, request.stored], until):
             return PutResult.PRESENT
-        if is_valid():
+        if request.is_valid():
             return PutResult.STORED
         self._delete_one(name, until)
         return PutResult.STALE
 
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | None:
+    def get(self, request: GetRequest, until: float) -> int | None:
         """Fill `page` and the result of `destination`, directly from the socket or piece by piece as they arrive."""
-        name = self._name(namespace, key)
+        name = self._name(request.namespace, request.key)
         if self._is_direct:
-            return self._get_direct(name, page, destination, until)
-        return self._runner.run(self._get_by_obstore(name, page, destination), until)
+            return self._get_direct(name, request, until)
+        return self._runner.run(self._get_by_obstore(name, request), until)
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove values; return how many were present, which is checked first: a deletion does not tell."""
@@ -303,9 +288,7 @@ class ObjectStoreConnection:
 
     # ---- direct: over our own connections
 
-    def _get_direct(
-        self, name: str, page: Bytes, destination: Callable[[], Bytes | None], until: float
-    ) -> int | None:
+    def _get_direct(self, name: str, request: GetRequest, until: float) -> int | None:
         response = self._request("GET", name, until)
         if response.status != 200:
             self._finish(response, (404,), until)
@@ -315,9 +298,9 @@ class ObjectStoreConnection:
             if response.length is None or response.length < HEADER_BYTES:
                 raise self._bad_object("is shorter than a header, or its length is not announced")
             with self._http_errors():
-                connection.read_into(page.data, until)
+                connection.read_into(request.page.data, until)
             rest_bytes = response.length - HEADER_BYTES
-            target = self._checked_destination(destination(), rest_bytes)
+            target = self._checked_destination(request.destination(), rest_bytes)
             with self._http_errors():
                 connection.read_into(target.data[:rest_bytes], until)
                 connection.finish(response, response.length, until)
@@ -482,9 +465,7 @@ class ObjectStoreConnection:
             ) from None
         return True
 
-    async def _get_by_obstore(
-        self, name: str, page: Bytes, destination: Callable[[], Bytes | None]
-    ) -> int | None:
+    async def _get_by_obstore(self, name: str, request: GetRequest) -> int | None:
         import obstore
 
         try:
@@ -495,7 +476,7 @@ class ObjectStoreConnection:
         if left < HEADER_BYTES:
             raise self._bad_object("is shorter than a header")
         rest_bytes = left - HEADER_BYTES
-        target, at, rest = page, 0, False
+        target, at, rest = request.page, 0, False
         stream: AsyncIterator[bytes] = result.stream(_FIRST_BYTES)
         while (piece := await self._next(stream)) is not None:
             data = np.frombuffer(piece, np.uint8)
@@ -504,13 +485,9 @@ class ObjectStoreConnection:
                 raise self._bad_object("is longer than announced")
             if not rest and at + data.nbytes >= HEADER_BYTES:
                 head = HEADER_BYTES - at
-                page[at:HEADER_BYTES] = data[:head]
-                target, at, rest, data = (
-                    self._checked_destination(destination(), rest_bytes),
-                    0,
-                    True,
-                    data[head:],
-                )
+                target[at:HEADER_BYTES] = data[:head]
+                target, at = self._checked_destination(request.destination(), rest_bytes), 0
+                rest, data = True, data[head:]
             target[at : at + data.nbytes] = data
             at += data.nbytes
         if left:

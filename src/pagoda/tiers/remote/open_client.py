@@ -6,7 +6,6 @@ import atexit
 import sys
 import time
 from collections.abc import Mapping
-from typing import TypedDict
 from urllib.parse import quote, urlunsplit
 
 from pagoda.errors import ConfigError, StoreError
@@ -15,17 +14,6 @@ from pagoda.tiers.remote.store_urls import password_in
 from pagoda.url_parts import split_url
 
 _SETTLE_SECONDS = 0.05
-
-
-class _Settings(TypedDict):
-    """What every client of Redis is made with."""
-
-    prefix: str
-    ttl_seconds: float
-    ranks: bool
-    second_sight: bool
-    name: str
-    password_file: str
 
 
 def open_client(
@@ -57,7 +45,9 @@ def open_client(
     """
     try:
         if kind == "redis":
-            settings = _Settings(
+            from pagoda.tiers.remote.redis import RedisClient, RedisOptions
+
+            settings = RedisOptions(
                 prefix=prefix,
                 ttl_seconds=ttl_seconds,
                 ranks=ranks,
@@ -74,8 +64,6 @@ def open_client(
                 from pagoda.tiers.remote.redis_cluster import RedisClusterClient
 
                 return RedisClusterClient(url, look_seconds=look_seconds, **settings)
-            from pagoda.tiers.remote.redis import RedisClient
-
             return RedisClient(url, **settings)
         url = url_with_password(url, password_file)
         if kind == "pagoda":

@@ -10,10 +10,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -21,9 +20,15 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.serve_token import own_token
-from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.http import HttpConnection, Response
-from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
+from pagoda.tiers.remote.store_client import (
+    GetRequest,
+    ListingDeadline,
+    PutRequest,
+    PutResult,
+    RefusedError,
+    Usage,
+)
 from pagoda.tiers.remote.store_urls import host_of
 
 _FIND_KEYS = 4096  # in one request
@@ -117,59 +122,40 @@ class PagodaServerConnection:
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
         """Do nothing: there are no claims."""
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
+    def put(self, request: PutRequest, until: float) -> PutResult:
         """Send a chunk; the server checks it before it appears. A large one is sent only if it is absent.
 
         `is_valid` is called directly after: if it returns False, the chunk is removed.
         """
-        target = _target(namespace, key)
+        target, stored, is_valid = _target(request.namespace, request.key), request.stored, request.is_valid
         if stored.nbytes > _SMALL_BYTES and self._ask("HEAD", target, until, good=(200, 404)) == 200:
             return PutResult.PRESENT
-        response = self._http.request("PUT", target, until, self._headers, [page.data, stored.data])
+        response = self._http.request("PUT", target, until, self._headers, [request.page.data, stored.data])
         if response.status == 422 and not is_valid():  # the slot was reused while it was sent
             self._http.finish(response, 0, until)
             return PutResult.STALE
         self._answer(response, until, good=tuple(_PUT_RESULTS))
         result = _PUT_RESULTS[response.status]
         if result is PutResult.STORED and not is_valid():
-            self.remove(namespace, [key], until)
+            self.remove(request.namespace, [request.key], until)
             return PutResult.STALE
         return result
 
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | None:
+    def get(self, request: GetRequest, until: float) -> int | None:
         """Fill `page` and the result of `destination`; one round trip."""
-        response = self._http.request("GET", _target(namespace, key), until, self._headers)
+        target = _target(request.namespace, request.key)
+        response = self._http.request("GET", target, until, self._headers)
         if response.status != 200:
             self._answer(response, until, good=(404,))
             return None
-        with self._dropped_on_error():
+        with self._http.dropped_on_error():  # the rest of a value is not read
             if response.length is None or response.length < HEADER_BYTES:
                 raise RefusedError(
                     Reason.FAILED_CHECK, "the value is shorter than a header, or of unknown length"
                 )
-            self._http.read_into(page.data, until)
+            self._http.read_into(request.page.data, until)
             rest_bytes = response.length - HEADER_BYTES
-            target = destination()
-            if target is None or rest_bytes > target.nbytes:
-                raise RefusedError(Reason.FAILED_CHECK, "the value is not the requested chunk")
-            self._http.read_into(target.data[:rest_bytes], until)
+            self._http.read_into(request.space_for(rest_bytes).data[:rest_bytes], until)
             self._http.finish(response, response.length, until)
         return rest_bytes
 
@@ -217,15 +203,6 @@ class PagodaServerConnection:
         if response.status in good:
             return answer
         raise _failure(response.status, str(answer.get("reason", ""))[:100])
-
-    @contextlib.contextmanager
-    def _dropped_on_error(self) -> Iterator[None]:
-        """Drop the connection if the block fails: the rest of a value is not read."""
-        try:
-            yield
-        except BaseException:
-            self._http.drop()
-            raise
 
 
 def _target(namespace: bytes, key: bytes) -> str:

@@ -16,7 +16,7 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
@@ -24,22 +24,26 @@ from pagoda.clock import Clock
 from pagoda.fork import reset_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Condition, Pool
-from pagoda.tiers.base import Bytes
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.http import resolve
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient, PagodaServerConnection
 from pagoda.tiers.remote.peer_directory import PeerDirectory, PeerDirectoryConnection
-from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
+from pagoda.tiers.remote.store_client import (
+    GetRequest,
+    ListingDeadline,
+    PutRequest,
+    PutResult,
+    RefusedError,
+    Usage,
+)
 
 _MOST_PEERS = 8  # that are asked at once
 _MOST_LINES = 4 * _MOST_PEERS  # that are kept open while others are asked
 _MOST_FOUND = 1024  # neighbours that are known from the directory alone
 _PATIENCE_SHARE = 0.5  # of the time that a caller waits: then a slow neighbour is not waited for
 _FAILURES, _REST_SECONDS = 2, 1.0  # after these a neighbour is left out until it answers a look-up again
-_LIES, _DISTRUST_SECONDS = (
-    8,
-    30.0,
-)  # wrong or missing values in a row: then nothing is asked of it for a while
+# wrong or missing values in a row: then nothing is asked of it for a while
+_LIES, _DISTRUST_SECONDS = 8, 30.0
 _MOST_KEYS = 1 << 17  # whose neighbours are remembered: a few MiB
 _RESOLVE_SECONDS = 30.0  # between two questions for the addresses of a name
 _RESOLVE_PATIENCE_SECONDS = 5.0
@@ -341,9 +345,8 @@ class PeersConnection:
         self._client.resolve(patience)
         look, asked = _Look(keys), self._whom_to_ask(keys, patience)
         lines = self._free_lines(asked)
-        used = {
-            line.peer for line in lines if line.peer.is_used
-        }  # the others are only asked if they work again
+        # the others are only asked if they work again
+        used = {line.peer for line in lines if line.peer.is_used}
         look.open |= used or {line.peer for line in lines}
         for line in lines:
             line.looks = True
@@ -432,15 +435,7 @@ class PeersConnection:
         if found and late:
             self._client.record_answers(look.keys, {line.peer: found})
 
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | Reason | None:
+    def get(self, request: GetRequest, until: float) -> int | Reason | None:
         """Fill `page` and the result of `destination` from a neighbour that has the chunk, or from the next one.
 
         What a neighbour does wrong is a miss with a reason, and no failure of all neighbours together.
@@ -448,7 +443,7 @@ class PeersConnection:
         if self._served is not None:  # there was no complaint about what it sent
             self._served.trust.record_success()
             self._served = None
-        holders, rest = self._client.holders(key)
+        holders, rest = self._client.holders(request.key)
         lines = [line for line in map(self._line, holders + rest) if not line.looks]
         reason = None if lines or not self._client.peers() else Reason.TIER_SKIPPED
         for tried, line in enumerate(lines):
@@ -457,7 +452,7 @@ class PeersConnection:
                 break
             share = until - left + left / max(1, len(holders) - tried)
             try:
-                count = line.connection.get(namespace, key, page, destination, share)
+                count = line.connection.get(request, share)
             except RefusedError as refusal:
                 reason = refusal.reason
                 if reason is Reason.FAILED_CHECK:
@@ -475,7 +470,7 @@ class PeersConnection:
                     return count
                 if line.peer in holders:
                     line.peer.record_absent()
-            self._client.forget(key, line.peer)
+            self._client.forget(request.key, line.peer)
         return reason
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
@@ -501,16 +496,7 @@ class PeersConnection:
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
         """Do nothing: there are no claims."""
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
+    def put(self, request: PutRequest, until: float) -> PutResult:
         """Refuse: neighbours are only read."""
         raise RefusedError(Reason.NOT_ADMITTED, "neighbours are only read")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from itertools import compress, takewhile
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypedDict
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.errors import ConfigError
@@ -35,7 +35,9 @@ from pagoda.tiers.remote.resp import (
 from pagoda.tiers.remote.socket_keepalive import abort
 from pagoda.tiers.remote.store_client import (
     NAME_FORMAT,
+    GetRequest,
     ListingDeadline,
+    PutRequest,
     PutResult,
     RefusedError,
     Usage,
@@ -76,6 +78,17 @@ class RedirectError(RefusedError):
         super().__init__(Reason.IO_ERROR, f"{advice} ({error.text})")
         self.has_moved = error.code == "MOVED"
         self.target = words[2] if error.code == "ASK" and len(words) == 3 else ""
+
+
+class RedisOptions(TypedDict, total=False):
+    """What a client of Redis is made with: see RedisClient."""
+
+    prefix: str
+    ttl_seconds: float
+    ranks: bool
+    second_sight: bool
+    name: str
+    password_file: str
 
 
 class RedisClient:
@@ -272,41 +285,27 @@ class RedisConnection:
         """End the claims of this process that no put has ended. One round trip."""
         self._drop(until, claims=[self._names.chunk(namespace, key) + b":w" for key in keys])
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
+    def put(self, request: PutRequest, until: float) -> PutResult:
         """Write a draft, call `is_valid`, rename the draft: one or two round trips, by size. Ends the claim.
 
         A draft has an expiry time from its first byte on, so what a dead writer leaves disappears.
         """
         self._renew_rules(until)
-        result = self._put(namespace, key, page, stored, is_valid, until, rank)
+        result = self._put(request, until)
         if result is PutResult.PRESENT:
             with suppress(RefusedError):
-                self.touch(namespace, [key], until, [rank])
+                self.touch(request.namespace, [request.key], until, [request.rank])
         return result
 
-    def _put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int,
-    ) -> PutResult:
-        name, fields = self._names.chunk(namespace, key), _fields(page, stored)
+    def _put(self, request: PutRequest, until: float) -> PutResult:
+        name, fields = (
+            self._names.chunk(request.namespace, request.key),
+            _fields(request.page, request.stored),
+        )
+        is_valid, rank = request.is_valid, request.rank
         claim, draft = name + b":w", name + b":w:" + os.urandom(16).hex().encode()
         with self._drop_on_refusal(draft, claim, until):
-            if stored.nbytes <= _SMALL_BYTES:
+            if request.stored.nbytes <= _SMALL_BYTES:
                 result = self._put_in_one(name, draft, claim, fields, is_valid, until, rank)
             else:
                 # where Redis evicts by life, a draft with a short one would be the first to be evicted
@@ -368,29 +367,20 @@ class RedisConnection:
         life = self._lives.begin(draft, rank)
         return [life, command(b"RENAMENX", draft, name), command(b"UNLINK", draft, claim)]
 
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | None:
+    def get(self, request: GetRequest, until: float) -> int | None:
         """Fill `page` and the result of `destination`; one round trip: the first pieces are requested with the page.
 
         So is a longer life for the chunk.
         """
         self._renew_rules(until)
         self._resp.check_usable()
-        name = self._names.chunk(namespace, key)
+        name, page, rank = self._names.chunk(request.namespace, request.key), request.page, request.rank
         use = self._lives.used(name, rank)
         self._request(use, name, [b"h", *_field_names(range(_READ_PIECES))], until)
-        remaining = [
-            self._resp.read_reply(until, NUMBER) for _ in use
-        ]  # a refusal does not keep the chunk from us
+        # a refusal does not keep the chunk from us
+        remaining = [self._resp.read_reply(until, NUMBER) for _ in use]
         found = self._resp.read_into(page.data, until)
-        buffer = destination() if found == page.nbytes else None
+        buffer = request.destination() if found == page.nbytes else None
         pieces = [] if buffer is None else _pieces(buffer.data)
         received = self._receive(name, pieces, until)
         for reply in (found, *received):
@@ -399,9 +389,8 @@ class RedisConnection:
         sizes = [piece.nbytes for piece in pieces]
         if buffer is not None and received == sizes + [None] * (len(received) - len(sizes)):
             if self._lives.learn(remaining, rank):
-                with suppress(
-                    OSError, RefusedError
-                ):  # the chunk is here: the next call finds out what is wrong
+                # the chunk is here: the next call finds out what is wrong
+                with suppress(OSError, RefusedError):
                     self._replies([self._lives.extend(name, rank)], until, NUMBER)
             return buffer.nbytes
         is_missing = None in (found, *received[: len(sizes)])

@@ -5,19 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from binascii import crc_hqx
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, Self
 from urllib.parse import urlunsplit
 
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
-from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_address import HOST
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient
 from pagoda.tiers.remote.resp import NUMBER, ErrorReply, Reply, ReplyShape, RespConnection, command
-from pagoda.tiers.remote.store_client import RefusedError
+from pagoda.tiers.remote.store_client import GetRequest, RefusedError
 from pagoda.url_parts import place_of
 
 _SLOTS = 1 << 14
@@ -74,23 +73,15 @@ class ClusterNodeConnection(RedisConnection):
 
     _target: _ReceivingNodeConnection | None = None
 
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | None:
+    def get(self, request: GetRequest, until: float) -> int | None:
         """Fill `page` and the result of `destination`; see RedisConnection."""
         try:
-            return super().get(namespace, key, page, destination, until, rank)
+            return super().get(request, until)
         except RedirectError as redirect:
             if not redirect.target:
                 raise
             with self._following(redirect.target, until) as target:
-                return target.get(namespace, key, page, destination, until, rank)
+                return target.get(request, until)
 
     def _replies(self, commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
         replies = super()._replies(commands, until, shape)

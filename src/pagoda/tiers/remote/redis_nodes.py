@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import chain
-from typing import Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,16 @@ from pagoda.clock import Clock
 from pagoda.fork import reset_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool, wait
-from pagoda.tiers.base import Bytes
 from pagoda.tiers.breaker import CircuitBreaker
-from pagoda.tiers.remote.redis import ChunkUse, RedirectError, RedisClient, RedisConnection
-from pagoda.tiers.remote.redis_lives import LIFE_SECONDS
-from pagoda.tiers.remote.store_client import ListingDeadline, PutResult, RefusedError, Usage
+from pagoda.tiers.remote.redis import ChunkUse, RedirectError, RedisClient, RedisConnection, RedisOptions
+from pagoda.tiers.remote.store_client import (
+    GetRequest,
+    ListingDeadline,
+    PutRequest,
+    PutResult,
+    RefusedError,
+    Usage,
+)
 from pagoda.tiers.remote.store_urls import node_urls
 from pagoda.url_parts import place_of, split_url
 
@@ -109,34 +114,21 @@ class RedisNodesClient:
         self,
         url: str,
         *,
-        prefix: str = "pagoda",
-        ttl_seconds: float = LIFE_SECONDS,
-        ranks: bool = False,
-        second_sight: bool = False,
-        name: str = "redis",
-        password_file: str = "",
         look_seconds: float = 0.05,
         clock: Clock | None = None,
+        **options: Unpack[RedisOptions],
     ) -> None:
         """Connect to nothing yet. ConfigError: the URL, the password file or the prefix cannot be used.
 
         `look_seconds`: how long a caller waits for a look-up.
         """
-        self.name = name
         self._url = split_url(url)
         self.patience_seconds = look_seconds * _PATIENCE_SHARE
         self._clock = clock or Clock()
-        self._client_of = partial(
-            self._client_type,
-            prefix=prefix,
-            ttl_seconds=ttl_seconds,
-            second_sight=second_sight,
-            ranks=ranks,
-            name=name,
-            password_file=password_file,
-        )
+        self._client_of = partial(self._client_type, **options)
         self.nodes = self._seeds = [RedisNode(self._client_of(each), self._clock) for each in node_urls(url)]
         first = self.nodes[0].client
+        self.name = first.name
         places = ",".join(sorted(node.place for node in self.nodes))  # on two machines the same text
         self.address = f"{self._url.scheme}://{places}/{first.address.rpartition('/')[2]}"
         self.keepalive_seconds = first.keepalive_seconds
@@ -324,36 +316,13 @@ class RedisNodesConnection:
         """End claims that no put has ended, on the nodes that answer."""
         self._ask_for(keys, RedisConnection.release, namespace, until, patience_seconds=math.inf)
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
+    def put(self, request: PutRequest, until: float) -> PutResult:
         """Store a chunk on its node; see RedisConnection."""
+        return self._call_for(request.key, lambda line: line.put(request, until), until, writes=True)
 
-        def put(line: RedisConnection) -> PutResult:
-            return line.put(namespace, key, page, stored, is_valid, until, rank)
-
-        return self._call_for(key, put, until, writes=True)
-
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | None:
+    def get(self, request: GetRequest, until: float) -> int | None:
         """Fill `page` and the result of `destination` from the chunk's node; see RedisConnection."""
-        return self._call_for(
-            key, lambda line: line.get(namespace, key, page, destination, until, rank), until
-        )
+        return self._call_for(request.key, lambda line: line.get(request, until), until)
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove chunks; return how many there were. Of a pool all nodes are asked: it may have been on another one.

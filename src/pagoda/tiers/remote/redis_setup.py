@@ -17,9 +17,8 @@ QUESTIONS = (
 _OWN_SERVER = (
     "start one for chunks: redis-server --port 6380 --save '' --maxmemory-policy volatile-ttl --maxmemory"
 )
-_CHUNK = re.compile(
-    rb".*:(\d+:[0-9a-f]{64}:\{|at:\d+:)"
-)  # of any prefix: of chunks, of a directory of machines
+# of any prefix: of chunks, of a directory of machines
+_CHUNK = re.compile(rb".*:(\d+:[0-9a-f]{64}:\{|at:\d+:)")
 _MOST_SHARE = 0.9  # of the machine's memory
 
 

@@ -31,7 +31,9 @@ from pagoda.tiers.remote.leading_run import EXACT_KEYS, EXACT_REQUESTS
 from pagoda.tiers.remote.presence import PresenceCache
 from pagoda.tiers.remote.query_queue import QueryFunction, QueryQueue
 from pagoda.tiers.remote.store_client import (
+    GetRequest,
     ListingDeadline,
+    PutRequest,
     PutResult,
     RefusedError,
     StoreClient,
@@ -55,10 +57,8 @@ _MOST_ROOTS = 4096
 _STEP_SECONDS = 10.0  # for a step of a call that lists all names
 _LISTING_SECONDS = 60.0  # for all its steps together
 _MOST_TOUCHED = 16  # at once: one round of requests to an object store
-_BATCH_CHUNKS, _BATCH_BYTES = (
-    16,
-    4 << 20,
-)  # one connection's writes that are claimed at once: they are sent soon
+# one connection's writes that are claimed at once: they are sent soon
+_BATCH_CHUNKS, _BATCH_BYTES = 16, 4 << 20
 # before a chunk that another machine is sending is asked for again: as long as it was waited for, within these bounds
 _BUSY_PAUSE_SECONDS = 0.1, 1.0
 _BUSY_SECONDS = 10.0  # how long that goes on, in addition to twice the time that sending a batch may take
@@ -303,9 +303,8 @@ class RemoteStore(WorkerBackend):
         # what is absent may be stored at any moment: it is asked for again soon, unless questions cost
         costs = client.keepalive_seconds is None
         self.presence = PresenceCache(clock, absent_seconds=1.0 if costs else 0.1)
-        self.exact_keys = (
-            EXACT_REQUESTS if costs else EXACT_KEYS
-        )  # of longer prompts not all keys are asked for
+        # of longer prompts not all keys are asked for
+        self.exact_keys = EXACT_REQUESTS if costs else EXACT_KEYS
         self.usage: Usage | None = None
         self._log = RateLimitedLog(clock)
         self._counts: Counter[str] = Counter()
@@ -644,7 +643,7 @@ class RemoteWorker(IoWorker):
 
         try:
             until, rank = store.deadline(store.chunk_bytes), store.rank(read.stamp, read.position)
-            count = connection.get(root, read.key, self._page, destination, until, rank)
+            count = connection.get(GetRequest(root, read.key, self._page, destination, rank), until)
             if isinstance(count, Reason):
                 store.count({"failed_checks": int(count is Reason.FAILED_CHECK and not stays)})
                 return count
@@ -796,7 +795,8 @@ class RemoteWorker(IoWorker):
 
         def put(connection: StoreConnection) -> PutResult:
             until, rank = store.deadline(stored.nbytes), store.rank(write.stamp, write.chunk.position)
-            return connection.put(write.namespace, write.chunk.key, self._page, stored, is_valid, until, rank)
+            request = PutRequest(write.namespace, write.chunk.key, self._page, stored, is_valid, rank)
+            return connection.put(request, until)
 
         result = self._connection.call(put, "a save", store.write_breaker)
         return result if isinstance(result, Reason) else self._finish_put(write, result)

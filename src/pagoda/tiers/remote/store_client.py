@@ -60,6 +60,40 @@ class PutResult(Enum):
     STALE = auto()  # the bytes were no longer what the key names: nothing was left in the store
 
 
+class PutRequest(NamedTuple):
+    """A chunk to be stored as one value: `page` (HEADER_BYTES), then `stored`.
+
+    `is_valid` says whether they still are what the key names. `rank`: see StoreConnection.
+    """
+
+    namespace: bytes
+    key: bytes
+    page: Bytes
+    stored: Bytes
+    is_valid: Callable[[], bool]
+    rank: int = 0
+
+
+class GetRequest(NamedTuple):
+    """A chunk to be read: first `page` is filled, then the result of `destination`. `rank`: see StoreConnection.
+
+    `destination` reads the page and returns where the rest goes. None: the rest is not wanted.
+    """
+
+    namespace: bytes
+    key: bytes
+    page: Bytes
+    destination: Callable[[], Bytes | None]
+    rank: int = 0
+
+    def space_for(self, nbytes: int) -> Bytes:
+        """Return where the rest goes, which has `nbytes`. RefusedError: it is not wanted, or does not fit."""
+        found = self.destination()
+        if found is None or nbytes > found.nbytes:
+            raise RefusedError(Reason.FAILED_CHECK, "the value is not the requested chunk")
+        return found
+
+
 class Usage(NamedTuple):
     """How full the store is, in bytes; None if it does not say."""
 
@@ -104,37 +138,18 @@ class StoreConnection(Protocol):
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
         """Let other writers have keys that were claimed and are not put. Never ends the claim of another process."""
 
-    def put(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        stored: Bytes,
-        is_valid: Callable[[], bool],
-        until: float,
-        rank: int = 0,
-    ) -> PutResult:
-        """Store `page` (HEADER_BYTES) and `stored` as one value that appears completely or not at all.
+    def put(self, request: PutRequest, until: float) -> PutResult:
+        """Store a chunk as a value that appears completely or not at all.
 
         `is_valid` is called after the last byte was sent and before the value appears (or, if a store cannot wait,
         directly after). If it returns False, no value stays.
         """
 
-    def get(
-        self,
-        namespace: bytes,
-        key: bytes,
-        page: Bytes,
-        destination: Callable[[], Bytes | None],
-        until: float,
-        rank: int = 0,
-    ) -> int | Reason | None:
+    def get(self, request: GetRequest, until: float) -> int | Reason | None:
         """Fill `page`, call `destination`, fill its result from the start; return how many bytes. None: absent.
 
-        A reason: a miss that says nothing about the store as a whole.
-
-        `destination` reads the page and returns where the rest goes. None: the rest is not wanted, and
-        `RefusedError(FAILED_CHECK)` is raised; so it is if the page is incomplete or the rest does not fit.
+        A reason: a miss that says nothing about the store as a whole. `RefusedError(FAILED_CHECK)` is raised if the
+        rest is not wanted or does not fit, or the page is incomplete.
         """
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:

@@ -17,8 +17,6 @@ from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.gpu.staging_ring import Workspace
 from pagoda.transfer.run_table import RunTable
 
-__all__ = ["fastest_way"]
-
 log = guarded_logger("pagoda.transfer")
 
 _SCRATCH_BYTES = 16 << 20  # a third of a millisecond on PCIe 5

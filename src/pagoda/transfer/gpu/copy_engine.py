@@ -7,7 +7,8 @@
 The fastest way is measured once for each kind of table. Slots that are not registered are copied through a bounce
 buffer in pinned memory. Every call returns, or raises, when none of its copies is in flight any more.
 
-Called by the views (`dense`, `paged`, `device_pages`) through `GpuCopy`; calls `staging_ring`, `autotune` and `device`.
+Called by the views (`dense_kv`, `paged_kv`, `device_pages`) through `GpuCopy`. Calls `staging_ring`, `autotune` and
+`device`.
 """
 
 from __future__ import annotations
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     import torch
 
     from pagoda.transfer.gpu.kernels import DeviceTable
-
-__all__ = ["WAYS", "CopyEngine", "GpuCopy", "Way", "copy_engine_of"]
 
 Way: TypeAlias = Literal["direct", "staged", "runs"]
 WAYS: tuple[Way, ...] = get_args(Way)

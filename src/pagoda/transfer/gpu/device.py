@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from pagoda.transfer.gpu.kernels import Kernels
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "DeviceEvent", "DeviceStream"]
-
 log = guarded_logger("pagoda.transfer")
 
 

@@ -18,13 +18,11 @@ from pagoda.transfer.base import Bytes, checked_slots
 from pagoda.transfer.gpu.copy_engine import CopyEngine, GpuCopy, copy_engine_of
 from pagoda.transfer.gpu.device import CpuDevice, DeviceEvent
 from pagoda.transfer.gpu.layer_events import LayerEvents
-from pagoda.transfer.pages import PagePlane, PageTable, page_plane
+from pagoda.transfer.pages_kv import PagePlane, PageTable, page_plane
 from pagoda.transfer.run_table import page_run_table
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["DevicePagesKV", "DeviceSnapshot", "SnapshotBuffer"]
 
 
 class DevicePagesKV:

@@ -20,8 +20,6 @@ import triton.language as tl
 from pagoda.transfer.base import Ids
 from pagoda.transfer.run_table import RunTable
 
-__all__ = ["DeviceTable", "Kernels"]
-
 # A program moves 2048 words at a time, 16 KiB of the widest: all its loads are issued before it stores anything.
 # A read across the link takes 1 to 2 us, so 16 programs could ask for 130 to 260 GB/s, two to four times what a PCIe 5
 # x16 link carries; the rest is for the arithmetic of places between the tiles. 8 warps are 256 threads of 4 loads

@@ -12,8 +12,6 @@ from pagoda.threads import Condition
 if TYPE_CHECKING:
     from pagoda.transfer.gpu.device import Device, DeviceEvent
 
-__all__ = ["LayerEvents"]
-
 
 class LayerEvents:
     """The events of one load: after which events each of `layers` layers of `chunks` chunks can be used. For one load.

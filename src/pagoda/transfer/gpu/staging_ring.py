@@ -24,17 +24,6 @@ from pagoda.transfer.run_table import RunTable
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Chunks",
-    "CopyCall",
-    "RingBatch",
-    "RingPipeline",
-    "StagingRing",
-    "Workspace",
-    "address_of",
-    "ring_batches",
-]
-
 _SEGMENTS = 4
 
 

@@ -28,7 +28,7 @@ from pagoda.layout import KVLayout
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Event, Pool
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
-from pagoda.transfer.pages import PagesKV
+from pagoda.transfer.pages_kv import PagesKV
 
 __all__ = ["EnginePages", "PagodaOffloadingWorker"]
 

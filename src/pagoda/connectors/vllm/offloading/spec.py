@@ -38,7 +38,7 @@ from pagoda.connectors.vllm.shared_caches import opened
 from pagoda.connectors.vllm.supported_engines import check_vllm
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.metrics import guarded_logger
-from pagoda.transfer.pages import merged
+from pagoda.transfer.pages_kv import merged
 
 __all__ = ["PagodaOffloadingSpec"]
 

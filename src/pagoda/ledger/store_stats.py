@@ -16,10 +16,8 @@ from pagoda.ledger.request_ring import RecentRequest
 from pagoda.ledger.session import PATIENT_SECONDS
 from pagoda.metrics import COUNTERS
 
-__all__ = ["StoreSnapshot"]
 
-
-class StoreSnapshot(NamedTuple):
+class StoreStats(NamedTuple):
     """What one store said at one moment."""
 
     directory: Path
@@ -33,7 +31,7 @@ class StoreSnapshot(NamedTuple):
     requests: list[RecentRequest]  # that were counted here, the newest first
 
     @classmethod
-    def of(cls, ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> StoreSnapshot:
+    def of(cls, ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> StoreStats:
         """Read all of it. StoreError if that takes longer. Any thread."""
         deadline = Deadline(deadline_seconds)
         numbers = admin.numbers(ledger, deadline_seconds)

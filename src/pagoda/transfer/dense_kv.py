@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pagoda.transfer.gpu.copy_engine import CopyEngine
     from pagoda.transfer.gpu.layer_events import LayerEvents
 
-__all__ = ["DenseKV"]
-
 
 class DenseKV:
     """The KV of one sequence: `layers[i] = (K, V)` tensors or arrays [heads, tokens, dim], or tokens first.

@@ -7,8 +7,8 @@ from itertools import compress
 
 import lmdb
 
+from pagoda.ledger.lmdb_tables import HOLD, PLACE, SLOT, SLOT_KEY
 from pagoda.ledger.members import has_device
-from pagoda.ledger.tables import HOLD, PLACE, SLOT, SLOT_KEY
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import Reason
 

@@ -15,15 +15,6 @@ from pagoda.layout import KVLayout
 from pagoda.transfer.base import Array, Bytes, Ids, Words, as_words, check_starts, checked_slots
 from pagoda.transfer.cpu_copy import CpuCopy, KvRows
 
-__all__ = [
-    "WORD_BYTES",
-    "PagePlane",
-    "PageTable",
-    "PagesKV",
-    "merged",
-    "page_plane",
-]
-
 # An address, a stride and a length that are multiples of one of these can be copied in such words.
 WORD_BYTES = (8, 4, 2, 1)
 

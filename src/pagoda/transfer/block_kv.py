@@ -14,8 +14,6 @@ from pagoda.layout import KVLayout
 from pagoda.transfer.base import Array, Bytes, Words, as_words, checked_slots
 from pagoda.transfer.cpu_copy import copy_pairs
 
-__all__ = ["BlockKV"]
-
 
 class BlockKV:
     """Blocks [blocks, ...] of one chunk each: any inner shape, contiguous, of `layout.chunk_bytes` bytes.

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import msgspec
 
 from pagoda.ledger.clear_log import ClearLog, Watermarks
+from pagoda.ledger.lmdb_tables import NAMESPACE, NUMBER
 from pagoda.ledger.store_state import NAMESPACES, write_synced
-from pagoda.ledger.tables import NAMESPACE, NUMBER
 from pagoda.ledger.transaction import Transaction
 
 _LABEL_BYTES = 1024  # longer values are cut

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from pagoda.transfer.gpu.copy_engine import CopyEngine
     from pagoda.transfer.gpu.layer_events import LayerEvents
 
-__all__ = ["PagedKV"]
-
-
 PoolFormat: TypeAlias = Literal["planes_first", "blocks_first", "blocks_outermost", "plane_pools"]
 Pools: TypeAlias = "Array | Sequence[Array | Sequence[Array]]"
 
