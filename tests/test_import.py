@@ -67,5 +67,5 @@ def test_the_names_of_loggers_are_pinned() -> None:
     assert found == {
         "pagoda", "pagoda.cache", "pagoda.connectors", "pagoda.events", "pagoda.ledger.clears", "pagoda.ledger.spaces",
         "pagoda.ledger.store", "pagoda.serve", "pagoda.slab", "pagoda.tiers.disk", "pagoda.tiers.register",
-        "pagoda.sglang", "pagoda.tiers.remote", "pagoda.transfer", "pagoda.vllm", "vllm",
+        "pagoda.quality", "pagoda.sglang", "pagoda.tiers.remote", "pagoda.transfer", "pagoda.vllm", "vllm",
     }  # fmt: skip

@@ -15,9 +15,11 @@ The checksum detects damage and careless edits, not forgery: who may write the f
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -26,11 +28,15 @@ import msgspec
 from blake3 import blake3
 
 from pagoda.errors import ConfigError
+from pagoda.metrics import guarded_logger
+from pagoda.quality_bounds import DEFAULT_BOUNDS, Bounds, Figures, loosened, objections
 
 __all__ = [
-    "FORMAT", "VERSION", "Bounds", "Figures", "Interval", "QualityState", "Result", "Setting", "Verdict",
-    "default_directory", "objections", "read_verdict", "require_quality", "weights_name",
+    "FORMAT", "VERSION", "QualityState", "Result", "Setting", "Verdict", "default_directory", "read_verdict",
+    "require_quality", "weights_name",
 ]  # fmt: skip
+
+_log = guarded_logger("pagoda.quality")
 
 FORMAT = "pagoda quality verdict"
 VERSION = 1  # raised when figures or bounds change their meaning: older verdicts are then refused
@@ -74,38 +80,8 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sorted((name, value) for name, value in self.options.items() if name != "version")
 
 
-class Interval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A figure and its confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a setting must keep. An interval keeps a bound if its worse end does."""
-
-    kl: float  # at most; nats a token: the log of how much the perplexity of the model's own text rises
-    top1: float  # at least; share of tokens whose most likely successor is the same
-    answers: float  # at least; right answers as a share of those with exact KV. Needs expected answers
-    prompts: int  # at least; fewer cannot tell
-
-
-class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured for one setting, beside exact KV."""
-
-    kl: Interval
-    top1: Interval
-    same_text: Interval  # share of prompts whose greedy text is the same
-    answers: (
-        Interval | None
-    )  # right answers as a share of those with exact KV; None if no answers were expected
-    ttft: Interval  # time to first token, as a share of that with exact KV computed
-    bytes: float  # of the KV as it is stored, as a share of the exact one
-
-
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One setting, measured. `passed` and `reasons` follow from the other fields: see `objections`."""
+    """One setting, measured. `passed` and `reasons` follow from the other fields: see `quality_bounds.objections`."""
 
     setting: Setting
     bounds: Bounds
@@ -119,6 +95,14 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     made: str  # when, in UTC
     passed: bool
     reasons: list[str]
+
+    @property
+    def loosened(self) -> str:
+        """Which bounds are looser than the usual ones, in plain words; empty: none is."""
+        if (usual := DEFAULT_BOUNDS.get(self.setting.feature)) is None:
+            return ""
+        answers = self.figures.answers is not None
+        return loosened(self.bounds, usual, self.prompts, self.confidence, has_answers=answers)
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -151,9 +135,10 @@ class QualityState(NamedTuple):
     """Why a feature runs with a setting, or no longer does; `stats` shows it."""
 
     setting: Setting
+    # "loosened": it passed bounds that are looser than the usual ones
     # "exact": these options change nothing that the model computes, as the feature itself says
     # "left out": it began with other weights, and is not used with the present ones
-    checked: Literal["passed", "unchecked", "exact", "left out"]
+    checked: Literal["passed", "loosened", "unchecked", "exact", "left out"]
     detail: str
 
     def as_stats(self) -> dict[str, object]:
@@ -168,50 +153,60 @@ class _Refusal(NamedTuple):
     why: str
 
 
+class _Passed(NamedTuple):
+    """A file that has a passing result, and which of its bounds are looser than the usual ones."""
+
+    where: str
+    loosened: str
+
+
+_FAILED = 4  # the rank of a setting that was measured and failed
+
+
 def require_quality(
-    setting: Setting,
-    *,
-    weights: str,
-    weights_epoch: int = 0,
-    lora: str = "",
-    verdicts: str | Path,
+    setting: Setting, *, weights: str, weights_epoch: int = 0, adapters: str = "", verdicts: str | Path,
     unchecked: bool = False,
-) -> QualityState:
+) -> QualityState:  # fmt: skip
     """Return why a feature may start with these settings, or raise what is missing. Changes nothing.
 
-    Reads one small file, or those of a directory: remember the answer. Call it again when the weights change.
+    Reads one small file, or those of a directory: remember the answer. Call it again when the weights change. In a
+    directory a result that failed counts, also beside one that passed. A start with loosened bounds is logged.
     Thread-safe.
 
     Args:
         setting: the feature and its options.
         weights: what names the weights, `Namespace.weights`.
         weights_epoch: updates in place since then, `Namespace.weights_epoch`.
-        lora: the active adapters, `Namespace.lora`: what was measured without them says nothing about them.
+        adapters: what names the active adapters, `Namespace.lora`: what was measured without them says nothing of them.
         verdicts: a verdict file or a directory of them, `Config.quality_verdicts`; empty: `default_directory()`.
         unchecked: start without a passing verdict, `Config.unchecked`.
 
     Raises:
         ConfigError: there is no passing verdict; one sentence with the reason and the command to run.
     """
-    name = weights_name(weights, weights_epoch, lora)
-    found: str | _Refusal = _Refusal(0, "the namespace does not name the weights")
+    name = weights_name(weights, weights_epoch, adapters)
+    found: _Passed | _Refusal = _Refusal(0, "the namespace does not name the weights")
     if name:
         found = _looked_up(setting, name, Path(verdicts or default_directory()))
-    if isinstance(found, str):
-        return QualityState(setting, "passed", f"measured: {found}")
+    if isinstance(found, _Passed):
+        if not found.loosened:
+            return QualityState(setting, "passed", f"measured: {found.where}")
+        said = f"passed loosened bounds: {found.loosened}; measured: {found.where}"
+        _log.warning("%s %s", setting, said)
+        return QualityState(setting, "loosened", said)
     if unchecked:
         return QualityState(setting, "unchecked", f"used without a passing verdict: {found.why}")
     raise ConfigError(
         f"{setting} changes what the model computes, and nothing says that it is good enough: {found.why}; "
-        f"{_remedy(setting, name, lora)}; or set unchecked = true to use it all the same"
+        f"{_remedy(setting, name, adapters)}; or set unchecked = true to use it all the same"
     )
 
 
-def _remedy(setting: Setting, name: str, lora: str) -> str:
+def _remedy(setting: Setting, name: str, adapters: str) -> str:
     if not name:
         return "name them (Namespace.weights)"
     command, named = f"pagoda quality MODEL PROMPTS.jsonl {setting.flag}", f"--weights {shlex.quote(name)}"
-    if lora:
+    if adapters:
         return f"run: {command} {named}, where MODEL has the adapter merged into it"
     return f"run: {command} (with {named} if the engine is not Transformers)"
 
@@ -222,55 +217,12 @@ def default_directory() -> Path:
     return Path(home, "pagoda", "quality")
 
 
-def weights_name(weights: str, weights_epoch: int = 0, lora: str = "") -> str:
-    """Return the name of weights in a verdict: updated in place, or with an adapter, they are others. Pure."""
+def weights_name(weights: str, weights_epoch: int = 0, adapters: str = "") -> str:
+    """Return the name of weights in a verdict: updated in place, or with active adapters, they are others. Pure."""
     if not weights:
         return ""
-    return weights + (f"+epoch{weights_epoch}" if weights_epoch else "") + (f"+lora:{lora}" if lora else "")
-
-
-def objections(
-    figures: Figures, bounds: Bounds, controls: dict[str, bool], prompts: int, confidence: float
-) -> list[str]:
-    """Return in plain words why a setting does not pass; empty: it passes. Pure."""
-    found = []
-    if prompts < bounds.prompts:
-        found.append(f"{prompts} prompts are too few to tell: at least {bounds.prompts} are needed")
-    if not controls:
-        found.append("nothing shows that wrong KV would have been noticed: no control was run")
-    found += [
-        f"the control was not noticed: {name} keeps the bounds too, so these prompts do not depend on the KV"
-        for name, noticed in controls.items()
-        if not noticed
-    ]
-    return found + _broken(figures, bounds, confidence)
-
-
-def _broken(figures: Figures, bounds: Bounds, confidence: float) -> list[str]:
-    """Return which figures break their bounds. A figure that is no number breaks any bound."""
-    found, sure = [], f"the {confidence * 100:g} % interval"
-    kl, top1, answers = figures.kl, figures.top1, figures.answers
-    if not kl.high <= bounds.kl:
-        found.append(
-            f"the KL divergence is {kl.value:.4f} nats a token, and {sure} reaches {kl.high:.4f}: "
-            f"at most {bounds.kl:g} is allowed{_unsure(kl.value <= bounds.kl)}"
-        )
-    if not top1.low >= bounds.top1:
-        found.append(
-            f"{_percent(top1.value)} of the tokens are the same, and {sure} begins at {_percent(top1.low)}: "
-            f"at least {_percent(bounds.top1)} are needed{_unsure(top1.value >= bounds.top1)}"
-        )
-    if answers is not None and not answers.low >= bounds.answers:
-        found.append(
-            f"right answers are {_percent(answers.value)} of those with exact KV, and {sure} begins at "
-            f"{_percent(answers.low)}: at least {_percent(bounds.answers)} are needed"
-            f"{_unsure(answers.value >= bounds.answers)}"
-        )
-    return found
-
-
-def _unsure(keeps: bool) -> str:
-    return "; it may be good enough, and more prompts would tell" if keeps else ""
+    epoch = f"+epoch{weights_epoch}" if weights_epoch else ""
+    return f"{weights}{epoch}{'+adapters ' if adapters else ''}{adapters}"
 
 
 def read_verdict(path: str | Path) -> Verdict:
@@ -282,7 +234,7 @@ def read_verdict(path: str | Path) -> Verdict:
     content = _content(path)
     try:
         head = msgspec.json.decode(content, type=_Head)
-        if head.format != FORMAT or len(content) > _MOST_BYTES:
+        if head.format != FORMAT:
             raise ConfigError(f"{path}: is no verdict of pagoda quality")
         if head.version != VERSION:
             age = "an older" if head.version < VERSION else "a newer"
@@ -292,7 +244,7 @@ def read_verdict(path: str | Path) -> Verdict:
         raise ConfigError(f"{path}: is no verdict of pagoda quality: {trouble}") from None
     if verdict.checksum != verdict.digest():
         raise ConfigError(f"{path}: its checksum is not that of its content: it was damaged or edited")
-    for result in verdict.results:
+    for number, result in enumerate(verdict.results):
         reasons = objections(
             result.figures, result.bounds, result.controls, result.prompts, result.confidence
         )
@@ -300,14 +252,19 @@ def read_verdict(path: str | Path) -> Verdict:
             raise ConfigError(
                 f"{path}: contradicts itself: {result.setting} does not follow from its figures"
             )
+        if any(result.setting.is_same(other.setting) for other in verdict.results[:number]):
+            raise ConfigError(f"{path}: contradicts itself: it has two results for {result.setting}")
     return verdict
 
 
 def _content(path: str | Path) -> bytes:
-    """Return the first bytes of a file, more than a verdict has. Waits for no pipe. Raises ConfigError."""
+    """Return what is in a file of a verdict's size. Waits for no pipe. Raises ConfigError."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            return file.read(_MOST_BYTES + 1) or b""  # None: a pipe that is empty now
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+                raise ConfigError(f"{path}: is no verdict of pagoda quality: no file, or too large")
+            return file.read(_MOST_BYTES)
     except (OSError, ValueError) as trouble:
         said = trouble.strerror if isinstance(trouble, OSError) else trouble
         raise ConfigError(f"{path}: cannot be read: {said}") from None
@@ -316,36 +273,40 @@ def _content(path: str | Path) -> bytes:
 # ---- looking up
 
 
-def _looked_up(setting: Setting, name: str, place: Path) -> str | _Refusal:
-    """Return the file with a passing result, else the refusal that says most."""
-    worst = _Refusal(0, f"there is no verdict for the weights {name} in {place}")
-    for path, is_asked in _candidates(place, name):
-        answer = _judged(setting, name, path, is_asked)
-        if isinstance(answer, str):
-            return answer
-        worst = max(worst, answer, key=lambda refusal: refusal.rank)
-    return worst
+def _looked_up(setting: Setting, name: str, place: Path) -> _Passed | _Refusal:
+    """Return the file with a passing result, if no other one failed; else the refusal that says most."""
+    passed, worst = None, _Refusal(0, f"there is no verdict for the weights {name} in {place}")
+    try:
+        for path, is_asked in _candidates(place, name):
+            answer = _judged(setting, name, path, is_asked)
+            if isinstance(answer, _Passed):
+                passed = passed or answer
+            else:
+                worst = max(worst, answer, key=lambda refusal: refusal.rank)
+    except OSError as trouble:
+        if trouble.errno != errno.ENOENT:
+            worst = _Refusal(0, f"{worst.why}, which cannot be read: {trouble.strerror}")
+    return worst if passed is None or worst.rank == _FAILED else passed
 
 
 def _candidates(place: Path, name: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the files to look at, and whether each one is named for these weights; other files may be for others."""
-    if os.path.isfile(
-        place
-    ):  # Path.is_file raises where a directory may not be searched, or a name is too long
+    """Yield the files to look at, and whether each one is named for these weights; other files may be for others.
+
+    Raises OSError: the directory cannot be read.
+    """
+    if os.path.isfile(place):
         yield place, True
         return
-    own = place / Verdict.file_name(name)
-    if os.path.isfile(own):
-        yield own, True
-    try:
-        others = sorted(path for path in place.glob("*.json") if path != own)
-    except OSError:
-        return
-    for path in others[:_MOST_FILES]:
-        yield path, False
+    own = Verdict.file_name(name)
+    found = sorted(file for file in os.listdir(place) if file.endswith(".json"))
+    if own in found:
+        yield place / own, True
+    for file in found[:_MOST_FILES]:
+        if file != own:
+            yield place / file, False
 
 
-def _judged(setting: Setting, name: str, path: Path, is_asked: bool) -> str | _Refusal:
+def _judged(setting: Setting, name: str, path: Path, is_asked: bool) -> _Passed | _Refusal:
     try:
         verdict = read_verdict(path)
     except ConfigError as trouble:
@@ -358,8 +319,8 @@ def _judged(setting: Setting, name: str, path: Path, is_asked: bool) -> str | _R
     for result in verdict.results:
         if result.setting.is_same(setting):
             if result.passed:
-                return f"{path}, {result.made}"
-            return _Refusal(4, f"it was measured and FAILED ({path}): {'; '.join(result.reasons)}")
+                return _Passed(f"{path}, {result.made}", result.loosened)
+            return _Refusal(_FAILED, f"it was measured and FAILED ({path}): {'; '.join(result.reasons)}")
     return _Refusal(3, f"{path} is about other settings: {_listed(verdict.results, setting)}")
 
 
@@ -396,7 +357,3 @@ def _rounded(options: dict[str, Option]) -> dict[str, tuple[str, Option]]:
 
 def _text(value: Option) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

@@ -17,7 +17,8 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.quality.write_verdict import write_verdict
-from pagoda.quality_verdict import Bounds, Figures, Interval, Result, objections
+from pagoda.quality_bounds import Bounds, Figures, Interval, objections
+from pagoda.quality_verdict import Result
 from pagoda.transfer import BlockKV
 from testbed.servers import Server, redis_server
 from tests.cache.kit import CHUNK, KV, config_of, prompt
@@ -301,7 +302,7 @@ def test_lossy_tiers_are_left_out_for_an_adapter_without_a_verdict(
             assert cache.lookup(TOKENS, tiers=["disk"], lora=lora).num_tokens == on_disk
         assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed", "left out"]
         assert sum("left out" in record.message for record in caplog.records) == 1
-    verdict(tmp_path / "verdicts", "q4", weights="w1+lora:style")
+    verdict(tmp_path / "verdicts", "q4", weights="w1+adapters style")
     with cache_over(shm_root, tmp_path, **options) as cache:
         assert cache.store(TOKENS, kv.transfer, lora="style").refused == 0 and cache.flush(60)
         assert cache.lookup(TOKENS, tiers=["disk"], lora="style").num_tokens == 96

@@ -14,7 +14,8 @@ from pagoda.config import Config
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
 from pagoda.errors import ConfigError
 from pagoda.quality.write_verdict import write_verdict
-from pagoda.quality_verdict import Bounds, Figures, Interval, Result
+from pagoda.quality_bounds import Bounds, Figures, Interval
+from pagoda.quality_verdict import Result
 from tests.e2e.tiny import VOCABULARY, llama
 
 CHUNK = 32

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagoda.config import Config
 from pagoda.config.sources import load
 from pagoda.errors import ConfigError
 from pagoda.migrate.lmcache import Translation, from_environment, known_fields, read, translate
-from pagoda.migrate.lmcache_fields import BELONGS, NOT_NEEDED, SWITCHES, WHEN_SET, FieldVerdict
+from pagoda.migrate.lmcache_fields import BELONGS, BLENDING, NOT_NEEDED, SWITCHES, WHEN_SET, FieldVerdict
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "lmcache.md"
 
@@ -170,7 +171,6 @@ def test_the_host_tier() -> None:
         ({"local_disk": "/x"}, "local_disk", "max_local_disk_size: GB"),
         ({"local_disk": True, "max_local_disk_size": 1}, "local_disk", "file:///PATH"),
         ({"local_disk": "/x,/y", "max_local_disk_size": 1}, "local_disk", "RAID 0"),
-        ({"enable_blending": True}, "enable_blending", "enable_blending: false"),
         ({"enable_p2p": "true"}, "enable_p2p", "--peers http://HOST:7777"),
         ({"enable_pd": True}, "enable_pd", "vLLM's own connector"),
         ({"enable_controller": True}, "enable_controller", "pagoda stats"),
@@ -256,6 +256,55 @@ def test_the_older_fields(fields: dict[str, object], options: dict[str, object])
     assert translate({"backend": "lm://h:1"}).options["remote"] == "http://h:1?server=pagoda"
 
 
+def test_what_blends_there_has_its_share_and_its_least_tokens_here() -> None:
+    fields = {"enable_blending": True, "blend_recompute_ratios": [0.2, 0.4], "blend_min_tokens": 128}
+    made = translate(
+        {**fields, "blend_check_layers": [1], "blend_special_str": " # # ", "blend_thresholds": [0.1]}
+    )
+    assert made.refused == []
+    assert made.options == {"blend_recompute": 0.2, "blend_min_tokens": 128, "host_size": "5GiB"}
+    assert verdict(made, "enable_blending") is verdict(made, "blend_special_str") is FieldVerdict.ELSEWHERE
+    said = text(made, "enable_blending")
+    for word in ("Transformers", "vLLM and SGLang", "verdict of pagoda quality", "documents=..."):
+        assert word in said
+    assert verdict(made, "blend_check_layers") is FieldVerdict.SAME
+    assert verdict(made, "blend_thresholds") is FieldVerdict.NOT_NEEDED
+    config = Config(**made.options)
+    assert not config.unchecked  # the gate stays
+    assert tomllib.loads(made.toml("x")) == made.options
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "share"),
+    [
+        ("blend_recompute_ratio", 0.3, 0.3),
+        ("blend_recompute_ratios", "0.3,0.5", 0.3),
+        ("blend_recompute_ratios", "[0.3]", 0.3),
+        ("blend_recompute_ratios", None, 0.15),
+        ("blend_recompute_ratios", [0], 0.0),
+    ],
+)
+def test_the_share_that_is_computed_again(field: str, value: object, share: float) -> None:
+    made = translate({"enable_blending": "True", field: value, "blend_check_layers": "2"})
+    assert made.options["blend_recompute"] == share
+    assert "Deviation(layer=N)" in text(made, "blend_check_layers")
+    off = translate({"enable_blending": False, field: value})
+    assert "blend_recompute" not in off.options and off.refused == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"blend_recompute_ratios": [1.5]}, {"blend_recompute_ratios": "a"}, {"blend_recompute_ratios": []},
+        {"blend_recompute_ratio": "nan"}, {"blend_min_tokens": -1}, {"blend_min_tokens": 2.5},
+        {"blend_check_layers": "x"},
+    ],
+)  # fmt: skip
+def test_values_of_blending_that_cannot_stand(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="blend_"):
+        translate({"enable_blending": True, **fields})
+
+
 def test_unknown_fields_are_named_and_never_dropped() -> None:
     made = translate({"chunk_sise": 256, "extra_config": {"secret_knob": "hunter2"}, "nothing": None})
     assert [one.field for one in made.refused] == ["secret_knob", "chunk_sise", "nothing"]
@@ -288,7 +337,7 @@ def test_every_field_gets_an_answer(field: str) -> None:
 
 
 def test_no_field_has_two_answers() -> None:
-    tables = [set(SWITCHES), set(WHEN_SET), set(NOT_NEEDED), *map(set, BELONGS.values())]
+    tables = [set(SWITCHES), set(WHEN_SET), set(NOT_NEEDED), set(BLENDING), *map(set, BELONGS.values())]
     assert sum(map(len, tables)) == len(set().union(*tables))
     assert set(BELONGS) <= set(SWITCHES)
 

@@ -17,8 +17,9 @@ from pagoda.quality import measure_quality
 from pagoda.quality.approaches import Codec, KVCache, Prepared, SwappedValues, ZeroedKV
 from pagoda.quality.measure import QualitySample, measured
 from pagoda.quality.prompt_lines import ExpectedAnswer, QualityPrompt, prompts_digest
-from pagoda.quality.report import DEFAULT_BOUNDS, figures_of, judged
+from pagoda.quality.report import figures_of, judged
 from pagoda.quality.run import QualityRun
+from pagoda.quality_bounds import DEFAULT_BOUNDS
 from pagoda.quality_verdict import Result, weights_name
 from tests.quality.tiny import CHUNK, prompts, tiny_llama
 
@@ -79,8 +80,8 @@ def test_the_name_of_the_weights_has_the_active_adapters(model: LlamaForCausalLM
     adapted.active_adapters = ["style"]
     try:
         run = measure_quality(model, prompts(1), codecs=["q8"], chunk_tokens=CHUNK, new_tokens=1, bounds=FEW)
-        assert run.weights == weights_name(weights_digest(model), lora=adapters_digest(model))
-        assert "+lora:" in run.weights
+        assert run.weights == weights_name(weights_digest(model), adapters=adapters_digest(model))
+        assert "+adapters " in run.weights
     finally:
         del adapted.active_adapters
 
@@ -91,6 +92,15 @@ def test_computing_everything_again_is_exact_and_passes(run: QualityRun) -> None
     assert everything.figures.top1.value == everything.figures.same_text.value == 1
     assert everything.passed and everything.reasons == []
     assert everything.prompts_digest == prompts_digest(prompts(8))
+
+
+def test_least_tokens_of_a_document_are_measured_as_asked(model: LlamaForCausalLM) -> None:
+    """All documents but the first have 9 and 14 tokens."""
+    asked = [(FirstK(), 0.0), (FirstK(), 0.0, 10), (FirstK(), 0.0, 15)]
+    run = measure_quality(model, prompts(4), blends=asked, chunk_tokens=CHUNK, new_tokens=2, bounds=FEW)
+    kl = {name: one.figures.kl.value for name, one in results(run).items()}
+    assert list(kl) == ["plain reuse", "first_k:0:min_tokens=10", "first_k:0:min_tokens=15"]
+    assert kl["plain reuse"] > kl["first_k:0:min_tokens=10"] > 1e-3 > kl["first_k:0:min_tokens=15"]
 
 
 def test_plain_reuse_of_documents_fails(run: QualityRun) -> None:
@@ -270,6 +280,12 @@ def test_kv_that_makes_no_numbers_fails(model: LlamaForCausalLM) -> None:
             "none of the 2 expected answers",
         ),
         (prompts(1), {"codecs": ["q9"]}, "q9"),
+        (
+            prompts(1),
+            {"bounds": {"codec": msgspec.structs.replace(FEW["codec"], kl=2.0)}},
+            "says nothing of a model",
+        ),
+        (prompts(1), {"confidence": 0.1}, "intervals of 10.0 %"),
     ],
 )
 def test_what_cannot_be_measured(

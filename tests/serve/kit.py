@@ -99,8 +99,9 @@ def keys_of(root: bytes, chain: int, chunks: int) -> list[bytes]:
 
 
 def payload_of(chain: int, position: int, layout: KVLayout = LAYOUT) -> Bytes:
-    """Return the bytes of one chunk."""
+    """Return the bytes of one chunk: numbers below 2."""
     words = np.random.default_rng((chain, position)).integers(0, 256, layout.chunk_bytes, np.uint8)
+    words[3::4] &= 0xBF  # of a float32 the highest bit of the exponent: neither infinite nor NaN
     return words
 
 

@@ -303,6 +303,17 @@ def test_ranks_never_find_each_others_pages_but_of_latent_attention(shm_root: Pa
     assert stores_as(shm_root, latent, is_mla_model=True, tp_size=2, tp_rank=1)
 
 
+def test_options_of_blending_are_named_once_as_doing_nothing_here(
+    shm_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {**storage_config(shm_root), "blend_recompute": 0.15}
+    for rank in (0, 1):
+        with storage(extra, {"kv": mha("page_first")}, tp_size=2, tp_rank=rank):
+            pass
+    (line,) = [line for line in caplog.messages if "blended" in line]
+    assert line.startswith("blend_recompute (argument blend_recompute): SGLang counts prefixes only")
+
+
 @pytest.mark.parametrize(("name", "side"), [("mamba", mamba), ("draft", lambda: mha("page_first"))])
 def test_beside_latent_attention_ranks_have_states_and_drafts_of_their_own(
     shm_root: Path, name: str, side: Any

@@ -50,6 +50,22 @@ def test_what_else_decides_the_keys_is_said_where_it_is_not_the_default(
     assert "by sha256 with PYTHONHASHSEED = 7: engines share" in said()[1]
 
 
+def test_options_of_blending_are_named_as_doing_nothing_here(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = engine_config(llama)
+    kv, _ = allocate(config, make_layers(config))
+    log_choices(config, kv)
+    assert "blended" not in caplog.text
+    monkeypatch.setenv("PAGODA_BLEND_RECOMPUTE", "0.15")
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    monkeypatch.setitem(extra, "blend_min_tokens", 64)
+    log_choices(config, kv)
+    (line,) = [line for line in caplog.messages if "blended" in line]
+    assert "blend_recompute (environment PAGODA_BLEND_RECOMPUTE)" in line
+    assert "blend_min_tokens (argument blend_min_tokens)" in line and "vLLM counts prefixes only" in line
+
+
 def test_loggers_that_somebody_configured_are_left_alone() -> None:
     ours, theirs = logging.getLogger("pagoda"), logging.getLogger("vllm")
     root = logging.root

@@ -616,7 +616,7 @@ def _require_quality(
     return [
         require_quality(
             codec_setting(codec, layout.chunk_tokens), weights=namespace.weights,
-            weights_epoch=namespace.weights_epoch, lora=namespace.lora, verdicts=config.quality_verdicts,
+            weights_epoch=namespace.weights_epoch, adapters=namespace.lora, verdicts=config.quality_verdicts,
             unchecked=config.unchecked,
         )
         for codec in codecs

@@ -17,10 +17,11 @@ from pagoda.cli.stores import AsJson, ConfigFile, configured
 if TYPE_CHECKING:
     import torch
 
+    from pagoda.config import Config
     from pagoda.connectors.transformers.blend_policies import SelectionPolicy
     from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer
     from pagoda.quality.run import QualityRun
-    from pagoda.quality_verdict import Bounds
+    from pagoda.quality_bounds import Bounds
 
 _USUAL_SHARES = (0.05, 0.15, 0.3)
 _MOST_NAMED = 20  # bad lines that are told one by one
@@ -33,7 +34,7 @@ def quality(
     ],
     blend: Annotated[
         list[str] | None,
-        Option(metavar="POLICY:SHARE", help="Blending, such as deviation:0.15; or several."),
+        Option(metavar="POLICY:SHARE[:NAME=N]", help="Blending, such as deviation:0.15; or several."),
     ] = None,
     codec: Annotated[
         list[str] | None, Option(metavar="NAME", help="A lossy codec, such as q8; or several.")
@@ -87,10 +88,10 @@ def quality(
         raise UsageError(
             f"pagoda quality needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'"
         )
-    from pagoda.quality.write_verdict import check_place
+    from pagoda.quality.write_verdict import check_names, check_place
     from pagoda.quality_verdict import default_directory
 
-    loaded = configured(config)
+    loaded, bounds = configured(config), _bounds(kl, top1, answers, min_prompts, confidence)
     if png is not None:
         from pagoda.cli.hit_rate_plot import check_png
 
@@ -100,6 +101,7 @@ def quality(
     blends, codecs = [_blend_of(text) for text in blend or ()], _codecs_of(codec or ())
     place = out or Path(loaded.quality_verdicts or default_directory())
     check_place(place)
+    check_names(weights or ())
     try:
         with printing.progress(as_json) as bars:
             task = bars.add_task("loading the model", total=None)
@@ -107,7 +109,7 @@ def quality(
                 limits, tokenizer = _described(model)
             lines = _prompts(prompts, limits, tokenizer, new_tokens)
             if not blends and not codecs:
-                blends, codecs = _usual(lines)
+                blends, codecs = _usual(lines, loaded)
             with _one_line(f"{model}: cannot be used"):
                 network = _loaded(model, dtype, device)
             bars.update(task, total=1)
@@ -124,7 +126,7 @@ def quality(
                     tokenizer=tokenizer,
                     chunk_tokens=chunk_tokens or loaded.chunk_tokens,
                     new_tokens=new_tokens,
-                    bounds=_bounds(kl, top1, answers, min_prompts),
+                    bounds=bounds,
                     confidence=confidence,
                     seed=seed,
                     step=step,
@@ -238,17 +240,18 @@ def _prompts(
     return good
 
 
-def _blend_of(text: str) -> tuple[SelectionPolicy, float]:
-    """Return what "deviation:0.15" or "deviation:0.15:layer=2" says. Raises UsageError."""
-    from pagoda.connectors.transformers.blend_policies import POLICIES, checked_share
+def _blend_of(text: str) -> tuple[SelectionPolicy, float, int]:
+    """Return what "deviation:0.15" or "deviation:0.15:layer=2:min_tokens=256" says. Raises UsageError."""
+    from pagoda.connectors.transformers.blend_policies import POLICIES, checked_min_tokens, checked_share
 
     name, share, *options = text.split(":") if ":" in text else (text, "")
     try:
         if name not in POLICIES:
             raise ValueError(f"the policies are {', '.join(POLICIES)}")
-        given = dict(option.split("=") for option in options)
+        given = {key: int(value) for key, value in (option.split("=") for option in options)}
+        least = checked_min_tokens(given.pop("min_tokens", 0))
         policy = cast("Callable[..., SelectionPolicy]", POLICIES[name])
-        return policy(**{key: int(value) for key, value in given.items()}), checked_share(float(share))
+        return policy(**given), checked_share(float(share)), least
     except (TypeError, ValueError) as trouble:
         raise UsageError(
             f"--blend {text}: give a policy and the share to compute again, such as deviation:0.15 ({trouble})"
@@ -266,21 +269,32 @@ def _codecs_of(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _usual(prompts: Sequence[QualityPrompt]) -> tuple[list[tuple[SelectionPolicy, float]], list[str]]:
-    """Return what is measured if nothing was asked for: all codecs, and blending if the prompts have documents."""
+def _usual(
+    prompts: Sequence[QualityPrompt], config: Config
+) -> tuple[list[tuple[SelectionPolicy, float, int]], list[str]]:
+    """Return what is measured if nothing was asked for: all codecs, and blending if the prompts have documents.
+
+    The configured share is one of those that are measured, with the configured least tokens of a document.
+    """
     from pagoda import codec
     from pagoda.connectors.transformers.blend_policies import POLICIES, policy_named
 
-    blends = [(policy_named(name), share) for name in POLICIES for share in _USUAL_SHARES]
+    shares = sorted({*_USUAL_SHARES, config.blend_recompute})
+    blends = [(policy_named(name), share, config.blend_min_tokens) for name in POLICIES for share in shares]
     return (blends if all(prompt.documents for prompt in prompts) else []), list(codec.LOSSY)
 
 
-def _bounds(kl: float | None, top1: float | None, answers: float | None, prompts: int) -> dict[str, Bounds]:
-    """Return the bounds by feature: the usual ones, but for those that were given."""
+def _bounds(
+    kl: float | None, top1: float | None, answers: float | None, prompts: int, confidence: float
+) -> dict[str, Bounds]:
+    """Return the bounds by feature: the usual ones, but for those that were given. UsageError: they say nothing."""
     from msgspec.structs import replace
 
-    from pagoda.quality.report import DEFAULT_BOUNDS
+    from pagoda.quality_bounds import DEFAULT_BOUNDS, too_loose
 
     given = {"kl": kl, "top1": top1, "answers": answers, "prompts": prompts}
     known = {name: value for name, value in given.items() if value is not None}
-    return {feature: replace(bounds, **known) for feature, bounds in DEFAULT_BOUNDS.items()}
+    bounds = {feature: replace(usual, **known) for feature, usual in DEFAULT_BOUNDS.items()}
+    if wrong := too_loose(bounds["blend"], confidence):
+        raise UsageError("; ".join(wrong))
+    return bounds

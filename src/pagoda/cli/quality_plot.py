@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from pagoda.quality.report import Judged
-    from pagoda.quality_verdict import Interval
+    from pagoda.quality_bounds import Interval
 
 
 def save_png(path: Path, rows: Sequence[Judged], title: str) -> None:
@@ -78,7 +78,7 @@ def _computed(row: Judged) -> float:
 
 
 def _cost(row: Judged, by_time: bool) -> Interval:
-    from pagoda.quality_verdict import Interval
+    from pagoda.quality_bounds import Interval
 
     return row.figures.ttft if by_time else Interval(row.figures.bytes, row.figures.bytes, row.figures.bytes)
 

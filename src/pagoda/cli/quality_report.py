@@ -12,7 +12,7 @@ from pagoda.cli.text_tables import RightAligned
 if TYPE_CHECKING:
     from pagoda.quality.report import Judged
     from pagoda.quality.run import QualityRun
-    from pagoda.quality_verdict import Interval
+    from pagoda.quality_bounds import Interval
 
 
 def print_report(model: str, prompts: Path, rows: Sequence[Judged]) -> None:
@@ -41,6 +41,7 @@ def as_json(model: str, run: QualityRun, verdict: Path, png: Path | None) -> dic
             entry |= {
                 "setting": to_builtins(row.result.setting),
                 "bounds": to_builtins(row.result.bounds),
+                "loosened": row.result.loosened,
                 "controls_noticed": row.result.controls,
                 "passed": row.result.passed,
                 "reasons": row.result.reasons,
@@ -93,7 +94,9 @@ def _percent(share: float) -> str:
 def _sentence(row: Judged) -> str:
     """Return the verdict on a setting in plain words."""
     assert row.result is not None
-    said = "PASS: it keeps all bounds, and wrong KV was noticed on these prompts"
+    loose = row.result.loosened
+    bounds = f"loosened bounds ({loose})" if loose else "all bounds"
+    said = f"PASS: it keeps {bounds}, and wrong KV was noticed on these prompts"
     if not row.result.passed:
         said = f"FAIL: {'; '.join(row.result.reasons)}"
     return ". ".join([said, *_notes(row)]) + "."

@@ -75,6 +75,7 @@ def serve(
 
         from pagoda.cli.page_options import page_options
         from pagoda.serve.access import default_socket, read_token
+        from pagoda.serve.served_stores import lossy_codec_of
         from pagoda.serve.server import ServeOptions
         from pagoda.serve.server import serve as run
         from pagoda.tiers.remote.peer_directory import check_machine
@@ -85,6 +86,10 @@ def serve(
         raise UsageError("--tls-cert and --tls-key: give both or neither")
     if directory is not None and not directory.is_dir():
         find_stores(directory, config)  # says what is wrong
+    if directory is not None and (lossy := lossy_codec_of(directory.resolve())):
+        raise UsageError(
+            f"{directory}: is of the lossy codec {lossy}, whose chunks are not served; name host_path, or leave it out"
+        )
     if directory is not None and host_size is not None:
         raise UsageError(
             "--host-size makes stores under host_path: leave DIRECTORY out, or set PAGODA_HOST_PATH"
@@ -93,7 +98,7 @@ def serve(
     if address is None and (tls_cert or token_file or allow_host):
         raise UsageError("--tls-cert, --token-file and --allow-host are for TCP: add --listen HOST:PORT")
     options = ServeOptions(
-        find_stores=lambda: _stores(directory, config),
+        find_stores=_StoreFinder(directory, config),
         listen=address,
         token=read_token(token_file) if address else None,
         allow_hosts=allow_host or (),
@@ -123,16 +128,34 @@ def serve(
     return 0
 
 
-def _stores(directory: Path | None, config: Path | None) -> Sequence[Path]:
-    """Return the stores that exist now; a directory that holds none yet may get one."""
-    from pagoda.errors import StoreError
+class _StoreFinder:
+    """Finds the stores that exist now; a directory that holds none yet may get one. Thread-safe."""
 
-    try:
-        return find_stores(directory, config)
-    except UsageError as error:
-        if directory is not None and directory.is_dir():
-            return []
-        raise StoreError(str(error)) from None
+    def __init__(self, directory: Path | None, config: Path | None) -> None:
+        self._directory, self._config = directory, config
+        self._said: set[Path] = set()
+
+    def __call__(self) -> Sequence[Path]:
+        """Return the stores; log once of each that is not served. Raises StoreError."""
+        from pagoda.errors import StoreError
+        from pagoda.serve.served_stores import lossy_codec_of
+
+        try:
+            found = find_stores(self._directory, self._config)
+        except UsageError as error:
+            if self._directory is not None and self._directory.is_dir():
+                return []
+            raise StoreError(str(error)) from None
+        for store in found:
+            if store not in self._said and (lossy := lossy_codec_of(store)):
+                self._said.add(store)
+                logging.getLogger("pagoda.serve").warning(
+                    "%s is not served: its codec %s is lossy; of such engines only what is in host memory is served, "
+                    "under the keys of approximate KV",
+                    store,
+                    lossy,
+                )
+        return found
 
 
 def _peer_directory(config: Path | None, over_tcp: bool, advertise: str | None) -> PeerDirectory | None:

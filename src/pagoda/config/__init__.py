@@ -117,6 +117,13 @@ class Config:
         False,
         "Make an OpenTelemetry span of each store, lookup and retrieve of this process; needs pagodakv[otel].",
     )
+    blend_recompute: float = _option(
+        0.15,
+        "Blending: the share of later documents' tokens that is computed again, where a call names none.",
+    )
+    blend_min_tokens: int = _option(
+        0, "Blending: later documents with fewer tokens than this are computed, where a call names no other."
+    )
     quality_verdicts: str = _option(
         "",
         "Where the verdicts of pagoda quality are: a directory or a file. Empty: ~/.config/pagoda/quality.",
@@ -219,6 +226,8 @@ class ConfigOptions(TypedDict, total=False):
     prompt_log: bool
     profile: bool
     otel: bool
+    blend_recompute: float
+    blend_min_tokens: int
     quality_verdicts: str | os.PathLike[str]
     unchecked: bool
     log_format: LogFormat

@@ -120,6 +120,12 @@ def _seconds(name: str, value: object) -> object:
     return float(value)
 
 
+def _share(name: str, value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError("a share from 0 to 1 is needed")
+    return float(value)
+
+
 def _one_of(known: Sequence[str]) -> Check:
     def check(name: str, value: object) -> object:
         if value not in known:
@@ -167,6 +173,8 @@ _CHECKS: dict[str, Check] = {
     "prompt_log": _flag,
     "profile": _flag,
     "otel": _flag,
+    "blend_recompute": _share,
+    "blend_min_tokens": _count(0, 2**31 - 1),
     "quality_verdicts": _place("path", needed=False),
     "unchecked": _flag,
     "log_format": _one_of(get_args(LogFormat)),

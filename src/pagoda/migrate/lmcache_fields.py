@@ -39,13 +39,10 @@ class Judgement(NamedTuple):
 FieldRule: TypeAlias = Callable[[str, Mapping[str, object]], Judgement]
 _MAPPED, _NOT_SUPPORTED, _UNKNOWN, _ELSEWHERE, _NOT_NEEDED, _SAME = FieldVerdict
 
+_DEFAULT_SHARE = 0.15  # of the tokens that LMCache computes again
 _REMOTE = 'share a store instead: remote = "redis://HOST:6379/0"'
 
 SWITCHES = {
-    "enable_blending": (
-        "vLLM's scheduler counts prefixes only, so nothing is blended there; write enable_blending: false, and with "
-        "Transformers call generate(documents=..., question=..., recompute=0.15)"
-    ),
     "enable_p2p": (
         "machines read each other's chunks through pagoda serve, and the file does not name them: "
         "name them with --peers http://HOST:7777,http://HOST:7777, or a Redis for all with lookup_url"
@@ -60,10 +57,6 @@ SWITCHES = {
 """Features that may be switched on, and what to write if one is: off, they are off here too."""
 
 _PARTS = {
-    "enable_blending": (
-        "blend_recompute_ratio blend_recompute_ratios blend_min_tokens blend_thresholds blend_check_layers "
-        "blend_special_str blend_separator blend_add_special_in_precomp"
-    ),
     "enable_p2p": (
         "lookup_url distributed_url p2p_host p2p_init_ports p2p_lookup_ports peer_init_ports peer_lookup_ports "
         "p2p_socket_recv_timeout_ms p2p_socket_send_timeout_ms"
@@ -210,12 +203,71 @@ def _part_of(switch: str, _: str, fields: Mapping[str, object]) -> Judgement:
     return Judgement(_NOT_NEEDED, f"belongs to {switch}, which is {'not supported' if on else 'off'}")
 
 
+def _blending(field: str, fields: Mapping[str, object]) -> Judgement:
+    """Blending begins with a call here, and after a measurement: the file gives its defaults."""
+    if not as_flag(field, fields[field]):
+        return Judgement(_SAME, "off here too, unless a call gives documents")
+    text = (
+        "Transformers and own engines blend what is given as documents, with a passing verdict of pagoda quality: "
+        "CachedModel.generate(documents=..., question=...); vLLM and SGLang count prefixes only and blend nothing"
+    )
+    return Judgement(_ELSEWHERE, text, "blend_recompute", _DEFAULT_SHARE)  # unless the file names another
+
+
+def _with_blending(rule: FieldRule) -> FieldRule:
+    """Return a rule for a field that means something only while blending is on."""
+
+    def judge(field: str, fields: Mapping[str, object]) -> Judgement:
+        on = as_flag("enable_blending", fields.get("enable_blending", False))
+        return rule(field, fields) if on else _part_of("enable_blending", field, fields)
+
+    return judge
+
+
+def _first_share(field: str, value: object) -> float:
+    """Return the share of LMCache's list of them: it uses the first one."""
+    if isinstance(value, str):
+        value = [one for one in value.strip("[] ").split(",") if one.strip()]
+    return as_number(field, value[0] if isinstance(value, list | tuple) and value else value)
+
+
+def _check_layers(field: str, fields: Mapping[str, object]) -> Judgement:
+    value = fields[field]
+    layers = value if isinstance(value, list | tuple) else str(value).strip("[] ").split(",")
+    if [_as_whole(field, layer) for layer in layers] == [1]:
+        return Judgement(_SAME, "K is compared at layer 1")
+    return Judgement(
+        _ELSEWHERE, "in the call: policy=Deviation(layer=N) compares K at layer N instead of layer 1"
+    )
+
+
+def _blend_min_tokens(field: str, fields: Mapping[str, object]) -> Judgement:
+    least = _as_whole(field, fields[field])
+    text = f"blend_min_tokens = {least} (LMCache 0.5 has this field, and does not use it)"
+    return Judgement(_MAPPED, text, "blend_min_tokens", least)
+
+
 def _policy(field: str, fields: Mapping[str, object]) -> Judgement:
     if (name := str(fields[field]).lower()) in ("lru", "fifo", "arc"):
         return Judgement(_MAPPED, f"policy = {as_toml(name)}", "policy", name)
     known = ", ".join(policies.NAMES)
     return Judgement(_NOT_SUPPORTED, f"{fields[field]} is none of {known}; write LRU or remove it")
 
+
+_SEPARATED = "documents are given as a list, never found by separators in a text"
+
+BLENDING: dict[str, FieldRule] = {
+    "blend_recompute_ratio": _mapped("blend_recompute", _first_share),
+    "blend_recompute_ratios": _mapped("blend_recompute", _first_share),
+    "blend_min_tokens": _blend_min_tokens,
+    "blend_check_layers": _check_layers,
+    "blend_thresholds": partial(_always, "LMCache has them, and does not use them"),
+    **{
+        field: lambda *_: Judgement(_ELSEWHERE, f"in the call: {_SEPARATED}")
+        for field in ("blend_special_str", "blend_separator", "blend_add_special_in_precomp")
+    },
+}
+"""Fields of blending, while it is on."""
 
 FIELDS: dict[str, FieldRule] = {
     "chunk_size": _mapped("chunk_tokens", _as_whole),
@@ -241,6 +293,8 @@ FIELDS: dict[str, FieldRule] = {
         switch: _by_flag(Judgement(_NOT_SUPPORTED, text), Judgement(_SAME, "off here too"))
         for switch, text in SWITCHES.items()
     },
+    "enable_blending": _blending,
+    **{field: _with_blending(rule) for field, rule in BLENDING.items()},
     **{part: partial(_part_of, switch) for switch, parts in BELONGS.items() for part in parts},
     **{field: partial(_when_set, text) for field, text in WHEN_SET.items()},
     **{field: partial(_always, text) for field, text in NOT_NEEDED.items()},

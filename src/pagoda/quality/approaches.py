@@ -92,11 +92,13 @@ class Exact:
 class Blend:
     """Documents are reused, and a share of their tokens is computed again; a share of 0 is plain reuse."""
 
-    def __init__(self, cached: CachedModel, policy: SelectionPolicy, recompute: float) -> None:
+    def __init__(
+        self, cached: CachedModel, policy: SelectionPolicy, recompute: float, min_tokens: int = 0
+    ) -> None:
         """Raises ValueError for a share that is none."""
-        self._cached, self._policy, self._recompute = cached, policy, recompute
-        self.setting = blend_setting(policy, recompute)
-        self.name = self.setting.flag.partition(" ")[2] if recompute else PLAIN_REUSE
+        self._cached, self._policy, self._recompute, self._least = cached, policy, recompute, min_tokens
+        self.setting = blend_setting(policy, recompute, min_tokens)
+        self.name = self.setting.flag.partition(" ")[2] if recompute or min_tokens else PLAIN_REUSE
 
     def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
         """Store the documents."""
@@ -105,8 +107,9 @@ class Blend:
 
     def _blended(self, prompt: QualityPrompt, recompute: float) -> KVCache:
         prefix = self._cached.blend(
-            prompt.documents, prompt.question, recompute=recompute, policy=self._policy, unchecked=True
-        )
+            prompt.documents, prompt.question, recompute=recompute, policy=self._policy, min_tokens=self._least,
+            unchecked=True,
+        )  # fmt: skip
         kv: KVCache = prefix.past_key_values
         return kv
 

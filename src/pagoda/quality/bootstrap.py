@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.quality_verdict import Interval
+from pagoda.quality_bounds import Interval
 
 __all__ = ["DRAWS", "difference_interval", "ratio_interval"]
 

@@ -1,12 +1,4 @@
-"""From samples to figures, and from figures to verdicts. Called by `pagoda quality`; calls `bootstrap`. Pure.
-
-The default bounds say how much may change, and what for:
-
-    kl        nats a token; the perplexity of the model's own text rises by exp(kl). Blending: 10 %. Codecs: 1 %
-    top1      tokens that stay the same. Codecs: 99 %, the bar that papers on KV quantisation set. Blending: 93 %
-    answers   right answers beside exact KV. Blending: 93 %, what CacheBlend was seen to keep. Codecs: 99 %
-    prompts   50: if none of n prompts fails, 3 / n may still fail (the rule of three, 95 %): 6 % of 50
-"""
+"""From samples to figures, and from figures to verdicts. Called by `pagoda quality`; calls `bootstrap`. Pure."""
 
 from __future__ import annotations
 
@@ -18,14 +10,10 @@ import numpy as np
 from pagoda.quality.approaches import PLAIN_REUSE
 from pagoda.quality.bootstrap import difference_interval, ratio_interval
 from pagoda.quality.measure import QualitySample
-from pagoda.quality_verdict import Bounds, Figures, Interval, Result, Setting, objections
+from pagoda.quality_bounds import Bounds, Figures, Interval, is_surely_noticed, objections
+from pagoda.quality_verdict import Result, Setting
 
-__all__ = ["DEFAULT_BOUNDS", "Judged", "figures_of", "judged"]
-
-DEFAULT_BOUNDS = {
-    "blend": Bounds(kl=0.095, top1=0.93, answers=0.93, prompts=50),
-    "codec": Bounds(kl=0.01, top1=0.99, answers=0.99, prompts=50),
-}
+__all__ = ["Judged", "figures_of", "judged"]
 
 
 class Judged(NamedTuple):
@@ -62,7 +50,7 @@ def judged(
 ) -> list[Judged]:
     """Return the rows of the report: exact KV, each setting with its verdict, the controls.
 
-    A control that keeps the bounds of a setting fails the setting: then these prompts do not show that KV is wrong.
+    A control that may keep the bounds of a setting fails the setting: then these prompts do not show that KV is wrong.
 
     Args:
         samples: of each approach, by its name, and of "exact".
@@ -83,10 +71,7 @@ def judged(
     rows = [Judged("exact", figures["exact"], _seconds(run.exact))]
     for name, setting in settings.items():
         limit, prompts = bounds[setting.feature], len(run.exact)
-        noticed = {
-            control: bool(objections(figures[control], limit, {control: True}, limit.prompts, confidence))
-            for control in controls
-        }
+        noticed = {control: is_surely_noticed(figures[control], limit) for control in controls}
         reasons = objections(figures[name], limit, noticed, prompts, confidence)
         result = Result(
             setting, limit, figures[name], noticed, prompts, digest, new_tokens, confidence, seed, made,

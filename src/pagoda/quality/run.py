@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagoda.connectors.transformers import CachedModel
     from pagoda.connectors.transformers.blend_policies import SelectionPolicy
     from pagoda.quality.report import Judged
-    from pagoda.quality_verdict import Bounds
+    from pagoda.quality_bounds import Bounds
 
 __all__ = ["QualityRun", "measure_quality"]
 
@@ -33,7 +33,7 @@ def measure_quality(
     model: torch.nn.Module,
     prompts: Sequence[QualityPrompt],
     *,
-    blends: Sequence[tuple[SelectionPolicy, float]] = (),
+    blends: Sequence[tuple[SelectionPolicy, float] | tuple[SelectionPolicy, float, int]] = (),
     codecs: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
     chunk_tokens: int = 256,
@@ -50,28 +50,32 @@ def measure_quality(
     Args:
         model: a causal model of Transformers, on its device.
         prompts: what `read_prompts` returns; all with documents if there are blends.
-        blends: policies and shares to compute again.
+        blends: policies, shares to compute again, and if not 0 the least tokens of a document that is reused.
         codecs: names of lossy codecs.
         tokenizer: needed if an expected answer is text.
         chunk_tokens: tokens of a chunk, as in the engine; codecs depend on it.
         new_tokens: most tokens of an answer of which none is expected.
-        bounds: by feature, "blend" and "codec"; default: `report.DEFAULT_BOUNDS`.
+        bounds: by feature, "blend" and "codec"; default: `quality_bounds.DEFAULT_BOUNDS`.
         confidence: of the intervals, below 1.
         seed: of the bootstrap.
         step: called before each approach on each prompt, with its name and how often it will be called in all.
 
     Raises:
-        ValueError: prompts that do not go with what is asked; a model, a codec or a policy that cannot be used; or the
-            model gives no expected answer at all, so that answers tell nothing.
+        ValueError: prompts that do not go with what is asked; a model, a codec or a policy that cannot be used; bounds
+            that say nothing; or the model gives no expected answer at all, so that answers tell nothing.
     """
     from pagoda.connectors.transformers.blend_policies import Deviation
     from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
     from pagoda.connectors.transformers.supported_models import check_model, probe_model
     from pagoda.quality.approaches import Approach, Blend, Codec, SwappedValues, ZeroedKV
     from pagoda.quality.measure import measured
-    from pagoda.quality.report import DEFAULT_BOUNDS, judged
+    from pagoda.quality.report import judged
+    from pagoda.quality_bounds import DEFAULT_BOUNDS, too_loose
     from pagoda.quality_verdict import weights_name
 
+    bounds = DEFAULT_BOUNDS if bounds is None else bounds
+    if wrong := [text for one in bounds.values() for text in too_loose(one, confidence)]:
+        raise ValueError(wrong[0])
     _check_prompts(prompts, bool(blends), chunk_tokens if codecs else 0)
     check_model(model)
     probed, weights = probe_model(model, chunk_tokens), weights_digest(model)
@@ -83,7 +87,7 @@ def measure_quality(
             cached = opened.enter_context(
                 _documents_cache(model, prompts, chunk_tokens, token_bytes, weights)
             )
-            asked = [(Deviation(), 0.0), *(one for one in blends if one[1])]
+            asked = [(Deviation(), 0.0), *(one for one in blends if any(one[1:]))]
             named = {blend.name: blend for blend in (Blend(cached, *one) for one in asked)}
             features = [*named.values(), *features]
         total = (1 + len(features) + len(controls)) * (1 + len(prompts))
@@ -105,7 +109,7 @@ def measure_quality(
         samples,
         {one.name: one.setting for one in features if one.setting is not None},
         [control.name for control in controls],
-        bounds=DEFAULT_BOUNDS if bounds is None else bounds,
+        bounds=bounds,
         has_answers=has_answers,
         digest=prompts_digest(prompts),
         new_tokens=new_tokens,
@@ -113,7 +117,7 @@ def measure_quality(
         seed=seed,
         made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
-    return QualityRun(rows, weights_name(weights, lora=adapters_digest(model)))
+    return QualityRun(rows, weights_name(weights, adapters=adapters_digest(model)))
 
 
 def _check_prompts(prompts: Sequence[QualityPrompt], need_documents: bool, chunk_tokens: int) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from pagoda.errors import ConfigError
-from pagoda.quality_verdict import FORMAT, Result, Verdict, read_verdict
+from pagoda.quality_verdict import FORMAT, VERSION, Result, Verdict, read_verdict
 
-__all__ = ["check_place", "write_verdict"]
+__all__ = ["check_names", "check_place", "write_verdict"]
+
+_LOCK_SECONDS = 10.0  # it is held for moments
 
 
 class _Format(msgspec.Struct):
     format: str = ""
+    version: int = 0
 
 
 def write_verdict(
@@ -24,40 +30,83 @@ def write_verdict(
 ) -> Path:
     """Write a verdict, and return its file. Results of other settings that the file has for these weights are kept.
 
-    The file appears whole or not at all. Do not call it for one file in two processes at once: one would be lost.
+    The file appears whole or not at all. Processes that write one file at once wait for each other.
 
     Args:
         path: the file; or a directory (as is), in which the file is named after the first of `weights`.
         model: the model's name, for people.
         weights: names of the weights, the first being `Namespace.weights` of the Transformers connector.
         pagoda: the release that measured.
-        results: one for each setting.
+        results: one for each setting; of two for the same one the first is written.
 
     Raises:
-        ConfigError: the file is there and is something else than a verdict, or it cannot be written.
+        ConfigError: the file is there and is something else than a verdict, or of a newer version; it cannot be
+            written; a name that is no text.
     """
     path = Path(path)
     if path.is_dir() or not path.suffix:
         path = path / Verdict.file_name(weights[0])
-    kept: list[Result] = []
     names = list(dict.fromkeys(weights))
-    check_place(path)
-    if path.exists():
-        try:
-            old = read_verdict(path)
-        except ConfigError:  # of another version, or damaged: it is replaced
-            pass
-        else:
-            if old.weights[:1] == names[:1]:
-                kept = [
-                    one
-                    for one in old.results
-                    if not any(one.setting.is_same(result.setting) for result in results)
-                ]
-                names = list(dict.fromkeys([*names, *old.weights]))
-    verdict = Verdict(model, names, pagoda, [*kept, *results])
-    _replace(path, msgspec.structs.replace(verdict, checksum=verdict.digest()))
+    check_names(names)
+    results = [one for n, one in enumerate(results) if not _has(results[:n], one)]
+    file = Path(os.path.realpath(path))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _alone_in(file.parent):
+            check_place(file)
+            kept, others = _kept(file, names[0], results)
+            text = model.encode(errors="replace").decode()
+            verdict = Verdict(text, list(dict.fromkeys([*names, *others])), pagoda, [*kept, *results])
+            _replace(file, msgspec.structs.replace(verdict, checksum=verdict.digest()))
+    except OSError as trouble:
+        raise ConfigError(f"{path}: cannot be written: {trouble.strerror or trouble}") from None
     return path
+
+
+def _kept(file: Path, name: str, results: Sequence[Result]) -> tuple[list[Result], list[str]]:
+    """Return the results of other settings that a file has for these weights, and its names of them."""
+    try:
+        old = read_verdict(file)
+    except ConfigError:  # it is not there, or of an older version, or damaged: it is replaced
+        return [], []
+    if old.weights[:1] != [name]:
+        return [], []
+    return [one for one in old.results if not _has(results, one)], old.weights
+
+
+def _has(results: Sequence[Result], one: Result) -> bool:
+    """Return whether there is a result for the same setting: a reader refuses a file with two."""
+    return any(one.setting.is_same(other.setting) for other in results)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ConfigError for a name of weights that a verdict cannot have. Changes nothing."""
+    for name in names:
+        if not name or name != name.encode(errors="replace").decode():
+            raise ConfigError(f"{name!r}: is no name of weights; write a text that is not empty, in UTF-8")
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Keep other processes from writing verdicts in a directory. Raises OSError: one does so, and does not end."""
+    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        until = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError(
+                        0, "another process writes there and does not end: look for a stopped pagoda quality"
+                    ) from None
+                time.sleep(0.01)
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(lock)
 
 
 def check_place(path: str | Path) -> None:
@@ -69,11 +118,9 @@ def check_place(path: str | Path) -> None:
         raise ConfigError(f"{path}: cannot be written: {trouble.strerror}") from None
     if is_there and not is_file and not path.is_dir():
         raise ConfigError(f"{path}: cannot be written: it is no file")
-    if is_file and not _is_verdict(path):
-        raise ConfigError(
-            f"{path}: is no verdict of pagoda quality; name another file, so that it is not overwritten"
-        )
-    place = path
+    if is_file:
+        _check_verdict(path)
+    place = Path(os.path.realpath(path)).parent if is_file else path  # the file is replaced, not written to
     while not place.exists():
         place = place.parent
     if path != place and not place.is_dir():
@@ -82,27 +129,31 @@ def check_place(path: str | Path) -> None:
         raise ConfigError(f"{path}: cannot be written: {place} is not yours to write")
 
 
-def _is_verdict(path: Path) -> bool:
-    """Return whether a file is a verdict, be it of another version or damaged."""
+def _check_verdict(path: Path) -> None:
+    """Raise ConfigError unless a file is a verdict, be it of an older version or damaged."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Format).format == FORMAT
+        head = msgspec.json.decode(path.read_bytes(), type=_Format)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
+        head = _Format()
+    if head.format != FORMAT:
+        raise ConfigError(
+            f"{path}: is no verdict of pagoda quality; name another file, so that it is not overwritten"
+        )
+    if head.version > VERSION:
+        raise ConfigError(
+            f"{path}: is of a newer version ({head.version}); name another file, so that its results are not lost"
+        )
 
 
 def _replace(path: Path, verdict: Verdict) -> None:
-    """Write a file under another name first, so that a reader never sees a part of it."""
+    """Write a file under another name first, so that a reader never sees a part of it. Raises OSError."""
     text = msgspec.json.format(msgspec.json.encode(verdict, order="sorted"), indent=2)
+    handle, other = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, other = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(text + b"\n")
-            os.chmod(other, 0o644)  # other users' engines read it
-            os.replace(other, path)
-        except BaseException:
-            os.unlink(other)
-            raise
-    except OSError as trouble:
-        raise ConfigError(f"{path}: cannot be written: {trouble.strerror or trouble}") from None
+        with os.fdopen(handle, "wb") as file:
+            file.write(text + b"\n")
+        os.chmod(other, 0o644)  # other users' engines read it
+        os.replace(other, path)
+    except BaseException:
+        os.unlink(other)
+        raise

@@ -95,7 +95,7 @@ class ServedStore:
         state = read_state(directory)
         if state is not None and (state.private or not state.chunk_bytes):
             return None
-        if directory.name.partition(".")[2] in codec.LOSSY:  # its slots have no payloads that could be sent
+        if lossy_codec_of(directory):  # its slots have no payloads that could be sent
             return None
         ledger = Ledger.attach(directory, deadline_seconds=deadline_seconds)
         try:
@@ -409,6 +409,12 @@ class ServedStores:
             if len(found.slots):
                 removed += admin.remove(store.ledger, [key])
         return removed
+
+
+def lossy_codec_of(store: Path) -> str:
+    """Return the lossy codec of a store's chunks; empty: they are what engines have computed. Pure."""
+    name = store.name.partition(".")[2]
+    return name if name in codec.LOSSY else ""
 
 
 def is_value_of(header: codec.Header, namespace: bytes, key: bytes, length: int) -> bool:

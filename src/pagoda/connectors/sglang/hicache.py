@@ -22,6 +22,7 @@ from pagoda.clock import Deadline
 from pagoda.connectors.sglang.engine_facts import EngineFacts, engine_facts, namespace_of
 from pagoda.connectors.sglang.pool_pages import PoolPages
 from pagoda.connectors.sglang.storage_options import check_version, read_options
+from pagoda.connectors.unused_options import unused_options
 from pagoda.errors import StoreError
 from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
@@ -69,6 +70,8 @@ class PagodaHiCache(HiCacheStorage):
             extra = storage_config.extra_config = {}
         self._options = read_options(extra)
         check_version(sglang.__version__, self._options.allow_untested_sglang)
+        if storage_config.tp_rank == 0 and (unused := unused_options("SGLang", extra)):
+            log.warning(unused)
         extra["interface_v1"] = 1  # SGLang reads it after this: pages are copied without a detour
         self._storage = storage_config
         self._registered: dict[str, Any] = {}

@@ -21,6 +21,7 @@ __all__ = [
     "FirstK",
     "SelectionPolicy",
     "blend_setting",
+    "checked_min_tokens",
     "checked_positions",
     "checked_share",
     "policy_named",
@@ -161,7 +162,16 @@ def checked_share(recompute: object) -> float:
     return float(recompute)
 
 
-def blend_setting(policy: str | SelectionPolicy = "deviation", recompute: float = 0.15) -> Setting:
+def checked_min_tokens(min_tokens: object) -> int:
+    """Return the least tokens of a document that is reused. Raises ValueError unless it is a whole number."""
+    if isinstance(min_tokens, bool) or not isinstance(min_tokens, int) or min_tokens < 0:
+        raise ValueError(f"min_tokens is {min_tokens!r}: a whole number, 0 to reuse documents of any length")
+    return min_tokens
+
+
+def blend_setting(
+    policy: str | SelectionPolicy = "deviation", recompute: float = 0.15, min_tokens: int = 0
+) -> Setting:
     """Return what a verdict of `pagoda quality` names: all that decides which values blending computes. Pure."""
     policy = policy_named(policy)
     options: dict[str, Any] = {
@@ -171,4 +181,6 @@ def blend_setting(policy: str | SelectionPolicy = "deviation", recompute: float 
     }
     if policy.layer > 1:
         options["layer"] = policy.layer
+    if checked_min_tokens(min_tokens):
+        options["min_tokens"] = min_tokens
     return Setting("blend", options)

@@ -35,6 +35,7 @@ from pagoda.connectors.transformers.blend_policies import (
     Positions,
     SelectionPolicy,
     blend_setting,
+    checked_min_tokens,
     checked_positions,
     checked_share,
 )
@@ -188,26 +189,31 @@ class Blender:
         return list({(str(state.setting), state.checked): state for state in self._states.values()}.values())
 
     def state_of(
-        self, policy: SelectionPolicy, recompute: float, unchecked: bool, lora: str | None
+        self,
+        policy: SelectionPolicy,
+        recompute: float,
+        unchecked: bool,
+        min_tokens: int,
+        adapters: str | None,
     ) -> QualityState:
-        """Return whether a setting may be used, with an adapter. Raises ConfigError, which says what to do, if not."""
-        setting = blend_setting(policy, recompute)
-        name = str(setting), unchecked, lora or ""
+        """Return whether a setting may be used, with adapters. Raises ConfigError, which says what to do, if not."""
+        setting = blend_setting(policy, recompute, min_tokens)
+        name = str(setting), unchecked, adapters or ""
         found = self._states.get(name)
         if found is None:
-            found = self._checked(setting, unchecked, lora)
+            found = self._checked(setting, unchecked, adapters)
             while len(self._states) >= _MOST_STATES:
                 self._states.pop(next(iter(self._states)), None)
             self._states[name] = found
         return found
 
-    def _checked(self, setting: Setting, unchecked: bool, lora: str | None) -> QualityState:
+    def _checked(self, setting: Setting, unchecked: bool, adapters: str | None) -> QualityState:
         if setting.options["recompute"] == 1.0:
             return QualityState(setting, "exact", "every token after the first document is computed")
         config = self._exact.config
         return require_quality(
             setting, weights=self.weights.weights, weights_epoch=self.weights.weights_epoch,
-            lora=self.weights.lora if lora is None else lora, verdicts=config.quality_verdicts,
+            adapters=self.weights.lora if adapters is None else adapters, verdicts=config.quality_verdicts,
             unchecked=unchecked or config.unchecked,
         )  # fmt: skip
 
@@ -224,7 +230,7 @@ class Blender:
         Args:
             pieces: the documents, then the question.
             policy: chooses what is computed again.
-            state: of the setting; its share is used.
+            state: of the setting; its share and its least tokens of a document are used.
             space: adapter and tenant.
             may_store: whether the weights are still those that compute.
         """
@@ -232,6 +238,7 @@ class Blender:
 
         check_attention(self._model)
         recompute = checked_share(state.setting.options["recompute"])
+        least = checked_min_tokens(state.setting.options.get("min_tokens", 0))
         *documents, question = pieces
         tokens = np.concatenate(pieces)
         starts = [0, *(int(end) for end in np.cumsum([len(piece) for piece in documents]))]
@@ -241,6 +248,9 @@ class Blender:
         with torch.no_grad():
             loaded: list[_Loaded] = []
             for document, start in zip(documents, starts, strict=False):
+                if start and len(document) < least:
+                    loaded.append(_too_short(document, least))
+                    continue
                 late = sum(one.load_seconds for one in loaded if one.hit.reason is Reason.DEADLINE)
                 left = max(self._exact.config.deadline_seconds - late, _MOMENT_SECONDS) if late else None
                 loads = {**space, "deadline_seconds": left}
@@ -252,7 +262,7 @@ class Blender:
             began = time.perf_counter()
             chosen = np.empty(0, np.int64)
             if len(documents) > 1:
-                chosen = self._choose(policy, recompute, tokens, starts, planes)
+                chosen = self._choose(policy, recompute, least, tokens, starts, planes)
             choose_seconds, began = time.perf_counter() - began, time.perf_counter()
             self._recompute(tokens, np.concatenate([chosen, np.arange(end, total - 1)]), planes)
         mask = np.zeros(total, np.bool_)
@@ -344,15 +354,26 @@ class Blender:
     # ---- the prompt
 
     def _choose(
-        self, policy: SelectionPolicy, recompute: float, tokens: Int32s, starts: list[int], planes: Planes
+        self,
+        policy: SelectionPolicy,
+        recompute: float,
+        least: int,
+        tokens: Int32s,
+        starts: list[int],
+        planes: Planes,
     ) -> Positions:
-        """Return the tokens to compute again; layers that a policy computed to look at K are exact afterwards."""
+        """Return the tokens to compute, those of documents with fewer than `least` tokens included.
+
+        Layers that a policy computed to look at K are exact afterwards.
+        """
         first, end = starts[1], starts[-1]
-        documents = [range(begin, stop) for begin, stop in pairwise(starts[1:])]
+        later = [range(begin, stop) for begin, stop in pairwise(starts[1:])]
+        documents = [one for one in later if len(one) >= least]
+        short = [token for one in later if len(one) < least for token in one]
         if recompute == 1.0:
             return np.arange(first, end)
-        if recompute == 0.0:
-            return np.empty(0, np.int64)
+        if recompute == 0.0 or not documents:
+            return np.array(short, np.int64)
         deviation = None
         if policy.layer:
             if policy.layer >= len(planes):
@@ -360,8 +381,11 @@ class Blender:
                     f"the policy compares K at layer {policy.layer}, the model has {len(planes)}: use fewer"
                 )
             deviation = self._deviation(policy.layer, tokens, first, end, planes)
-        chosen = policy.choose(Candidates(documents, recompute, deviation))
-        return checked_positions(policy, chosen, range(first, end))
+        candidates = Candidates(documents, recompute, None)
+        if deviation is not None:
+            candidates = candidates._replace(deviation=deviation[candidates.positions - first])
+        chosen = checked_positions(policy, policy.choose(candidates), range(first, end))
+        return np.union1d(chosen, np.array(short, np.int64))
 
     def _deviation(
         self, layer: int, tokens: Int32s, first: int, end: int, planes: Planes
@@ -456,6 +480,12 @@ class _LastLayer(_FilledLayer):  # type: ignore[no-untyped-call]
         deviation = (key_states.float() - before.float()).square().sum(dim=(0, 1, 3))
         super().update(key_states, value_states)
         raise _Reached(deviation.cpu().numpy())
+
+
+def _too_short(document: Int32s, least: int) -> _Loaded:
+    """Return what is said of a document that is computed in the prompt, because it has fewer than `least` tokens."""
+    why = f"its {len(document)} tokens are fewer than min_tokens = {least}: they are computed"
+    return _Loaded(Hit(0, {}, np.zeros(len(document), np.bool_), Reason.BELOW_MINIMUM, why), 0, 0.0, 0.0)
 
 
 def _without_padding(hit: Hit, length: int) -> Hit:

@@ -24,12 +24,7 @@ from pagoda.cache import Cache, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers.batch_rows import BatchRow, grown_mask, mask_of, rows_of
-from pagoda.connectors.transformers.blend_policies import (
-    SelectionPolicy,
-    blend_setting,
-    checked_share,
-    policy_named,
-)
+from pagoda.connectors.transformers.blend_policies import SelectionPolicy, blend_setting, policy_named
 from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
 from pagoda.connectors.transformers.model_identity import Stamp, adapters_digest, namespace_of, stamp_of
 from pagoda.connectors.transformers.supported_models import (
@@ -182,8 +177,9 @@ class CachedModel:
         *,
         documents: Sequence[Any] | None = None,
         question: Any | None = None,
-        recompute: float = 0.15,
+        recompute: float | None = None,
         policy: str | SelectionPolicy = "deviation",
+        min_tokens: int | None = None,
         unchecked: bool = False,
         store: bool = True,
         store_output: bool = False,
@@ -198,7 +194,7 @@ class CachedModel:
         Args:
             input_ids: the prompts, [batch, tokens]; not with `documents`.
             attention_mask: as for `model.generate`; not with `documents`.
-            documents, question, recompute, policy, unchecked: as for `blend`; text needs `tokenizer`.
+            documents, question, recompute, policy, min_tokens, unchecked: as for `blend`; text needs `tokenizer`.
             store: False only reads.
             store_output: also store the KV of the generated tokens; not with `documents`.
             salt: the tenant of this call, instead of the model's.
@@ -216,8 +212,8 @@ class CachedModel:
                     "and store_output"
                 )
             found = self.blend(
-                documents, question, recompute=recompute, policy=policy, unchecked=unchecked, store=store,
-                salt=salt, tokenizer=kwargs.get("tokenizer"),
+                documents, question, recompute=recompute, policy=policy, min_tokens=min_tokens, unchecked=unchecked,
+                store=store, salt=salt, tokenizer=kwargs.get("tokenizer"),
             )  # fmt: skip
             return self._generated_from(found, repeats, kwargs)
         if store_output and beams > 1:
@@ -253,8 +249,9 @@ class CachedModel:
         documents: Sequence[Any] | None,
         question: Any | None,
         *,
-        recompute: float = 0.15,
+        recompute: float | None = None,
         policy: str | SelectionPolicy = "deviation",
+        min_tokens: int | None = None,
         unchecked: bool = False,
         store: bool = True,
         salt: str | None = None,
@@ -270,8 +267,11 @@ class CachedModel:
         Args:
             documents: token ids or text of each, in the order of the prompt; nothing is put between them.
             question: the tokens after the documents; always computed.
-            recompute: the share of the tokens of all documents but the first that is computed again, 0 to 1.
+            recompute: the share of the tokens of all documents but the first that is computed again, 0 to 1; by
+                default the option blend_recompute.
             policy: which tokens: "deviation" (CacheBlend), "first_k" (EPIC), or a SelectionPolicy.
+            min_tokens: documents but the first with fewer tokens are computed in the prompt, beside that share, and
+                not stored; by default the option blend_min_tokens.
             unchecked: run without a passing verdict of `pagoda quality` for these weights and this setting.
             store: whether to store documents that no tier had.
             salt: the tenant of this call, instead of the model's.
@@ -284,21 +284,22 @@ class CachedModel:
 
         began = time.perf_counter()
         pieces, chosen_by = as_documents(documents, question, tokenizer), policy_named(policy)
-        recompute = checked_share(recompute)
         if self.model.training:
             raise ValueError(
                 "the model is in training mode, where dropout changes the KV: call model.eval() first"
             )
         (cache, space, weights), blender, stamp = self._ready_to_blend(salt)
-        setting = str(blend_setting(chosen_by, recompute))
+        recompute = cache.config.blend_recompute if recompute is None else recompute
+        min_tokens = cache.config.blend_min_tokens if min_tokens is None else min_tokens
+        setting = str(blend_setting(chosen_by, recompute, min_tokens))
         try:
-            state = blender.state_of(chosen_by, recompute, unchecked, space["lora"])
+            state = blender.state_of(chosen_by, recompute, unchecked, min_tokens, space["lora"])
         except ConfigError as refusal:
             if setting not in self._passed:
                 raise
             _log.warning("the weights or adapters changed, and documents are computed in full: %s", refusal)
-            state = blender.state_of(chosen_by, 1.0, unchecked, space["lora"])
-        if state.checked == "passed":
+            state = blender.state_of(chosen_by, 1.0, unchecked, 0, space["lora"])
+        if state.checked in ("passed", "loosened"):
             self._passed.add(setting)
 
         def may_store() -> bool:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from pagoda.connectors.unused_options import unused_options
 from pagoda.metrics import guarded_logger
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _kinds(kv_cache_config: KVCacheConfig) -> list[str]:
 
 
 def log_choices(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Log how this model's KV is cached and why, and what decides vLLM's block hashes, if that is not the default."""
+    """Log how this model's KV is cached and why, what decides vLLM's block hashes, which options do nothing."""
     kinds, groups = " and ".join(_kinds(kv_cache_config)), len(kv_cache_config.kv_cache_groups)
     hybrid = "a hybrid model, vLLM's offloading decides what is kept of each kind"
     way = hybrid if is_hybrid(kv_cache_config) else "the KV of all tokens is kept"
@@ -98,6 +99,8 @@ def log_choices(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None
             algorithm,
             "not set" if seed is None else f"= {seed}",
         )
+    if unused := unused_options("vLLM", vllm_config.kv_transfer_config.kv_connector_extra_config):
+        log.warning(unused)
 
 
 def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

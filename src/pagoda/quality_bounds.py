@@ -1,0 +1,161 @@
+"""What a setting of an approximate feature must keep, and why it does not pass. Pure.
+
+Called by `pagoda quality`, which measures, and by `quality_verdict`, which reads what it wrote.
+
+The usual bounds say how much may change, and what for:
+
+    kl        nats a token; the perplexity of the model's own text rises by exp(kl). Blending: 10 %. Codecs: 1 %
+    top1      tokens that stay the same. Codecs: 99 %, the bar that papers on KV quantisation set. Blending: 93 %
+    answers   right answers beside exact KV. Blending: 93 %, what CacheBlend was seen to keep. Codecs: 99 %
+    prompts   50: if none of n prompts fails, 3 / n may still fail (the rule of three, 95 %): 6 % of 50
+
+Users may loosen them; then a start says so. Beyond `LOOSEST` nothing passes: such bounds say nothing of a model.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "DEFAULT_BOUNDS", "LOOSEST", "Bounds", "Figures", "Interval", "is_surely_noticed", "loosened", "objections",
+    "too_loose",
+]  # fmt: skip
+
+
+class Interval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A figure and its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a setting must keep. An interval keeps a bound if its worse end does."""
+
+    kl: float  # at most; nats a token: the log of how much the perplexity of the model's own text rises
+    top1: float  # at least; share of tokens whose most likely successor is the same
+    answers: float  # at least; right answers as a share of those with exact KV. Needs expected answers
+    prompts: int  # at least; fewer cannot tell
+
+
+DEFAULT_BOUNDS = {
+    "blend": Bounds(kl=0.095, top1=0.93, answers=0.93, prompts=50),
+    "codec": Bounds(kl=0.01, top1=0.99, answers=0.99, prompts=50),
+}
+LOOSEST = Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=4)  # if none of 3 prompts fails, all others may
+_CONFIDENCE, _LEAST_CONFIDENCE = 0.95, 0.5
+
+
+class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured for one setting, beside exact KV."""
+
+    kl: Interval
+    top1: Interval
+    same_text: Interval  # share of prompts whose greedy text is the same
+    answers: (
+        Interval | None
+    )  # right answers as a share of those with exact KV; None if no answers were expected
+    ttft: Interval  # time to first token, as a share of that with exact KV computed
+    bytes: float  # of the KV as it is stored, as a share of the exact one
+
+
+def objections(
+    figures: Figures, bounds: Bounds, controls: dict[str, bool], prompts: int, confidence: float
+) -> list[str]:
+    """Return in plain words why a setting does not pass; empty: it passes. Pure."""
+    found = too_loose(bounds, confidence)
+    if prompts < bounds.prompts:
+        found.append(f"{prompts} prompts are too few to tell: at least {bounds.prompts} are needed")
+    if not controls:
+        found.append("nothing shows that wrong KV would have been noticed: no control was run")
+    found += [
+        f"the control was not noticed: {name} keeps the bounds too, so these prompts do not depend on the KV"
+        for name, noticed in controls.items()
+        if not noticed
+    ]
+    return found + _broken(figures, bounds, confidence)
+
+
+def too_loose(bounds: Bounds, confidence: float) -> list[str]:
+    """Return in plain words which bounds say nothing of a model, those that are no numbers included. Pure."""
+    limits = {
+        f"a KL divergence of {bounds.kl:g} nats a token, at most {LOOSEST.kl:g}": bounds.kl <= LOOSEST.kl,
+        f"{_percent(bounds.top1)} same tokens, at least {_percent(LOOSEST.top1)}": bounds.top1
+        >= LOOSEST.top1,
+        f"{_percent(bounds.answers)} right answers, at least {_percent(LOOSEST.answers)}": (
+            bounds.answers >= LOOSEST.answers
+        ),
+        f"{bounds.prompts} prompts, at least {LOOSEST.prompts}": bounds.prompts >= LOOSEST.prompts,
+        f"intervals of {_percent(confidence)}, at least {_percent(_LEAST_CONFIDENCE)}": (
+            confidence >= _LEAST_CONFIDENCE
+        ),
+    }
+    return [
+        f"a bound is so loose that it says nothing of a model: {said} can be asked for"
+        for said, holds in limits.items()
+        if not holds
+    ]
+
+
+def loosened(mine: Bounds, usual: Bounds, prompts: int, confidence: float, *, has_answers: bool) -> str:
+    """Return which bounds are looser than the usual ones, in plain words; empty: none is. Pure.
+
+    Args:
+        mine: the bounds of a result.
+        usual: those of its feature.
+        prompts: how many there were.
+        confidence: of the intervals.
+        has_answers: whether answers were expected.
+    """
+    looser = {
+        f"KL at most {mine.kl:g} instead of {usual.kl:g}": mine.kl > usual.kl,
+        f"same tokens at least {_percent(mine.top1)} instead of {_percent(usual.top1)}": mine.top1
+        < usual.top1,
+        f"right answers at least {_percent(mine.answers)} instead of {_percent(usual.answers)}": (
+            has_answers and mine.answers < usual.answers
+        ),
+        f"{prompts} prompts instead of {usual.prompts}": max(mine.prompts, prompts) < usual.prompts,
+        f"intervals of {_percent(confidence)} instead of {_percent(_CONFIDENCE)}": confidence < _CONFIDENCE,
+    }
+    return ", ".join(said for said, holds in looser.items() if holds)
+
+
+def is_surely_noticed(control: Figures, bounds: Bounds) -> bool:
+    """Return whether KV that is wrong surely breaks a bound: the better end of an interval does. Pure."""
+    return (
+        control.kl.low > bounds.kl
+        or control.top1.high < bounds.top1
+        or (control.answers is not None and control.answers.high < bounds.answers)
+    )
+
+
+def _broken(figures: Figures, bounds: Bounds, confidence: float) -> list[str]:
+    """Return which figures break their bounds. A figure that is no number breaks any bound."""
+    found, sure = [], f"the {confidence * 100:g} % interval"
+    kl, top1, answers = figures.kl, figures.top1, figures.answers
+    if not kl.high <= bounds.kl:
+        found.append(
+            f"the KL divergence is {kl.value:.4f} nats a token, and {sure} reaches {kl.high:.4f}: "
+            f"at most {bounds.kl:g} is allowed{_unsure(kl.value <= bounds.kl)}"
+        )
+    if not top1.low >= bounds.top1:
+        found.append(
+            f"{_percent(top1.value)} of the tokens are the same, and {sure} begins at {_percent(top1.low)}: "
+            f"at least {_percent(bounds.top1)} are needed{_unsure(top1.value >= bounds.top1)}"
+        )
+    if answers is not None and not answers.low >= bounds.answers:
+        found.append(
+            f"right answers are {_percent(answers.value)} of those with exact KV, and {sure} begins at "
+            f"{_percent(answers.low)}: at least {_percent(bounds.answers)} are needed"
+            f"{_unsure(answers.value >= bounds.answers)}"
+        )
+    return found
+
+
+def _unsure(keeps: bool) -> str:
+    return "; it may be good enough, and more prompts would tell" if keeps else ""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
