@@ -144,6 +144,21 @@ def test_weights_updated_in_place_are_others(tmp_path: Path) -> None:
     assert require_quality(BLEND, weights="w1", weights_epoch=3, verdicts=tmp_path).checked == "passed"
 
 
+def test_weights_with_an_adapter_are_others(tmp_path: Path) -> None:
+    written(tmp_path, result())
+    for epoch, name in ((0, "w1+adapters a b"), (3, "w1+epoch3+adapters a b")):
+        with pytest.raises(ConfigError) as raised:
+            require_quality(BLEND, weights="w1", weights_epoch=epoch, adapters="a b", verdicts=tmp_path)
+        said = str(raised.value)
+        assert f"no verdict for the weights {name} " in said
+        assert f"--blend deviation:0.15 --weights '{name}', where MODEL has the adapter merged" in said
+        assert "if the engine" not in said
+        written(tmp_path, result(), weights=("another", weights_name("w1", epoch, "a b")))
+        found = require_quality(BLEND, weights="w1", weights_epoch=epoch, adapters="a b", verdicts=tmp_path)
+        assert found.checked == "passed"
+    assert weights_name("", 3, "a b") == ""
+
+
 def test_a_further_name_of_the_weights_is_found_in_a_directory(tmp_path: Path) -> None:
     written(tmp_path, result(), weights=("w1", "org/model as vLLM names it"))
     (tmp_path / "zzz.json").write_text("{}")

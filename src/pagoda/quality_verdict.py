@@ -177,7 +177,7 @@ def require_quality(
         setting: the feature and its options.
         weights: what names the weights, `Namespace.weights`.
         weights_epoch: updates in place since then, `Namespace.weights_epoch`.
-        adapters: what names the active adapters, `Namespace.lora`.
+        adapters: what names the active adapters, `Namespace.lora`: what was measured without them says nothing of them.
         verdicts: a verdict file or a directory of them, `Config.quality_verdicts`; empty: `default_directory()`.
         unchecked: start without a passing verdict, `Config.unchecked`.
 
@@ -196,16 +196,19 @@ def require_quality(
         return QualityState(setting, "loosened", said)
     if unchecked:
         return QualityState(setting, "unchecked", f"used without a passing verdict: {found.why}")
-    remedy = (
-        f"run: pagoda quality MODEL PROMPTS.jsonl {setting.flag} (with --weights {shlex.quote(name)} if the engine "
-        "is not Transformers)"
-        if name
-        else "name them (Namespace.weights)"
-    )
     raise ConfigError(
         f"{setting} changes what the model computes, and nothing says that it is good enough: {found.why}; "
-        f"{remedy}; or set unchecked = true to use it all the same"
+        f"{_remedy(setting, name, adapters)}; or set unchecked = true to use it all the same"
     )
+
+
+def _remedy(setting: Setting, name: str, adapters: str) -> str:
+    if not name:
+        return "name them (Namespace.weights)"
+    command, named = f"pagoda quality MODEL PROMPTS.jsonl {setting.flag}", f"--weights {shlex.quote(name)}"
+    if adapters:
+        return f"run: {command} {named}, where MODEL has the adapter merged into it"
+    return f"run: {command} (with {named} if the engine is not Transformers)"
 
 
 def default_directory() -> Path:

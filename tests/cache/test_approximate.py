@@ -287,6 +287,33 @@ def test_new_weights_without_a_verdict_find_nothing_that_others_brought_up(
         assert hit.by_tier == {"host": 96} and found.same(kv)
 
 
+def test_lossy_tiers_are_left_out_for_an_adapter_without_a_verdict(
+    shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was measured without an adapter says nothing about the KV that it computes."""
+    (tmp_path / "verdicts").mkdir()
+    verdict(tmp_path / "verdicts", "q4")
+    options = {"disk_codec": "q4", "quality_verdicts": tmp_path / "verdicts"}
+    with cache_over(shm_root, tmp_path, **options) as cache:
+        kv = kv_of()
+        for lora, on_disk in ((None, 96), ("style", 0)):
+            assert cache.store(TOKENS, kv.transfer, lora=lora).refused == 0 and cache.flush(60)
+            assert cache.lookup(TOKENS, tiers=["host"], lora=lora).num_tokens == 96
+            assert cache.lookup(TOKENS, tiers=["disk"], lora=lora).num_tokens == on_disk
+        assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed", "left out"]
+        assert sum("left out" in record.message for record in caplog.records) == 1
+    verdict(tmp_path / "verdicts", "q4", weights="w1+adapters style")
+    with cache_over(shm_root, tmp_path, **options) as cache:
+        assert cache.store(TOKENS, kv.transfer, lora="style").refused == 0 and cache.flush(60)
+        assert cache.lookup(TOKENS, tiers=["disk"], lora="style").num_tokens == 96
+        assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed"]
+    with (
+        pytest.raises(ConfigError, match="other"),
+        cache_over(None, tmp_path, namespace=NAMESPACE.with_(lora="other"), **options),
+    ):
+        pass
+
+
 def test_stats_are_about_the_present_weights(tmp_path: Path) -> None:
     """A verdict of the weights before is no verdict of these, also where it need not be one."""
     (tmp_path / "verdicts").mkdir()

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cache import explain_miss
+from pagoda.cache import Cache, explain_miss
 from pagoda.cache.weights_epoch import WeightsEpoch
+from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
-from tests.cache.kit import NAMESPACE, SPAWN, cache_at, kv_of, prompt, served, stored
+from tests.cache.kit import CHUNK, NAMESPACE, PATIENT_SECONDS, SPAWN, cache_at, kv_of, prompt, served, stored
 from tests.faults.support import ROOT, own_mounts, python, succeeded
 
 
@@ -61,6 +62,31 @@ def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(shm_root: Path
         assert served(cache, tokens)[0].num_tokens == 0
     with cache_at(None, tmp_path) as cache:
         assert served(cache, tokens)[0].num_tokens == 0
+
+
+def test_two_caches_of_one_model_are_told_as_one(shm_root: Path, tmp_path: Path) -> None:
+    """As Transformers' prompts and documents: another form of KV of the same weights, over the same roots."""
+    tokens, form = prompt(4), KVLayout.opaque(CHUNK, 8192, "another form")
+    with (
+        cache_at(shm_root, tmp_path) as cache,
+        Cache(cache.config, namespace=NAMESPACE, layout=form, weights_of=cache) as other,
+    ):
+        for version in ("", "run 7, step 1", "run 7, step 2", ""):
+            for told in (cache, other):
+                other.store(tokens, kv_of(tokens, form).transfer)
+                stored(cache, tokens)
+                told.weights_changed(version and f"{version} of {told.layout.fingerprint}")
+                assert cache.lookup(tokens).num_tokens == other.lookup(tokens).num_tokens == 0
+                present = cache.present_namespace()
+                assert present.with_(layout="") == other.present_namespace().with_(layout="")
+                assert version in present.weights
+        file = cache._weights._epoch._roots["disk"]
+        file.unlink()
+        file.symlink_to("/nowhere/weights")  # equivalent to a read-only disk
+        other.store(tokens, kv_of(tokens, form).transfer)
+        assert other.flush(PATIENT_SECONDS) and other._tiers.lower[0].stats()["ready"]
+        cache.weights_changed()
+        assert not other._tiers.lower[0].stats()["ready"], "its root has not kept the epoch"
 
 
 FULL = """

@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from pagoda import codec
 from pagoda.blend.blend_policies import Deviation, FirstK, blend_setting
-from pagoda.connectors.transformers.model_identity import weights_digest
+from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
 from pagoda.connectors.transformers.supported_models import probe_model
 from pagoda.quality import measure_quality
 from pagoda.quality.approaches import Codec, KVCache, Prepared, SwappedValues, ZeroedKV
@@ -20,7 +20,7 @@ from pagoda.quality.prompt_lines import ExpectedAnswer, QualityPrompt, prompts_d
 from pagoda.quality.report import figures_of, judged
 from pagoda.quality.run import QualityRun
 from pagoda.quality_bounds import DEFAULT_BOUNDS
-from pagoda.quality_verdict import Result
+from pagoda.quality_verdict import Result, weights_name
 from tests.quality.tiny import CHUNK, prompts, tiny_llama
 
 FEW = {feature: msgspec.structs.replace(bounds, prompts=4) for feature, bounds in DEFAULT_BOUNDS.items()}
@@ -73,6 +73,17 @@ def test_the_rows(model: LlamaForCausalLM, run: QualityRun) -> None:
     assert exact.answers is None
     for row in run.rows:
         assert row.seconds > 0 and row.figures.ttft.low <= row.figures.ttft.value <= row.figures.ttft.high
+
+
+def test_the_name_of_the_weights_has_the_active_adapters(model: LlamaForCausalLM) -> None:
+    adapted = model.model.layers[0].mlp
+    adapted.active_adapters = ["style"]
+    try:
+        run = measure_quality(model, prompts(1), codecs=["q8"], chunk_tokens=CHUNK, new_tokens=1, bounds=FEW)
+        assert run.weights == weights_name(weights_digest(model), adapters=adapters_digest(model))
+        assert "+adapters " in run.weights
+    finally:
+        del adapted.active_adapters
 
 
 def test_computing_everything_again_is_exact_and_passes(run: QualityRun) -> None:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from pagoda.cache import Cache
+from pagoda.keys import Namespace
 from pagoda.quality_verdict import QualityState, Setting, require_quality
+
+_MOST_STATES = 1024  # settings, weights and adapters whose verdict is remembered
 
 
 class BlendGate:
-    """What is known of the settings of blending, for the weights of one cache. Remembers its answers. Thread-safe.
+    """What is known of the settings of blending, for the present weights of one cache. Thread-safe.
 
-    It is for the weights that the cache was opened for: make another one, and open documents again, after they changed.
+    It remembers its answers, for each version of the weights and each adapter.
     """
 
     def __init__(self, prompts: Cache) -> None:
         """`prompts`: the cache of the model's prompts, whose namespace names the weights."""
         self._prompts = prompts
-        self._states: dict[str, QualityState] = {}
+        self._states: dict[tuple[str, bool, Namespace], QualityState] = {}
 
     @property
     def states(self) -> list[QualityState]:
-        """The settings that were used, and whether a verdict covers them."""
-        return list(self._states.values())
+        """The settings that the present weights were used with; one for all adapters of which the same is known."""
+        present = self._prompts.present_namespace()
+        found: dict[tuple[str, str], QualityState] = {}
+        for (setting, _, weights), state in list(self._states.items()):
+            if weights.with_(lora=present.lora) == present:
+                found.setdefault((setting, state.checked), state)
+        return list(found.values())
 
     def state_of(
         self, setting: Setting, unchecked: bool = False, adapters: str | None = None
@@ -35,16 +43,21 @@ class BlendGate:
         Raises:
             ConfigError: there is no passing verdict; one sentence that says what to do.
         """
-        name = f"{setting}{unchecked}{adapters}"
-        if name not in self._states:
-            self._states[name] = self._checked(setting, unchecked, adapters or "")
-        return self._states[name]
+        weights = self._prompts.present_namespace(adapters)
+        name = str(setting), unchecked, weights
+        found = self._states.get(name)
+        if found is None:
+            found = self._checked(setting, unchecked, weights)
+            while len(self._states) >= _MOST_STATES:
+                self._states.pop(next(iter(self._states)), None)
+            self._states[name] = found
+        return found
 
-    def _checked(self, setting: Setting, unchecked: bool, adapters: str) -> QualityState:
+    def _checked(self, setting: Setting, unchecked: bool, weights: Namespace) -> QualityState:
         if setting.options["recompute"] == 1.0:
             return QualityState(setting, "exact", "every token after the first document is computed")
-        space, config = self._prompts.namespace, self._prompts.config
+        config = self._prompts.config
         return require_quality(
-            setting, weights=space.weights, weights_epoch=space.weights_epoch, adapters=adapters,
+            setting, weights=weights.weights, weights_epoch=weights.weights_epoch, adapters=weights.lora,
             verdicts=config.quality_verdicts, unchecked=unchecked or config.unchecked,
         )  # fmt: skip

@@ -56,6 +56,8 @@ class Document(NamedTuple):
 def open_documents(prompts: Cache, rotary: Rotary) -> Cache:
     """Open the cache of the documents of a model, over the tiers of the same configuration; the caller closes it.
 
+    What `weights_changed` tells one of the two caches is valid for both.
+
     Args:
         prompts: the cache of the model's prompts, open.
         rotary: the embedding that K of the model was given.
@@ -63,7 +65,8 @@ def open_documents(prompts: Cache, rotary: Rotary) -> Cache:
     Raises what `Cache` raises, and ValueError if the layout has no K that can be moved.
     """
     layout = prompts.layout.with_rotary(rotary)
-    return Cache(prompts.config, namespace=prompts.namespace.with_(layout=""), layout=layout)
+    namespace = prompts.namespace.with_(layout="")
+    return Cache(prompts.config, namespace=namespace, layout=layout, weights_of=prompts)
 
 
 def starts_of(pieces: Sequence[Int32s]) -> list[int]:

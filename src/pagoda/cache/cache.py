@@ -97,6 +97,7 @@ class Cache:
         layout: KVLayout,
         name: str | None = None,
         tiers: Sequence[Tier] | None = None,
+        weights_of: Cache | None = None,
         key_scheme: KeyScheme = chunk_keys,
         clock: Clock | None = None,
         **overrides: Unpack[ConfigOptions],
@@ -109,6 +110,7 @@ class Cache:
             layout: the form of the KV of one chunk.
             name: `Cache.get` finds the cache by this name for as long as something refers to the cache.
             tiers: from the top down; they are closed with the cache.
+            weights_of: another cache of the same model and config: what `weights_changed` tells one is valid for both.
             key_scheme: how keys are made; the default is that of every PagodaKV process.
             clock: for tests.
             overrides: options of `Config`; they take precedence over `config`, environment and file.
@@ -128,7 +130,7 @@ class Cache:
         if self.config.log_format == "json":
             log_json()
         with _name_taken(name, self):
-            self._open(tiers, key_scheme, clock or Clock(), quality)
+            self._open(tiers, key_scheme, clock or Clock(), quality, weights_of)
 
     def _open(
         self,
@@ -136,14 +138,16 @@ class Cache:
         key_scheme: KeyScheme,
         clock: Clock,
         quality: list[QualityState],
+        weights_of: Cache | None,
     ) -> None:
         config, layout = self.config, self.layout
         stack = open_tiers(config, layout, clock) if tiers is None else build_tiers(tiers, layout)
         self._resources = build_resources(stack, config, layout, key_scheme, clock, self.namespace)
         self._key_scheme = key_scheme
-        self._weights = PresentWeights(
-            self._resources, self.namespace, quality, partial(_quality_again, quality, config, layout)
-        )
+        self._weights: PresentWeights = PresentWeights(
+            self._resources, self.namespace, quality, partial(_quality_again, quality, config, layout),
+            None if weights_of is None else weights_of._weights,
+        )  # fmt: skip
         self._slots = (
             HostSlots(self._resources, self._weights, stack.host) if stack.host is not None else None
         )
@@ -411,6 +415,14 @@ class Cache:
             self._resources.events.follow_weights()
         return epoch
 
+    def present_namespace(self, lora: str | None = None) -> Namespace:
+        """Return the namespace of the present weights, with an adapter instead of the namespace's; changes nothing.
+
+        It is another one after `weights_changed`, here or in another process of this machine. Its `weights`,
+        `weights_epoch` and `lora` are what a verdict of `pagoda quality` names. Costs one stat a local tier.
+        """
+        return self._weights.present(lora)
+
     def publish_events(self, endpoint: str, *, topic: str = "", rank: int | None = None) -> str:
         """Tell routers of requests, over ZMQ, which chunks this machine's host memory and disk hold for this cache.
 
@@ -604,7 +616,8 @@ def _require_quality(
     return [
         require_quality(
             codec_setting(codec, layout.chunk_tokens), weights=namespace.weights,
-            weights_epoch=namespace.weights_epoch, verdicts=config.quality_verdicts, unchecked=config.unchecked,
+            weights_epoch=namespace.weights_epoch, adapters=namespace.lora, verdicts=config.quality_verdicts,
+            unchecked=config.unchecked,
         )
         for codec in codecs
     ]  # fmt: skip
@@ -613,14 +626,12 @@ def _require_quality(
 def _quality_again(
     begun: Sequence[QualityState], config: Config, layout: KVLayout, namespace: Namespace
 ) -> list[QualityState]:
-    """Return what is known of the lossy codecs of a cache with these weights; log it if one may not be used."""
+    """Return what is known of the lossy codecs of a cache with these weights and adapter; log it if one is refused."""
     codecs = [str(state.setting.options["codec"]) for state in begun]
     try:
         return _require_quality(codecs, namespace, layout, config)
     except ConfigError as refusal:
-        log.warning(
-            "tiers with a lossy codec are left out from now on, as the weights have changed: %s", refusal
-        )
+        log.warning("tiers with a lossy codec are left out for these weights and adapters: %s", refusal)
         return [QualityState(state.setting, "left out", str(refusal)) for state in begun]
 
 

@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -43,21 +44,26 @@ class PresentWeights:
         namespace: Namespace,
         begun: Sequence[QualityState],
         measure: Callable[[Namespace], list[QualityState]],
+        of: PresentWeights | None = None,
     ) -> None:
         """Begin with the weights that a namespace names.
 
-        `begun`: the state of the lossy codecs of the tiers now; `measure` returns it for other weights, and is asked
-        once for each.
+        `begun`: the state of the lossy codecs of the tiers now; `measure` returns it for other weights or adapters, and
+        is asked once for each. `of`: those of another cache of the same model, over tiers with the same roots: what
+        one of the two is told is valid for both.
         """
         self._resources, self._measure = resources, measure
-        self._epoch = WeightsEpoch(resources.config.roots(), namespace.model, namespace.weights_epoch)
+        if of is None:
+            self._epoch = WeightsEpoch(resources.config.roots(), namespace.model, namespace.weights_epoch)
+        else:
+            self._epoch = of._epoch
+        self._epoch.share(resources)
         self._base = namespace
-        self._named = ("", 0)  # the version that the weights were changed to, and the epoch then
         self._scopes: dict[
             tuple[str, str, str, int], tuple[Namespace, bool]
         ] = {}  # and whether tiers are left out
         self._begun = list(begun)
-        self._measured: dict[tuple[str, int], list[QualityState]] = {}
+        self._measured: dict[tuple[str, int, str], list[QualityState]] = {}
         self.reset()
         reset_in_child(self)
 
@@ -73,8 +79,8 @@ class PresentWeights:
         A stat notices weights that another process changed. After weights changed in place, no other machine has their
         KV, nor may it get it, unless the change named a version. A `version` that is given is the caller's own.
 
-        Without a verdict for these weights the lossy tiers are left out, and the namespace is another one: what a
-        process that uses them brings up to host memory is not found either.
+        Without a verdict for these weights with this adapter the lossy tiers are left out, and the namespace is another
+        one: what a process that uses them brings up to host memory is not found either.
         """
         version, epoch = self._present(version)
         lora = self._base.lora if lora is None else lora
@@ -82,7 +88,7 @@ class PresentWeights:
         with self._lock:
             found = self._scopes.get((lora, salt, version, epoch))
         if found is None:
-            is_left_out = any(state.checked == "left out" for state in self._quality_of(version, epoch))
+            is_left_out = any(state.checked == "left out" for state in self._quality_of(version, epoch, lora))
             weights_epoch = self._base.weights_epoch * _EPOCHS + epoch
             versioned = self._base.of_version(version)
             namespace = versioned.with_(lora=lora, salt=salt, weights_epoch=weights_epoch)
@@ -98,40 +104,55 @@ class PresentWeights:
         return namespace, tiers.exact() if is_left_out else tiers
 
     def quality(self) -> list[QualityState]:
-        """Return what is known of each lossy codec with the present weights."""
-        return self._quality_of(*self._present(None))
+        """Return what is known of each lossy codec with the present weights; of adapters in use, what differs."""
+        version, epoch = self._present(None)
+        found = {(str(state.setting), state.checked): state for state in self._quality_of(version, epoch)}
+        for (*measured, _), states in list(self._measured.items()):
+            if measured == [version, epoch]:
+                for state in states:
+                    found.setdefault((str(state.setting), state.checked), state)
+        return list(found.values())
+
+    def present(self, lora: str | None = None) -> Namespace:
+        """Return the namespace that names the present weights, with an adapter: what a verdict is about."""
+        return self._named(*self._present(None), self._base.lora if lora is None else lora)
 
     def _present(self, version: str | None) -> tuple[str, int]:
         epoch = self._epoch.epoch()
-        version, named_at = self._named if version is None else (version, 0)
+        version, named_at = self._epoch.named if version is None else (version, 0)
         return version, epoch if epoch > named_at else 0
 
-    def _quality_of(self, version: str, epoch: int) -> list[QualityState]:
-        if not self._begun or not (version or epoch):
+    def _named(self, version: str, epoch: int, lora: str) -> Namespace:
+        begun_at = self._base.weights_epoch
+        weights_epoch = begun_at * _EPOCHS + epoch if epoch else begun_at
+        return self._base.of_version(version).with_(weights_epoch=weights_epoch, lora=lora)
+
+    def _quality_of(self, version: str, epoch: int, lora: str | None = None) -> list[QualityState]:
+        lora = self._base.lora if lora is None else lora
+        if not self._begun or not (version or epoch or lora != self._base.lora):
             return self._begun
-        found = self._measured.get((version, epoch))
+        found = self._measured.get((version, epoch, lora))
         if found is None:
-            begun_at = self._base.weights_epoch
-            weights_epoch = begun_at * _EPOCHS + epoch if epoch else begun_at
-            found = self._measure(self._base.of_version(version).with_(weights_epoch=weights_epoch))
+            found = self._measure(self._named(version, epoch, lora))
             while len(self._measured) >= _MOST_NAMESPACES:
                 self._measured.pop(next(iter(self._measured)), None)
-            self._measured[version, epoch] = found
+            self._measured[version, epoch, lora] = found
         return found
 
     def change(self, version: str) -> int:
         """Raise the weights epoch, or take a version of which it need not be raised. See Cache.weights_changed."""
         if version:
-            self._named = version, self._epoch.epoch()
-            return self._named[1]
+            return self._epoch.name(version)
         epoch, errors = self._epoch.raise_epoch()
         tiers = self._resources.tiers
-        for tier in tiers.all:
-            if tier.name in errors:  # its root will not remember the epoch; clearing the tier needs no space
-                self._resources.counters.warn(
-                    log, Reason.IO_ERROR, f"{tier.name} is cleared: {errors[tier.name]}"
-                )
-                tier.clear()
+        for resources in self._epoch.sharing():
+            for tier in resources.tiers.all:
+                # its root will not remember the epoch; clearing the tier needs no space
+                if tier.name in errors:
+                    resources.counters.warn(
+                        log, Reason.IO_ERROR, f"{tier.name} is cleared: {errors[tier.name]}"
+                    )
+                    tier.clear()
         none_recorded = len(errors) == len(self._resources.config.roots())
         if errors and none_recorded and tiers.local() is not tiers:
             raise StoreError(
@@ -143,7 +164,10 @@ class PresentWeights:
 
 
 class WeightsEpoch:
-    """Reads and raises the epoch of one model. Thread-safe; other processes notice at their next `epoch()`."""
+    """Reads and raises the epoch of one model. Thread-safe; other processes notice at their next `epoch()`.
+
+    The version that names the weights is valid for the caches that share this object.
+    """
 
     def __init__(self, roots: Mapping[str, Path], model: str, begun_at: int = 0) -> None:
         """`begun_at`: the epoch that all machines agreed on; within each of them this machine counts from 0."""
@@ -152,6 +176,8 @@ class WeightsEpoch:
         self._roots = {tier: root / f"weights-{digest}" for tier, root in roots.items()}
         self._paths = list(self._roots.values())
         self._known = 0  # never decreases in this process, whatever happens to the files
+        self._sharing: list[weakref.ref[Resources]] = []  # of the caches that share this object
+        self.named = ("", 0)  # the version that the weights were changed to, and the epoch then
         for path in self._paths:
             with contextlib.suppress(OSError):  # full, or read-only: there may be space when it is needed
                 _reserve_space(path)
@@ -170,6 +196,19 @@ class WeightsEpoch:
             except OSError:
                 continue
         return self._known
+
+    def share(self, resources: Resources) -> None:
+        """Note that a cache with these resources uses this object. Does not keep them."""
+        self._sharing = [weakref.ref(one) for one in (*self.sharing(), resources)]
+
+    def sharing(self) -> list[Resources]:
+        """Return the resources of the caches that use this object."""
+        return [resources for sharing in self._sharing if (resources := sharing()) is not None]
+
+    def name(self, version: str) -> int:
+        """Note that the weights were changed to a named version; return the epoch now, which counts for them."""
+        self.named = version, self.epoch()
+        return self.named[1]
 
     def raise_epoch(self) -> tuple[int, dict[str, OSError]]:
         """Raise the epoch: on the medium before this returns, under every root but those of the errors, by tier.

@@ -23,7 +23,7 @@ _SPARE_BYTES = 16 << 20  # of the memory for the documents of a prompt: tables
 
 
 class QualityRun(NamedTuple):
-    """The rows of the report, and what names the weights."""
+    """The rows of the report, and what names the weights, with their active adapters."""
 
     rows: list[Judged]
     weights: str

@@ -46,6 +46,9 @@ from pagoda.quality_verdict import QualityState
 
 __all__ = ["Blended", "BlendedHit", "Blender", "hit_of"]
 
+# seconds for each document, once others of the call have waited in vain as long as one call may
+_MOMENT_SECONDS = 0.01
+
 
 @dataclass(frozen=True, eq=False)
 class Blended(BlendedPrompt):
@@ -105,13 +108,16 @@ class _Loaded(NamedTuple):
 
 
 class Blender:
-    """The documents of one model: their cache, and how they are put together. Thread-safe as far as the model is."""
+    """The documents of one model: their cache, and how they are put together. Thread-safe as far as the model is.
+
+    It is for the weights that were present when it was made, `weights`: make another one after they changed.
+    """
 
     def __init__(self, model: Any, seen: ProbedModel, exact: Cache) -> None:
         """Open the cache of documents beside `exact`, the model's own. Raises ValueError if K cannot be moved."""
         self._model, self._exact, self._plain = model, exact, seen
         self._rotary = rotary_of(model, seen.layout)
-        self.gate = BlendGate(exact)
+        self.gate, self.weights = BlendGate(exact), exact.present_namespace()
         self.cache = open_documents(exact, self._rotary.rotary)
         self._seen = seen._replace(layout=self.cache.layout)
 
@@ -144,12 +150,15 @@ class Blender:
         # a document's last chunk is loaded whole, over the beginning of the next one, which is loaded after it
         planes = room_for(self._seen, 1, total + self._seen.layout.chunk_tokens)
         with torch.no_grad():
-            loaded = [
-                self._document(document, start, planes, space, may_store)
-                if not start or len(document) >= least
-                else _too_short(document, least)
-                for document, start in zip(documents, starts, strict=False)
-            ]
+            loaded: list[_Loaded] = []
+            for document, start in zip(documents, starts, strict=False):
+                if start and len(document) < least:
+                    loaded.append(_too_short(document, least))
+                    continue
+                late = sum(one.load_seconds for one in loaded if one.hit.reason is Reason.DEADLINE)
+                left = max(self._exact.config.deadline_seconds - late, _MOMENT_SECONDS) if late else None
+                loads = {**space, "deadline_seconds": left}
+                loaded.append(self._document(document, start, planes, space, loads, may_store))
             planes = [
                 [plane.to(device) for plane in layer]
                 for layer, device in zip(planes, self._seen.devices, strict=True)
@@ -180,13 +189,17 @@ class Blender:
         start: int,
         planes: Planes,
         space: dict[str, Any],
+        loads: dict[str, Any],
         may_store: Callable[[], bool],
     ) -> _Loaded:
-        """Put the KV of a document alone at `start` of the planes, K moved there: from the tiers, else computed."""
+        """Put the KV of a document alone at `start` of the planes, K moved there: from the tiers, else computed.
+
+        `loads`: the options of its load, `space` included.
+        """
         began = time.perf_counter()
         chain = Document.of(document, self._seen.layout.chunk_tokens)
         whole = len(chain.tokens)
-        hit = self._load(chain, start, planes, space)
+        hit = self._load(chain, start, planes, loads)
         load_seconds, began = time.perf_counter() - began, time.perf_counter()
         missing = len(document) - hit.num_tokens
         if missing:
@@ -199,21 +212,21 @@ class Blender:
             self._rotary.move(keys[:, :, start : start + len(document)], start)
         return _Loaded(hit, missing, load_seconds, time.perf_counter() - began if missing else 0.0)
 
-    def _load(self, chain: Document, start: int, planes: Planes, space: dict[str, Any]) -> Hit:
+    def _load(self, chain: Document, start: int, planes: Planes, options: dict[str, Any]) -> Hit:
         """Load a document's own chain; the first document also from the prompts' chain if that has more of it."""
         length, items = chain.num_tokens, chain.items
         if not start:
-            exact = self._exact.lookup(chain.tokens[:length], counted=False, **space)
+            exact = self._exact.lookup(chain.tokens[:length], counted=False, **options)
             if (
                 exact.num_tokens
                 and exact.num_tokens
-                > self.cache.lookup(chain.tokens, items=items, counted=False, **space).num_tokens
+                > self.cache.lookup(chain.tokens, items=items, counted=False, **options).num_tokens
             ):
                 return self._exact.retrieve(
-                    chain.tokens[:length], kv_of_row(planes, 0, 0, length, self._plain), **space
+                    chain.tokens[:length], kv_of_row(planes, 0, 0, length, self._plain), **options
                 )
         kv = kv_of_row(planes, 0, start, start + len(chain.tokens), self._seen)
-        return chain.without_padding(self.cache.retrieve(chain.tokens, kv, items=items, **space))
+        return chain.without_padding(self.cache.retrieve(chain.tokens, kv, items=items, **options))
 
     def _compute_alone(self, document: Int32s, known: int, part: Planes) -> None:
         """Compute the KV of the tokens from `known` on, as if the document began a prompt, into `part`."""

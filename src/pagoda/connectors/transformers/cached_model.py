@@ -36,6 +36,7 @@ from pagoda.connectors.transformers.supported_models import (
     probe_model,
 )
 from pagoda.errors import ConfigError
+from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason, guarded_logger
@@ -49,7 +50,8 @@ __all__ = ["CachedModel", "Prefix", "layout_of"]
 
 _log = guarded_logger("pagoda.connectors")
 
-_Ready: TypeAlias = tuple[Cache, dict[str, Any]]  # the cache of the present weights; options of its calls
+# the cache of the present weights; options of its calls; what names the weights and the adapters
+_Ready: TypeAlias = tuple[Cache, dict[str, Any], Namespace]
 
 
 @dataclass
@@ -136,7 +138,8 @@ class CachedModel:
         config = cache.config if cache is not None else _configured(config, options)
         self._seen = _looked_at(model, config.chunk_tokens)
         self._stamp, self._forms = stamp_of(model), forms_of(model)
-        self._lock = threading.Lock()
+        self.reset()
+        reset_in_child(self)
         self._prefills = PrefillTimes(self._observe)
         self._loads: LayerLoads | None = None  # made at the first use
         self._named: dict[str, Any] = {"revision": revision, "weights": weights, "salt": salt}
@@ -151,7 +154,11 @@ class CachedModel:
         self._events: dict[str, Any] | None = None  # how they are published
         self._blender: Blender | None = None  # made at the first use, for the present weights
         self._closed = False
-        self._blended_before = False  # with weights of before, so that nothing may raise with these
+        self._passed: set[str] = set()  # settings of `blend` that began with a verdict: they raise no more
+
+    def reset(self) -> None:
+        """Create the lock, which another thread may have held. For a forked child, where nothing else need be done."""
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         if not hasattr(self, "cache"):
@@ -281,22 +288,23 @@ class CachedModel:
             raise ValueError(
                 "the model is in training mode, where dropout changes the KV: call model.eval() first"
             )
-        space, blender, stamp = self._ready_to_blend(salt)
-        config = self.cache.config
-        recompute = config.blend_recompute if recompute is None else recompute
-        min_tokens = config.blend_min_tokens if min_tokens is None else min_tokens
+        (cache, space, weights), blender, stamp = self._ready_to_blend(salt)
+        recompute = cache.config.blend_recompute if recompute is None else recompute
+        min_tokens = cache.config.blend_min_tokens if min_tokens is None else min_tokens
+        setting = blend_setting(chosen_by, recompute, min_tokens)
         try:
-            setting = blend_setting(chosen_by, recompute, min_tokens)
             state = blender.gate.state_of(setting, unchecked, space["lora"])
         except ConfigError as refusal:
-            if not self._blended_before:
+            if str(setting) not in self._passed:
                 raise
-            _log.warning("the weights changed, and documents are computed in full: %s", refusal)
-            state = blender.gate.state_of(blend_setting(chosen_by, 1.0), unchecked)
+            _log.warning("the weights or adapters changed, and documents are computed in full: %s", refusal)
+            state = blender.gate.state_of(blend_setting(chosen_by, 1.0), unchecked, space["lora"])
+        if state.checked in ("passed", "loosened"):
+            self._passed.add(str(setting))
 
         def may_store() -> bool:
-            adapters = adapters_digest(self.model) or None
-            return store and stamp_of(self.model) == stamp and adapters == space["lora"]
+            lora = adapters_digest(self.model) or None
+            return store and stamp_of(self.model) == stamp and cache.present_namespace(lora) == weights
 
         kv, blended = blender.blend(pieces, chosen_by, state, space, may_store)
         tokens = len(blended.tokens) - 1
@@ -331,7 +339,7 @@ class CachedModel:
         adapters; the rows of `input_ids` are its rows 0, every, 2 * every, ... If `input_ids` includes generated
         tokens, they are stored too.
         """
-        cache, space = self._ready(salt)
+        cache, space, _ = self._ready(salt)
         layers = past_key_values.layers
         if len(layers) != self.layout.layers or any(
             type(layer).__name__ != "DynamicLayer" for layer in layers
@@ -416,12 +424,12 @@ class CachedModel:
         """Look up, and count, a single prompt of a model on a device; None: `retrieve` will find out."""
         if self._seen.copy_engine is None or len(rows) > 1:
             return None
-        cache, space = ready
+        cache, space, _ = ready
         return cache.lookup(rows[0].tokens[:-1], **space)
 
     def _begun(self, rows: list[BatchRow], looked: Hit, ready: _Ready) -> LayerLoad | None:
         """Begin to load the hit layer by layer; None if it is not completely on the host, or the model cannot wait."""
-        cache, space = ready
+        cache, space, _ = ready
         on_host = cache.slots is not None and set(looked.by_tier) == {cache.tiers[0]}
         if not on_host or rows[0].pad or is_compiled(self.model):
             return None
@@ -474,7 +482,7 @@ class CachedModel:
 
     def _wanted(self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None) -> list[Any]:
         """Return the tokens to ask for in each row: without the last one, and only the columns that all rows have."""
-        cache, space = ready
+        cache, space, _ = ready
         most = width - 1 if looked is None else rows[0].pad + looked.num_tokens
         if len(rows) > 1:
             found = [cache.lookup(row.tokens[:-1], counted=False, **space).num_tokens for row in rows]
@@ -488,7 +496,7 @@ class CachedModel:
 
     def _retrieved(self, tokens: Any, kv: DenseKV, ready: _Ready, looked: Hit | None) -> Hit:
         """Fill `kv` with the tiers' KV of `tokens`; an earlier look-up was counted, and has the reason for a miss."""
-        cache, space = ready
+        cache, space, _ = ready
         if looked is None:
             return cache.retrieve(tokens, kv, **space)
         hit = cache.retrieve(tokens, kv, counted=False, **space)
@@ -506,22 +514,31 @@ class CachedModel:
         if stamp != self._stamp:
             self._weights_changed()
             self._stamp = stamp
-        return self.cache, {"lora": adapters_digest(self.model) or None, "salt": salt}
+        lora = adapters_digest(self.model) or None
+        return self.cache, {"lora": lora, "salt": salt}, self.cache.present_namespace(lora)
 
-    def _ready_to_blend(self, salt: str | None) -> tuple[dict[str, Any], Blender, Stamp]:
-        """Return adapter and tenant, what blends with the present weights, and their stamp.
+    def _ready_to_blend(self, salt: str | None) -> tuple[_Ready, Blender, Stamp]:
+        """Return what `_ready` does, what blends with the present weights, and their stamp.
 
         In one step: if another thread changed the weights in between, their KV would be stored under the old name.
         """
         from pagoda.connectors.transformers.blending import Blender
 
         with self._lock:
-            cache, space = self._ready_locked(salt)
+            ready = self._ready_locked(salt)
+            if self._blender is not None and self._blender.weights != ready[0].present_namespace():
+                self._forget_documents()
             if self._blender is None:
-                self._blender = Blender(self.model, self._seen, cache)
+                self._blender = Blender(self.model, self._seen, ready[0])
                 if self._closed:  # documents are computed then, as prompts are
                     self._blender.cache.close()
-            return space, self._blender, self._stamp
+            return ready, self._blender, self._stamp
+
+    def _forget_documents(self) -> None:
+        """Close what blends with the weights of before: their verdict, their probed embedding and their KV."""
+        blender, self._blender = self._blender, None
+        if blender is not None:
+            blender.cache.close()
 
     def _observe(self, tokens: int, seconds: float) -> None:
         if tokens >= self.layout.chunk_tokens:  # fewer tokens do not show the speed of computing chunks
@@ -534,10 +551,7 @@ class CachedModel:
             how = "the weights were changed" if forms == self._forms else "the model was moved or converted"
             raise ValueError(f"{how}: make a new CachedModel, so that old KV is not used with them")
         old = self.cache
-        if self._blender is not None:
-            self._blended_before = True
-            self._blender.cache.close()
-            self._blender = None
+        self._forget_documents()
         if forms != self._forms:
             old.close()  # a store of another layout may need its space
             self._seen, self._forms = _looked_at(self.model, self.layout.chunk_tokens), forms

@@ -1,0 +1,228 @@
+"""What goes wrong while documents are loaded: a miss with a reason, and the answer of a cache that has nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import torch
+
+from pagoda.config import Config
+from pagoda.connectors.transformers import CachedModel
+from pagoda.metrics import Reason
+from pagoda.transfer import DenseKV
+from testbed.servers import redis_server
+from tests.cache.kit import wait_until
+from tests.e2e.test_blending import LENGTHS, WhileComputing, logits_after, pieces
+from tests.e2e.test_transformers import CHUNK, House, house  # noqa: F401  # a fixture
+from tests.e2e.tiny import llama
+from tests.remote.chunks import fresh_prefix
+from tests.remote.proxy import STALLED, Proxy
+
+TOKENS = sum(LENGTHS)
+LONG = 120.0
+CLOSE = 1e-5  # fewer tokens at a time are added up in another order
+
+
+def answer(model: torch.nn.Module) -> torch.Tensor:
+    """What the call without any cache says."""
+    config = Config(chunk_tokens=CHUNK, host_size=0, unchecked=True, worth_it=False)
+    with CachedModel(model, config) as nothing:
+        return logits_after(model, nothing.blend(*pieces()))
+
+
+def same(model: torch.nn.Module, found, want: torch.Tensor) -> bool:
+    return torch.allclose(logits_after(model, found), want, atol=CLOSE)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run `work` in a forked child, which may not hang; return its exit status."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        try:
+            work()
+        except BaseException:  # noqa: BLE001
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_forked_child_blends_whatever_other_threads_were_doing(house: House) -> None:  # noqa: F811
+    """One thread looks at the weights, with the lock; another one computes a document."""
+    model, (documents, question) = llama(), pieces()
+    cached = house.open(model, unchecked=True)
+    cached.blend(documents[:2], question)
+    reached, go_on, found = threading.Event(), threading.Event(), []
+
+    def pause() -> None:
+        reached.set()
+        assert go_on.wait(LONG)
+
+    def hold() -> None:
+        with cached._lock:
+            pause()
+
+    def check() -> None:
+        again = cached.blend(documents, question)
+        assert again.hit.num_tokens >= sum(LENGTHS[:2])
+        assert same(model, again, want)
+
+    want = answer(model)
+    assert in_child(check) == 0
+    for work in (hold, lambda: found.append(cached.blend(documents, question))):
+        reached.clear()
+        go_on.clear()
+        thread = threading.Thread(target=work)
+        if work is not hold:
+            WhileComputing(model, pause)
+        thread.start()
+        assert reached.wait(LONG)
+        try:
+            assert in_child(check) == 0
+        finally:
+            go_on.set()
+            thread.join(LONG)
+        check()
+    assert same(model, found[0], want)
+
+
+@pytest.mark.parametrize("codec", ["raw", "q8"])
+def test_spoilt_bytes_on_the_disk_are_computed(codec: str, house: House, tmp_path: Path) -> None:  # noqa: F811
+    model, (documents, question) = llama(), pieces()
+    cached = house.open(model, unchecked=True, disk_codec=codec)
+    want = answer(model)
+    cached.blend(documents, question)
+    assert cached._blender.cache.flush(LONG)
+    house.shut(wipe_host=True)
+    for slab in (tmp_path / "disk").glob("*/slab"):
+        content = np.fromfile(slab, np.uint8)
+        content[64::128] ^= 0x10  # of each chunk
+        content.tofile(slab)
+    cached = house.open(model, unchecked=True, disk_codec=codec)
+    found = cached.blend(documents, question)
+    assert found.hit.num_tokens == 0
+    assert found.hit.reason is Reason.FAILED_CHECK
+    assert same(model, found, want)
+    assert cached.stats()["documents"]["misses"] == {Reason.FAILED_CHECK: len(documents)}
+    # a chunk that was still being read when the ones before it were stored is stored the next time
+    wait_until(lambda: cached.blend(documents, question).hit.by_tier == {"host": TOKENS})
+    assert same(model, cached.blend(documents, question), want)
+
+
+def test_documents_that_are_cleared_between_two_loads_are_computed(house: House) -> None:  # noqa: F811
+    model, (documents, question) = llama(), pieces()
+    cached = house.open(model, unchecked=True)
+    want = answer(model)
+    cached.blend(
+        [documents[0], *documents[2:]], question
+    )  # the second one is computed, and then the rest is gone
+    WhileComputing(model, lambda: cached._blender.cache.clear())
+    found = cached.blend(documents, question)
+    assert [hit.num_tokens for hit in found.blend.documents] == [LENGTHS[0], 0, 0, 0]
+    assert same(model, found, want)
+    assert same(model, cached.blend(documents, question), want)
+
+
+def test_a_document_that_goes_between_look_up_and_load_is_computed(house: House) -> None:  # noqa: F811
+    model, (documents, question) = llama(), pieces()
+    cached = house.open(model, unchecked=True)
+    want = answer(model)
+    ids = torch.tensor([documents[0] + question])
+    cached.generate(ids, max_new_tokens=1, do_sample=False)  # the first document is in the chain of prompts
+    cached.blend([documents[1]], question)
+    look_up = cached.cache.lookup
+
+    def and_clear(*args, **options):
+        found = look_up(*args, **options)
+        assert cached.cache.clear().chunks["host"]
+        return found
+
+    cached.cache.lookup = and_clear
+    found = cached.blend(documents, question)
+    del cached.cache.lookup
+    assert [hit.num_tokens for hit in found.blend.documents] == [0, LENGTHS[1], 0, 0]
+    assert same(model, found, want)
+
+
+def test_documents_that_do_not_fit_are_computed(house: House) -> None:  # noqa: F811
+    model, (documents, question) = llama(), pieces()
+    want = answer(model)
+    with CachedModel(
+        model, Config(chunk_tokens=CHUNK, host_size="1MiB", host_shared=False, unchecked=True)
+    ) as roomy:
+        slot = roomy.cache.layout.slot_bytes
+    config = Config(
+        chunk_tokens=CHUNK,
+        host_size=4 * slot,
+        host_shared=False,
+        worth_it=False,
+        unchecked=True,
+        policy="lru",
+    )
+    with CachedModel(model, config) as cached:
+        for _ in range(3):
+            assert same(model, cached.blend(documents, question), want)
+        stats = cached.stats()["documents"]
+    assert sum(stats["misses"].values()) + sum(stats["drops"].values()) > 0
+
+
+def test_a_process_that_is_killed_while_it_stores_the_same_documents(house: House) -> None:  # noqa: F811
+    model, (documents, question) = llama(), pieces()
+    cached = house.open(model, unchecked=True)
+    want = answer(model)
+    cached._ready_to_blend(None)  # the model is probed
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def store() -> None:
+        DenseKV.to_slots = die  # its slots are reserved
+        cached.blend(documents, question)
+
+    assert in_child(store) == signal.SIGKILL
+    assert same(model, cached.blend(documents, question), want)
+    again = cached.blend(documents, question)
+    assert again.hit.num_tokens == TOKENS
+    assert same(model, again, want)
+
+
+def test_a_remote_store_that_does_not_answer_is_waited_for_as_one_call(house: House, shm_root: Path) -> None:  # noqa: F811
+    model, (documents, question) = llama(), pieces()
+    want = answer(model)
+    with redis_server() as server:
+        place = urlsplit(server.url)
+        proxy = Proxy((str(place.hostname), int(place.port or 0)))
+        options = {"unchecked": True, "remote": f"redis://127.0.0.1:{proxy.port}/0?prefix={fresh_prefix()}"}
+        cached = house.open(model, **options)
+        cached.blend(documents, question)
+        assert cached._blender.cache.flush(LONG)
+        others = {"host_path": str(shm_root / "other"), "disk_path": str(shm_root / "disk")}
+        other = house.open(model, **options, **others)
+        other._ready_to_blend(None)
+        retrieve, patience = other._blender.cache.retrieve, []
+
+        def seen(*args, **call):
+            patience.append(call["deadline_seconds"])
+            return retrieve(*args, **call)
+
+        other._blender.cache.retrieve = seen
+        proxy.both(STALLED)
+        found = other.blend(documents, question, store=False)
+        assert patience[0] is None  # as long as one call may wait; all documents together wait no longer
+        assert 20.0 > patience[1] > patience[2] > patience[3] > 0
+        assert found.hit.num_tokens == 0
+        assert found.hit.reason is Reason.DEADLINE
+        assert same(model, found, want)
+        assert other.stats()["documents"]["misses"] == {Reason.DEADLINE: len(documents)}
+        proxy.heal()
+        house.shut()
