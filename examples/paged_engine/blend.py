@@ -39,6 +39,7 @@ from pagoda.blend import (
 )
 from pagoda.cache import Stored
 from pagoda.connectors.transformers import rotary_of
+from pagoda.keys import Namespace
 from pagoda.transfer import DenseKV
 
 from .attention import KVPool, Part, batch_of, deviation
@@ -60,6 +61,7 @@ class Load(NamedTuple):
     document: Document
     kv: torch.Tensor  # [layers, 2, kv_heads, whole chunks, head_dim]
     hit: Future[Hit]
+    weights: Namespace  # that were present: what they compute is not stored once others are
 
 
 class Documents:
@@ -96,12 +98,12 @@ class Documents:
     def load(self, seq: Request) -> list[Load]:
         """Begin to load the documents after the first. Blocks are not touched: the request may lose its own."""
         heads, dim, _ = self.cache.layout.planes[0]
-        loads = []
+        loads, weights = [], self.cache.present_namespace()
         for one in seq.chains:
             shape = (self.cache.layout.layers, 2, heads, len(one.tokens), dim)
             kv = torch.empty(shape, dtype=self._pool.kv.dtype, device=self._pool.kv.device)
             hit = self.cache.retrieve_future(one.tokens, self._transfer(kv), items=one.items, salt=seq.salt)
-            loads.append(Load(one, kv, hit))
+            loads.append(Load(one, kv, hit, weights))
         return loads
 
     def blend(self, seq: Request) -> Iterator[Span]:
@@ -114,7 +116,8 @@ class Documents:
             self._pool.write(seq.table, range(start, known), load.kv[..., : hit.num_tokens, :])
             if known < stop:
                 yield Span(range(known, stop), origin=start)
-                self._store(load, self._pool.read(seq.table, range(start, stop)), seq.salt)
+                if self.cache.present_namespace() == load.weights:
+                    self._store(load, self._pool.read(seq.table, range(start, stop)), seq.salt)
             kv = self._pool.read(seq.table, range(start, stop))
             self._rotary.move(kv[:, 0], start)
             self._pool.write(seq.table, range(start, stop), kv)

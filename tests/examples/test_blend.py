@@ -284,6 +284,24 @@ def test_a_document_that_is_evicted_before_it_is_loaded_is_computed(house: House
     closed(engine)
 
 
+def test_what_the_old_weights_compute_of_a_document_is_not_stored(house: House) -> None:
+    engine = engine_of(
+        house.cache("llama-3", slots=512, unchecked=True), "llama-3", blocks=100, step_tokens=5
+    )
+    seq = request(*pieces(), 0.3)
+    engine.add(seq)
+    steps(engine, [seq], lambda seq: seq.span is not None and seq.span.origin)  # a document alone, in steps
+    engine.manager.weights_changed()
+    steps(engine, [seq], lambda seq: len(seq.output) == NEW)
+    seq = request(*pieces(), 0.3)
+    answered(engine, seq)
+    assert seq.hits == {}
+    seq = request(*pieces(), 0.3)
+    answered(engine, seq)
+    assert seq.hits["host"] == sum(LENGTHS[1:])  # of the new weights
+    closed(engine)
+
+
 def request_chains(engine: Engine, documents: list[list[int]], question: list[int]):
     seq = request(documents, question)
     engine.documents.prepare(seq)

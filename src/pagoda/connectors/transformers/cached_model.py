@@ -337,7 +337,7 @@ class CachedModel:
 
         `past_key_values` is the DynamicCache after `generate` or `forward` with the present weights and
         adapters; the rows of `input_ids` are its rows 0, every, 2 * every, ... If `input_ids` includes generated
-        tokens, they are stored too.
+        tokens, they are stored too. Raises ValueError for tokens that `blend` made approximate, and all after them.
         """
         cache, space, _ = self._ready(salt)
         layers = past_key_values.layers
@@ -349,6 +349,11 @@ class CachedModel:
             )
         planes = [[layer.keys, layer.values] for layer in layers]
         columns = min(past_key_values.get_seq_length(), input_ids.shape[1])
+        if columns > (exact := getattr(past_key_values, "pagoda_exact_tokens", columns)):
+            raise ValueError(
+                f"past_key_values was blended, and only its first {exact} tokens are exact: prompts would find the "
+                "others as exact KV; store those tokens alone, or nothing"
+            )
         rows = rows_of(input_ids, mask_of(self.model, input_ids, attention_mask))
         answers = []
         for number, row in enumerate(rows):
