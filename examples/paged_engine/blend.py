@@ -39,7 +39,9 @@ from pagoda.blend import (
 )
 from pagoda.cache import Stored
 from pagoda.connectors.transformers import rotary_of
+from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
+from pagoda.quality_verdict import QualityState
 from pagoda.transfer import DenseKV
 
 from .attention import KVPool, Part, batch_of, deviation
@@ -87,9 +89,12 @@ class Documents:
         _, *documents, _ = pieces = as_documents(seq.documents, seq.question)
         policy, starts = policy_named(seq.policy), starts_of(pieces)
         compared_layer(policy, seq.recompute, starts, self.cache.layout.layers)
-        seq.quality = self.gate.state_of(blend_setting(policy, seq.recompute), seq.unchecked)
+        seq.quality = self._quality(seq)
         seq.tokens, seq.starts, seq.policy = np.concatenate(pieces).tolist(), starts, policy
         seq.chains = [Document.of(document, self._pool.block_tokens) for document in documents]
+
+    def _quality(self, seq: Request) -> QualityState:
+        return self.gate.state_of(blend_setting(seq.policy, seq.recompute), seq.unchecked)
 
     def prefetch(self, seq: Request) -> list[Future[Hit]]:
         """Begin to bring what lower tiers have of the documents to the host."""
@@ -108,6 +113,11 @@ class Documents:
 
     def blend(self, seq: Request) -> Iterator[Span]:
         """Yield what to compute, in order, once all has been loaded; it was when the next span is asked for."""
+        try:  # again: the weights may have changed while it waited
+            seq.quality = self._quality(seq)
+        except ConfigError:
+            seq.recompute = 1.0  # exact: an engine that runs is not stopped
+            seq.quality = self._quality(seq)
         from_prompts = seq.computed
         yield Span(range(from_prompts, seq.starts[1]))  # the first document: no KV in it is approximate
         for start, load in zip(seq.starts[1:], seq.loads, strict=False):

@@ -18,7 +18,7 @@ from examples.paged_engine.replay import model_of as model_of_the_example
 from pagoda import Cache, Config
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
 from pagoda.errors import ConfigError
-from tests.e2e.test_blending import LENGTHS, pieces, whole
+from tests.e2e.test_blending import LENGTHS, pieces, verdict, whole
 from tests.e2e.tiny import generated, prompt
 from tests.examples.kit import BLOCK, NEW, House, closed, engine_of, model_of
 
@@ -299,6 +299,22 @@ def test_what_the_old_weights_compute_of_a_document_is_not_stored(house: House) 
     seq = request(*pieces(), 0.3)
     answered(engine, seq)
     assert seq.hits["host"] == sum(LENGTHS[1:])  # of the new weights
+    closed(engine)
+
+
+def test_a_verdict_of_the_old_weights_does_not_count_for_what_waits(house: House, tmp_path: Path) -> None:
+    model, (documents, question) = model_of("llama-3"), pieces()
+    cache = house.cache("llama-3", slots=512, quality_verdicts=str(tmp_path))
+    verdict(tmp_path, cache.namespace.weights)
+    engine = engine_of(cache, "llama-3", blocks=100)
+    for checked, exact in (("loosened", False), ("exact", True)):
+        seq = request(documents, question, policy="deviation")
+        engine.add(seq)
+        if exact:
+            engine.manager.weights_changed()
+        steps(engine, [seq], lambda seq: len(seq.output) == NEW)
+        assert seq.quality.checked == checked and seq.blended.exact.all() == exact
+    assert seq.output == generated(model, whole(documents, question), NEW)[0]
     closed(engine)
 
 
