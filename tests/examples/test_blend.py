@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from examples.paged_engine.attention import Part, batch_of
+from examples.paged_engine.attention import KVPool, Part, batch_of, deviation, paged_model
 from examples.paged_engine.engine import Engine, Sequence
 from examples.paged_engine.replay import model_of as model_of_the_example
 from pagoda import Cache, Config
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
 from pagoda.errors import ConfigError
 from tests.e2e.test_blending import LENGTHS, pieces, verdict, whole
-from tests.e2e.tiny import generated, prompt
+from tests.e2e.tiny import generated, llama, prompt
 from tests.examples.kit import BLOCK, NEW, House, closed, engine_of, model_of
 
 RATIOS = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
@@ -187,6 +187,19 @@ def test_the_answer_is_that_of_the_transformers_connector_and_each_finds_the_oth
     hits = cached.blend(others, question, **options).blend.documents
     assert [hit.num_tokens for hit in hits] == [FIRST, *LENGTHS[1:]]
     cached.close()
+
+
+def test_how_far_k_moved_is_not_rounded_to_half_precision() -> None:
+    """As in the Transformers connector: rounded, tokens tie or change places, and the two choose others."""
+    model = llama(dtype="bfloat16")
+    pool, table, count = KVPool(layout_of(model, BLOCK), 4), [2, 0, 3], 20
+    pool.kv.normal_(generator=torch.Generator().manual_seed(1))
+    before = pool.read(table, range(count))[1, 0]
+    part = Part(prompt(count)[0].tolist(), range(count), table)
+    moved = deviation(paged_model(model), batch_of([part], pool), 1)
+    after = pool.read(table, range(count))[1, 0]
+    exact = (after.float() - before.float()).square().sum((0, 2)).numpy()
+    assert np.allclose(moved, exact, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
