@@ -108,16 +108,13 @@ class _Loaded(NamedTuple):
 
 
 class Blender:
-    """The documents of one model: their cache, and how they are put together. Thread-safe as far as the model is.
-
-    It is for the weights that were present when it was made, `weights`: make another one after they changed.
-    """
+    """The documents of one model: their cache, and how they are put together. Thread-safe as far as the model is."""
 
     def __init__(self, model: Any, seen: ProbedModel, exact: Cache) -> None:
         """Open the cache of documents beside `exact`, the model's own. Raises ValueError if K cannot be moved."""
         self._model, self._exact, self._plain = model, exact, seen
         self._rotary = rotary_of(model, seen.layout)
-        self.gate, self.weights = BlendGate(exact), exact.present_namespace()
+        self.gate = BlendGate(exact)
         self.cache = open_documents(exact, self._rotary.rotary)
         self._seen = seen._replace(layout=self.cache.layout)
 

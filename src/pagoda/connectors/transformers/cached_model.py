@@ -550,8 +550,6 @@ class CachedModel:
 
         with self._lock:
             ready = self._ready_locked(salt)
-            if self._blender is not None and self._blender.weights != ready[0].present_namespace():
-                self._forget_documents()
             if self._blender is None:
                 self._blender = Blender(self.model, self._seen, ready[0])
                 if self._closed:  # documents are computed then, as prompts are
