@@ -39,6 +39,7 @@ from pagoda.kv_events.notes import BlockFacts, ChunkNote, Groups, packed, runs, 
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Busy, Outcome, Present, Reserved, admin
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
+from pagoda.ledger.columns import NOT_READY
 from testbed.servers import free_port
 from tests.cache.kit import CHUNK, cache_at
 
@@ -420,6 +421,108 @@ def test_what_is_gone_is_told_before_all_that_is_new_was_told(
     (removed,) = engine.take()
     assert isinstance(removed, BlockRemoved) and sorted(removed.block_hashes) == sorted(first)
     assert engine.take() == []
+
+
+def test_a_slot_that_takes_another_chunk_before_its_turn_is_not_told_under_the_key_of_before(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has published the new generation, and the new key a moment later."""
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+    engine, request, columns = Engine(cache), request_of(12), cache.slots._ledger.columns
+    engine.stored(request)
+    (first,) = engine.take()
+    (slot, *_) = (int(each) for each in engine.events._tiers[0]._chosen)
+    key = columns.key_of(slot)
+    columns.last_use[slot], columns.generation[slot] = NOT_READY, 1000
+    read = engine.events._read
+
+    def completed_meanwhile(notes: ChunkNotes, places: Sequence[tuple[int, bytes]]) -> list[ChunkNote | None]:
+        found = read(notes, places)
+        columns.keys[slot] += np.uint64(1)
+        columns.last_use[slot] = 1
+        return found
+
+    monkeypatch.setattr(engine.events, "_read", completed_meanwhile)
+    events = engine.take()
+    assert key in engine.keys(request) and len(first.block_hashes) == 8 * BLOCKS
+    assert sum(len(event.block_hashes) for event in events) == 3 * BLOCKS
+    assert not engine.events._tiers[0]._held[slot]
+
+
+def test_what_the_outlet_did_not_take_is_told_once_it_does(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"_ROUND": 0.01, "_RETELL": 0.02}.items():
+        monkeypatch.setattr(f"pagoda.kv_events.stored_events.{name}_SECONDS", value)
+    engine, first, second = Engine(cache), request_of(3), request_of(2, 1)
+    engine.stored(first)
+    assert engine.take() == [run(first)]
+    held, send, failures = set(run(first).block_hashes), engine.outlet.send, [0]
+
+    def sends(events: Sequence[KVCacheEvent]) -> None:
+        if failures[0] < 3:
+            failures[0] += 1
+            raise RuntimeError("Publisher is closed")
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                held.clear()
+            elif isinstance(event, BlockStored):
+                held.update(event.block_hashes)
+            else:
+                held.difference_update(event.block_hashes)
+        send(events)
+
+    monkeypatch.setattr(engine.outlet, "send", sends)
+    monkeypatch.setattr(engine.outlet, "tell_anew", lambda: map(engine.outlet.send, [[AllBlocksCleared()]]))
+    engine.events.start()
+    cache.clear()  # of which the first event is lost
+    until = time.monotonic() + 20.0
+    while not failures[0]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    engine.stored(second)
+    while held != set(run(second).block_hashes):
+        assert time.monotonic() < until, "not told"
+        time.sleep(0.01)
+    engine.events.close()
+
+
+def test_a_round_that_fails_forgets_no_other_weights_tenants_or_notes(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request, theirs = Engine(cache), request_of(2), request_of(1, 1)
+    engine.stored(request)
+    assert engine.take() == [run(request)]
+    send = engine.outlet.send
+    monkeypatch.setattr(engine.outlet, "send", lambda _: 1 / 0)
+    engine.events._anew = map(engine.outlet.send, [[AllBlocksCleared()]])
+    engine.events.renew(engine.slots.namespace(salt="renewed"))
+    with pytest.raises(ZeroDivisionError):
+        engine.take()
+    monkeypatch.setattr(engine.outlet, "send", send)
+    engine.stored(theirs, salt="renewed")
+    assert engine.take() == [gone(*request.block_hashes), run(theirs)]
+
+
+def test_an_engine_that_ends_waits_for_no_events(cache: Cache) -> None:
+    engine, requests = Engine(cache), [request_of(8, seed) for seed in range(8)]
+    for request in requests:
+        engine.stored(request)
+    engine.take()
+    cache.clear()
+    engine.events._ended.set()
+    assert not engine.events._round() and not engine.outlet.take()[1:]
+
+
+def test_a_request_that_cannot_be_noted_is_stored_all_the_same(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, odd, other = Engine(cache), request_of(2), request_of(1, 1)
+    odd.all_token_ids._x[0] = 1 << 40
+    engine.stored(odd)
+    assert engine.take() == [] and "routers do not hear of some chunks" in caplog.text
+    engine.stored(other)
+    assert engine.take() == [run(other)]
 
 
 @pytest.mark.parametrize("rows", [1 << 16, 7])
