@@ -295,6 +295,26 @@ def test_what_has_no_note_is_told_when_a_request_finds_it(cache: Cache) -> None:
     assert Engine(cache).take() == [run(request)]  # a note was left for the next one
 
 
+def test_what_was_told_after_a_restart_is_not_told_again_when_a_request_finds_it(cache: Cache) -> None:
+    Engine(cache).stored(request := request_of(3))
+    engine = Engine(cache)
+    assert engine.take() == [run(request)]
+    root = engine.slots.namespace()
+    engine.events.found(engine.form.notes(request, root), root, 0, engine.keys(request))
+    assert engine.take() == []
+
+
+def test_after_a_burst_the_thread_leaves_the_interpreter_to_the_engine_unless_it_ends(cache: Cache) -> None:
+    events = Engine(cache).events
+    events._rested, began = time.thread_time() - 0.02, time.monotonic()
+    events._rest()
+    assert time.monotonic() - began >= 0.2
+    events._ended.set()
+    events._rested, began = time.thread_time() - 100.0, time.monotonic()
+    events._rest()
+    assert time.monotonic() - began < 100.0
+
+
 def test_all_is_told_again_after_the_engine_cleared_its_blocks(cache: Cache) -> None:
     engine, request = Engine(cache), request_of(2)
     engine.stored(request)
@@ -871,7 +891,8 @@ def test_a_long_chunk_has_a_note_too() -> None:
         note = ChunkNote(root, root, root, ids, group=1)
         kept = packed(note, MOST_NOTE_BYTES)
         assert len(kept) <= MOST_NOTE_BYTES and unpacked(kept) == note
-    for odd in (b"", b"\x78", kept[:-9], b"\x78" + kept[2:]):
+    huge = packed(ChunkNote(root, root, root, bytes(2 << 20)), MOST_NOTE_BYTES)
+    for odd in (b"", b"\x78", kept[:-9], b"\x78" + kept[2:], huge):
         with pytest.raises(ValueError):
             unpacked(odd)
 
