@@ -868,6 +868,25 @@ def test_a_window_that_is_evicted_takes_no_credit_of_full_attention_away(cache: 
     ]
 
 
+def test_a_window_that_goes_on_where_full_attention_ends_is_no_credit_of_full_attention(cache: Cache) -> None:
+    """The hashes are the same, so a window's chunk may have a chunk of full attention as its parent by name."""
+    engine, request = Engine(cache, groups=HYBRID), request_of(2)
+    engine.stored(request_of(1))
+    engine.commit(engine.reserved(request, first=1, group=2))
+    told = sorted(engine.take(), key=lambda event: event.group_idx)
+    assert told == [
+        run(request, 0, 1),
+        run(
+            request,
+            1,
+            2,
+            group_idx=2,
+            kv_cache_spec_kind="sliding_window",
+            kv_cache_spec_sliding_window=6,
+        ),
+    ]
+
+
 def test_a_block_of_several_hashes_is_named_by_the_last(cache: Cache) -> None:
     """Blocks of attention are as long as a state is large, and vLLM hashes shorter pieces."""
     groups = {1: BlockFacts(CHUNK, CHUNK, "full_attention")}
