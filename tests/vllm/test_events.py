@@ -561,6 +561,19 @@ def test_of_many_chunks_those_used_last_are_told_first_and_then_the_others(
     assert told == [name for request in reversed(requests) for name in run(request).block_hashes]
 
 
+def test_what_is_used_meanwhile_does_not_wait_for_all_that_was_chosen_before(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+    monkeypatch.setattr("pagoda.kv_events.tier_difference._CHOSEN_SECONDS", -1.0)
+    engine, new = Engine(cache), request_of(2, 9)
+    for seed in range(3):
+        engine.stored(request_of(8, seed))
+    assert engine.take() == [run(request_of(8, 2))]
+    engine.stored(new)
+    assert engine.take()[0] == run(new)
+
+
 def test_a_note_of_another_version_silences_no_other_chunk(cache: Cache) -> None:
     engine, request = Engine(cache), request_of(3)
     done = engine.stored(request)
