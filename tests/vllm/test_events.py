@@ -704,6 +704,28 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
     assert most == 56 * BLOCKS and times >= 3
 
 
+def test_the_tiers_are_told_again_when_the_engine_says_that_all_is_cleared(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It means its own memory, and routers forget the tiers too."""
+    engine, request, told = Engine(cache), request_of(3), list[KVCacheEvent]()
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{free_port()}")
+    engine.events._outlet = EventOutlet(config)
+    publisher = EventPublisherFactory.create(config)
+    assert isinstance(publisher, LivePublisher)
+    monkeypatch.setattr(publisher, "send", told.extend)
+    engine.stored(request)
+    engine.events.start()
+    until = time.monotonic() + 20.0
+    for times in (1, 2):
+        while told != [run(request)] * times:
+            assert time.monotonic() < until, "not told"
+            time.sleep(0.01)
+        publisher.publish(KVEventBatch(ts=1.0, events=[AllBlocksCleared()]))
+    engine.events.close()
+    publisher.shutdown()
+
+
 def test_a_router_is_told_all_once_it_listens(cache: Cache) -> None:
     """A busy router connects, and subscribes much later: until then a publisher drops what it sends."""
     engine, request, port = Engine(cache), request_of(3), free_port()
