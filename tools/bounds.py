@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 # figure: (bound, aim). Which modules a call enters depends a little on timing (a thread that must start, a policy that is
 # due): the lowest of three runs counts, and bounds have a margin. Functions are those of all threads.
 BOUNDS = {
-    "lines of code": (39_910, 23_000),
+    "lines of code": (39_950, 23_000),
     "lines of the core": (14_600, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),

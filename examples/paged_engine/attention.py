@@ -143,7 +143,7 @@ def paged_attention(
     kv[paged.blocks, 0, :, paged.offsets] = key[0].transpose(0, 1)
     kv[paged.blocks, 1, :, paged.offsets] = value[0].transpose(0, 1)
     if reused is not None:
-        raise Reached((key[0].transpose(0, 1) - reused).float().square().sum((1, 2)))
+        raise Reached((key[0].transpose(0, 1).float() - reused.float()).square().sum((1, 2)))
     outs = []
     for begin, new, tables, mask in paged.groups:
         count = len(tables)

@@ -39,6 +39,9 @@ from pagoda.blend import (
 )
 from pagoda.cache import Stored
 from pagoda.connectors.transformers import rotary_of
+from pagoda.errors import ConfigError
+from pagoda.keys import Namespace
+from pagoda.quality_verdict import QualityState
 from pagoda.transfer import DenseKV
 
 from .attention import KVPool, Part, batch_of, deviation
@@ -60,6 +63,7 @@ class Load(NamedTuple):
     document: Document
     kv: torch.Tensor  # [layers, 2, kv_heads, whole chunks, head_dim]
     hit: Future[Hit]
+    weights: Namespace  # that were present: what they compute is not stored once others are
 
 
 class Documents:
@@ -85,9 +89,12 @@ class Documents:
         _, *documents, _ = pieces = as_documents(seq.documents, seq.question)
         policy, starts = policy_named(seq.policy), starts_of(pieces)
         compared_layer(policy, seq.recompute, starts, self.cache.layout.layers)
-        seq.quality = self.gate.state_of(blend_setting(policy, seq.recompute), seq.unchecked)
+        seq.quality = self._quality(seq)
         seq.tokens, seq.starts, seq.policy = np.concatenate(pieces).tolist(), starts, policy
         seq.chains = [Document.of(document, self._pool.block_tokens) for document in documents]
+
+    def _quality(self, seq: Request) -> QualityState:
+        return self.gate.state_of(blend_setting(seq.policy, seq.recompute), seq.unchecked)
 
     def prefetch(self, seq: Request) -> list[Future[Hit]]:
         """Begin to bring what lower tiers have of the documents to the host."""
@@ -96,16 +103,21 @@ class Documents:
     def load(self, seq: Request) -> list[Load]:
         """Begin to load the documents after the first. Blocks are not touched: the request may lose its own."""
         heads, dim, _ = self.cache.layout.planes[0]
-        loads = []
+        loads, weights = [], self.cache.present_namespace()
         for one in seq.chains:
             shape = (self.cache.layout.layers, 2, heads, len(one.tokens), dim)
             kv = torch.empty(shape, dtype=self._pool.kv.dtype, device=self._pool.kv.device)
             hit = self.cache.retrieve_future(one.tokens, self._transfer(kv), items=one.items, salt=seq.salt)
-            loads.append(Load(one, kv, hit))
+            loads.append(Load(one, kv, hit, weights))
         return loads
 
     def blend(self, seq: Request) -> Iterator[Span]:
         """Yield what to compute, in order, once all has been loaded; it was when the next span is asked for."""
+        try:  # again: the weights may have changed while it waited
+            seq.quality = self._quality(seq)
+        except ConfigError:
+            seq.recompute = 1.0  # exact: an engine that runs is not stopped
+            seq.quality = self._quality(seq)
         from_prompts = seq.computed
         yield Span(range(from_prompts, seq.starts[1]))  # the first document: no KV in it is approximate
         for start, load in zip(seq.starts[1:], seq.loads, strict=False):
@@ -114,7 +126,8 @@ class Documents:
             self._pool.write(seq.table, range(start, known), load.kv[..., : hit.num_tokens, :])
             if known < stop:
                 yield Span(range(known, stop), origin=start)
-                self._store(load, self._pool.read(seq.table, range(start, stop)), seq.salt)
+                if self.cache.present_namespace() == load.weights:
+                    self._store(load, self._pool.read(seq.table, range(start, stop)), seq.salt)
             kv = self._pool.read(seq.table, range(start, stop))
             self._rotary.move(kv[:, 0], start)
             self._pool.write(seq.table, range(start, stop), kv)

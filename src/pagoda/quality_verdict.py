@@ -4,7 +4,8 @@ Blending and lossy codecs change what a model computes. They start only with a v
 weights with the same settings and kept its bounds, or with the option `unchecked`, which `stats` then shows.
 
 Written by `pagoda quality` (`pagoda.quality.write_verdict`); read by what has such a feature (`require_quality`), when
-it starts. In the lowest layer, because a connector and a tier of a cache both call it. A verdict is a JSON file:
+it starts: `Cache` for its tiers with a lossy codec, `blend.BlendGate` for documents. It is in the lowest layer, because
+both call it. A verdict is a JSON file:
 
     format, version, model, weights[], pagoda    what it is about; `weights` are names of the same weights
     results[]                                    for each setting: bounds, figures, controls, whether it passed

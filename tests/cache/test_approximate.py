@@ -327,6 +327,26 @@ def test_stats_are_about_the_present_weights(tmp_path: Path) -> None:
             assert state["checked"] == after and "step 2" in str(state["detail"])
 
 
+def test_a_verdict_of_an_adapter_is_for_it_and_for_the_weights_that_it_names(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "verdicts").mkdir()
+    verdict(tmp_path / "verdicts", "q4")
+    present = NAMESPACE.of_version("step 2").weights
+    verdict(tmp_path / "verdicts", "q4", weights=f"{present}+adapters style")
+    options = {"disk_codec": "q4", "quality_verdicts": tmp_path / "verdicts"}
+    with cache_over(shm_root, tmp_path, **options) as cache:
+        for version, expected in (("", {"style": 0, "": 96}), ("step 2", {"style": 96, "": 0})):
+            if version:
+                cache.weights_changed(version)
+            for lora, on_disk in expected.items():  # the adapter is the first to be asked about
+                assert cache.store(TOKENS, kv_of().transfer, lora=lora).refused == 0 and cache.flush(60)
+                assert cache.lookup(TOKENS, tiers=["disk"], lora=lora).num_tokens == on_disk
+        verdict(tmp_path / "verdicts", "q4", weights=NAMESPACE.of_version("step 3").weights)
+        cache.weights_changed("step 3")  # nothing is known of adapters with these weights
+        assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed"]
+
+
 def test_a_verdict_of_weights_with_an_epoch(tmp_path: Path) -> None:
     """The cache begins with the weights that the gate was asked about."""
     (tmp_path / "verdicts").mkdir()

@@ -26,6 +26,10 @@ def test_the_epoch_is_kept_under_every_root(tmp_path: Path) -> None:
     assert WeightsEpoch(roots, "m").epoch() == 1
     assert other.raise_epoch() == (2, {})
     assert WeightsEpoch({"host": tmp_path / "a"}, "m").epoch() == 2
+    for path in (*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()):
+        path.unlink()
+    assert WeightsEpoch(roots, "m").epoch() == 0  # another process makes the files again
+    assert other.epoch() == 2, "this process does not return to an old epoch"
 
 
 def test_two_that_raise_it_at_once_both_raise_it(tmp_path: Path) -> None:
@@ -84,9 +88,11 @@ def test_two_caches_of_one_model_are_told_as_one(shm_root: Path, tmp_path: Path)
         file.unlink()
         file.symlink_to("/nowhere/weights")  # equivalent to a read-only disk
         other.store(tokens, kv_of(tokens, form).transfer)
-        assert other.flush(PATIENT_SECONDS) and other._tiers.lower[0].stats()["ready"]
+        stored(cache, tokens)
+        disks = [one._tiers.lower[0] for one in (cache, other)]
+        assert other.flush(PATIENT_SECONDS) and all(disk.stats()["ready"] for disk in disks)
         cache.weights_changed()
-        assert not other._tiers.lower[0].stats()["ready"], "its root has not kept the epoch"
+        assert not any(disk.stats()["ready"] for disk in disks), "their root has not kept the epoch"
 
 
 FULL = """

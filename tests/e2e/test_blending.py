@@ -258,6 +258,31 @@ def test_prompts_never_find_documents(house: House) -> None:  # noqa: F811
     assert cached.last.hit.num_tokens == 0
 
 
+def test_what_was_blended_cannot_be_stored_as_a_prompt(house: House) -> None:  # noqa: F811
+    model, (documents, question) = llama(), pieces()
+    cached, ids = house.open(model, unchecked=True), whole(documents, question)
+    first = len(documents[0])
+    for beams in (1, 2):
+        out = cached.generate(
+            documents=documents, question=question, recompute=0.0, policy="first_k", return_dict_in_generate=True,
+            num_beams=beams, **GREEDY,
+        )  # fmt: skip
+        with pytest.raises(ValueError, match=f"only its first {first} tokens are exact"):
+            cached.store(out.sequences, out.past_key_values)
+    with cached.blend(documents, question, recompute=0.0) as found:
+        with pytest.raises(ValueError, match="was blended"):
+            cached.store(ids, found.past_key_values)
+        cached.store(ids[:, :first], found.past_key_values)  # a true prefix
+    cached.generate(ids, store=False, **GREEDY)
+    assert cached.last.hit.num_tokens == first // CHUNK * CHUNK
+    documents, question = pieces(2)
+    ids = whole(documents, question)
+    with cached.blend(documents, question, recompute=1.0) as found:  # all of it is exact
+        cached.store(ids, found.past_key_values)
+    assert cached.generate(ids, **GREEDY)[0, ids.shape[1] :].tolist() == generated(model, ids, 24)[0]
+    assert cached.last.hit.num_tokens == (ids.shape[1] - 1) // CHUNK * CHUNK
+
+
 def test_only_the_first_document_may_hit_the_chain_of_prompts(house: House) -> None:  # noqa: F811
     model = llama()
     cached = house.open(model, unchecked=True)
@@ -702,3 +727,28 @@ def test_documents_from_a_lossy_tier_are_nowhere_exact(house: House) -> None:  #
     assert not found.blend.exact.any()
     assert found.blend.reused.nonzero()[0].tolist() == list(range(40))
     assert 1e-6 < error_of(model, found) < 1.0
+
+
+def test_clear_removes_the_prompts_and_the_documents_of_a_tenant(house: House) -> None:  # noqa: F811
+    """Those of another tenant stay; also in a process that has not blended yet."""
+    model, (documents, question) = llama(), pieces()
+    ids = prompt(3 * CHUNK + 1)
+    cached = house.open(model, unchecked=True)
+    for salt in ("one", "two"):
+        cached.blend(documents, question, salt=salt)
+        cached.generate(ids, salt=salt, **GREEDY)
+    house.shut()
+    cached = house.open(model, unchecked=True)
+    cleared = cached.clear(salt="one")
+    assert cleared.ok and set(cleared.chunks) == {"host", "disk"} and min(cleared.chunks.values()) > 0
+    found = {salt: cached.blend(documents, question, salt=salt, store=False).hit for salt in ("one", "two")}
+    assert (found["one"].num_tokens, found["two"].num_tokens) == (0, sum(map(len, documents)))
+    hits = {salt: cached.prefix(ids, salt=salt).hits[0].num_tokens for salt in ("one", "two")}
+    assert hits["one"] == 0 and hits["two"] >= 2 * CHUNK
+
+
+def test_clear_of_a_model_that_cannot_be_blended(house: House) -> None:  # noqa: F811
+    model, ids = deepseek(), prompt(3 * CHUNK + 1)
+    cached = house.open(model)
+    cached.generate(ids, max_new_tokens=2)
+    assert cached.clear().chunks["host"] >= 2 and cached.prefix(ids).hits[0].num_tokens == 0

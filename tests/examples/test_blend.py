@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from examples.paged_engine.attention import Part, batch_of
+from examples.paged_engine.attention import KVPool, Part, batch_of, deviation, paged_model
 from examples.paged_engine.engine import Engine, Sequence
 from examples.paged_engine.replay import model_of as model_of_the_example
 from pagoda import Cache, Config
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
 from pagoda.errors import ConfigError
-from tests.e2e.test_blending import LENGTHS, pieces, whole
-from tests.e2e.tiny import generated, prompt
+from tests.e2e.test_blending import LENGTHS, pieces, verdict, whole
+from tests.e2e.tiny import generated, llama, prompt
 from tests.examples.kit import BLOCK, NEW, House, closed, engine_of, model_of
 
 RATIOS = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
@@ -189,6 +189,19 @@ def test_the_answer_is_that_of_the_transformers_connector_and_each_finds_the_oth
     cached.close()
 
 
+def test_how_far_k_moved_is_not_rounded_to_half_precision() -> None:
+    """As in the Transformers connector: rounded, tokens tie or change places, and the two choose others."""
+    model = llama(dtype="bfloat16")
+    pool, table, count = KVPool(layout_of(model, BLOCK), 4), [2, 0, 3], 20
+    pool.kv.normal_(generator=torch.Generator().manual_seed(1))
+    before = pool.read(table, range(count))[1, 0]
+    part = Part(prompt(count)[0].tolist(), range(count), table)
+    moved = deviation(paged_model(model), batch_of([part], pool), 1)
+    after = pool.read(table, range(count))[1, 0]
+    exact = (after.float() - before.float()).square().sum((0, 2)).numpy()
+    assert np.allclose(moved, exact, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_token_is_exact_recomputed_or_reused(policy: str, house: House) -> None:
     engine = engine_of(house.cache("llama-3", slots=512, unchecked=True), "llama-3", blocks=200)
@@ -281,6 +294,40 @@ def test_a_document_that_is_evicted_before_it_is_loaded_is_computed(house: House
     steps(engine, [seq], lambda seq: len(seq.output) == NEW)
     assert seq.output == want and "host" not in seq.hits
     assert error_of(engine, model, request(documents, question, 1.0)) <= 1e-4
+    closed(engine)
+
+
+def test_what_the_old_weights_compute_of_a_document_is_not_stored(house: House) -> None:
+    engine = engine_of(
+        house.cache("llama-3", slots=512, unchecked=True), "llama-3", blocks=100, step_tokens=5
+    )
+    seq = request(*pieces(), 0.3)
+    engine.add(seq)
+    steps(engine, [seq], lambda seq: seq.span is not None and seq.span.origin)  # a document alone, in steps
+    engine.manager.weights_changed()
+    steps(engine, [seq], lambda seq: len(seq.output) == NEW)
+    seq = request(*pieces(), 0.3)
+    answered(engine, seq)
+    assert seq.hits == {}
+    seq = request(*pieces(), 0.3)
+    answered(engine, seq)
+    assert seq.hits["host"] == sum(LENGTHS[1:])  # of the new weights
+    closed(engine)
+
+
+def test_a_verdict_of_the_old_weights_does_not_count_for_what_waits(house: House, tmp_path: Path) -> None:
+    model, (documents, question) = model_of("llama-3"), pieces()
+    cache = house.cache("llama-3", slots=512, quality_verdicts=str(tmp_path))
+    verdict(tmp_path, cache.namespace.weights)
+    engine = engine_of(cache, "llama-3", blocks=100)
+    for checked, exact in (("loosened", False), ("exact", True)):
+        seq = request(documents, question, policy="deviation")
+        engine.add(seq)
+        if exact:
+            engine.manager.weights_changed()
+        steps(engine, [seq], lambda seq: len(seq.output) == NEW)
+        assert seq.quality.checked == checked and seq.blended.exact.all() == exact
+    assert seq.output == generated(model, whole(documents, question), NEW)[0]
     closed(engine)
 
 

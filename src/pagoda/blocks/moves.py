@@ -85,7 +85,8 @@ class LoadMove(Move):
     generations: writeback.Generations
     owner: str  # the request that it was planned for
     depends_on: int  # the ticket of the move that loads the parent of its first node; 0: none
-    copied: int | None = None  # if its copies have ended: how many good; the move that it depends on has not
+    # how many of its copies are good, if they have ended and the move that it depends on has not
+    copied: int | None = None
     # By id: the requests that waited for it; some may wait no longer.
     waiters: dict[str, RequestState] = field(default_factory=dict)
 

@@ -49,7 +49,7 @@ class TierDifference:
         self._chosen, self._more, self._chosen_at = np.empty(0, np.int64), False, 0.0  # to be told next
 
     def tell_again(self) -> None:
-        """Tell everything once more. It stays told meanwhile: what goes before its turn is told to be gone."""
+        """Tell everything once more. What is evicted before its turn is still told to be gone."""
         self._state[self._state == _TOLD] = _WAITS
 
     def drop_told(self) -> None:

@@ -130,8 +130,8 @@ def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
 
     Also removes their notes, and the log of prompts of all namespaces. Needs no free space, neither in the tables nor
     on the disk.
-    What another process stores after this call began may stay. StoreError if it could not be done, or not so that it
-    outlives a power cut.
+    What another process stores after this call began may stay. Raises StoreError if it failed, or may not
+    survive a power cut.
     """
     try:
         return _clear_chunks(ledger, namespace)
@@ -160,7 +160,7 @@ def _clear_chunks(ledger: Ledger, namespace: bytes | None) -> int:
     cleared = ledger.session.write(lambda w: clears_and_labels.clear(w, namespace), frees=True)
     try:
         ledger.namespaces.save_clear(namespace)
-    finally:  # what may come back with a rebuild is removed for now even so
+    finally:  # the chunks are removed now, even if a rebuild may bring them back
         dropped = _drop_cleared(ledger, cleared)
     return dropped
 

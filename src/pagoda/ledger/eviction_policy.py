@@ -1,4 +1,7 @@
-"""The one way to a ledger's policy: the ledger and `replay` ask it for victims and admission, and report uses."""
+"""The one way to a ledger's policy: the ledger and `replay` ask it for victims and admission, and report uses.
+
+Blocks on a device have their own order of eviction: `pagoda.blocks.tree`.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +55,8 @@ class Evictor:
 
         Leaves ghosts of the others.
 
-        `admit_all`, `refuse_all`: whatever the policy says, which learns of them even so. `asked`: it was asked before
-        and admitted all; nothing changes.
+        `admit_all`, `refuse_all`: whatever the policy says, which learns of them even so. `asked`: an earlier
+        call admitted all of them; only their hits are returned.
         """
         ghosts = self._columns.table
         known_hits, last_use = ghosts.recall(marks)

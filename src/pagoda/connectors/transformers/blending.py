@@ -179,7 +179,10 @@ class Blender:
         }
         computed = sum(one.alone for one in loaded) + len(chosen) + len(question)
         blended = Blended(tokens, starts, *masks, computed, [one.hit for one in loaded], seconds, state)
-        return dynamic_cache(self._model, self._seen, planes, [BatchRow(tokens, 0)], total - 1), blended
+        kv = dynamic_cache(self._model, self._seen, planes, [BatchRow(tokens, 0)], total - 1)
+        if blended.exact_tokens < total:  # else what is generated over it is exact too
+            kv.pagoda_exact_tokens = blended.exact_tokens  # for `CachedModel.store`
+        return kv, blended
 
     # ---- documents alone
 

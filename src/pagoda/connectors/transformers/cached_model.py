@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from pagoda.blend import SelectionPolicy, as_documents, blend_setting, policy_named
-from pagoda.cache import Cache, Hit, Stored
+from pagoda.cache import Cache, Cleared, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers.batch_rows import BatchRow, grown_mask, mask_of, rows_of
@@ -337,7 +337,7 @@ class CachedModel:
 
         `past_key_values` is the DynamicCache after `generate` or `forward` with the present weights and
         adapters; the rows of `input_ids` are its rows 0, every, 2 * every, ... If `input_ids` includes generated
-        tokens, they are stored too.
+        tokens, they are stored too. Raises ValueError for tokens that `blend` made approximate, and all after them.
         """
         cache, space, _ = self._ready(salt)
         layers = past_key_values.layers
@@ -349,12 +349,36 @@ class CachedModel:
             )
         planes = [[layer.keys, layer.values] for layer in layers]
         columns = min(past_key_values.get_seq_length(), input_ids.shape[1])
+        if columns > (exact := getattr(past_key_values, "pagoda_exact_tokens", columns)):
+            raise ValueError(
+                f"past_key_values was blended, and only its first {exact} tokens are exact: prompts would find the "
+                "others as exact KV; store those tokens alone, or nothing"
+            )
         rows = rows_of(input_ids, mask_of(self.model, input_ids, attention_mask))
         answers = []
         for number, row in enumerate(rows):
             kv = kv_of_row(planes, number * every, row.pad, max(columns, row.pad), self._seen)
             answers.append(cache.store(row.tokens[: kv.num_tokens], kv, **space))
         return answers
+
+    def clear(self, *, salt: str | None = None) -> Cleared:
+        """Remove from every tier what was stored for this model, of prompts and of documents, with the active adapters.
+
+        `cache.clear` does not know of documents. `salt`: of which tenant, if not of the one that the object was made
+        with. Returns how many chunks each tier had, and which tiers failed: their chunks are still there. Thread-safe.
+        """
+        cache, space, _ = self._ready(salt)
+        cleared = cache.clear(**space)
+        try:
+            blender = self._ready_to_blend(salt)[1]
+        except ConfigError:
+            raise
+        except ValueError:  # such a model cannot be blended, so no documents of it were stored
+            return cleared
+        documents = blender.cache.clear(**space)
+        tiers = {**cleared.chunks, **documents.chunks}
+        chunks = {tier: cleared.chunks.get(tier, 0) + documents.chunks.get(tier, 0) for tier in tiers}
+        return Cleared(chunks, {**cleared.failed, **documents.failed})
 
     def publish_events(self, endpoint: str, *, topic: str = "", rank: int | None = None) -> str:
         """Tell routers of requests what is stored for this model, also after its weights changed.

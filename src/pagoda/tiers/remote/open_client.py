@@ -1,4 +1,8 @@
-"""Make the client for the URL of a remote tier. The libraries of the stores are imported here, when needed."""
+"""Make the client for the URL of a remote tier. The libraries of the stores are imported here, when needed.
+
+To add a store: write a client with the methods of `store_client.StoreClient`, make it here, name its scheme in
+`config.remote_urls` and its options in `store_urls`, and run the conformance suite of `pagoda.testing` on it.
+"""
 
 from __future__ import annotations
 
