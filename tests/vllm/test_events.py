@@ -39,6 +39,7 @@ from pagoda.kv_events.notes import BlockFacts, ChunkNote, Groups, packed, runs, 
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Busy, Outcome, Present, Reserved, admin
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
+from pagoda.ledger.columns import NOT_READY
 from testbed.servers import free_port
 from tests.cache.kit import CHUNK, cache_at
 
@@ -294,6 +295,26 @@ def test_what_has_no_note_is_told_when_a_request_finds_it(cache: Cache) -> None:
     assert Engine(cache).take() == [run(request)]  # a note was left for the next one
 
 
+def test_what_was_told_after_a_restart_is_not_told_again_when_a_request_finds_it(cache: Cache) -> None:
+    Engine(cache).stored(request := request_of(3))
+    engine = Engine(cache)
+    assert engine.take() == [run(request)]
+    root = engine.slots.namespace()
+    engine.events.found(engine.form.notes(request, root), root, 0, engine.keys(request))
+    assert engine.take() == []
+
+
+def test_after_a_burst_the_thread_leaves_the_interpreter_to_the_engine_unless_it_ends(cache: Cache) -> None:
+    events = Engine(cache).events
+    events._rested, began = time.thread_time() - 0.02, time.monotonic()
+    events._rest()
+    assert time.monotonic() - began >= 0.2
+    events._ended.set()
+    events._rested, began = time.thread_time() - 100.0, time.monotonic()
+    events._rest()
+    assert time.monotonic() - began < 100.0
+
+
 def test_all_is_told_again_after_the_engine_cleared_its_blocks(cache: Cache) -> None:
     engine, request = Engine(cache), request_of(2)
     engine.stored(request)
@@ -422,6 +443,108 @@ def test_what_is_gone_is_told_before_all_that_is_new_was_told(
     assert engine.take() == []
 
 
+def test_a_slot_that_takes_another_chunk_before_its_turn_is_not_told_under_the_key_of_before(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has published the new generation, and the new key a moment later."""
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+    engine, request, columns = Engine(cache), request_of(12), cache.slots._ledger.columns
+    engine.stored(request)
+    (first,) = engine.take()
+    (slot, *_) = (int(each) for each in engine.events._tiers[0]._chosen)
+    key = columns.key_of(slot)
+    columns.last_use[slot], columns.generation[slot] = NOT_READY, 1000
+    read = engine.events._read
+
+    def completed_meanwhile(notes: ChunkNotes, places: Sequence[tuple[int, bytes]]) -> list[ChunkNote | None]:
+        found = read(notes, places)
+        columns.keys[slot] += np.uint64(1)
+        columns.last_use[slot] = 1
+        return found
+
+    monkeypatch.setattr(engine.events, "_read", completed_meanwhile)
+    events = engine.take()
+    assert key in engine.keys(request) and len(first.block_hashes) == 8 * BLOCKS
+    assert sum(len(event.block_hashes) for event in events) == 3 * BLOCKS
+    assert not engine.events._tiers[0]._held[slot]
+
+
+def test_what_the_outlet_did_not_take_is_told_once_it_does(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"_ROUND": 0.01, "_RETELL": 0.02}.items():
+        monkeypatch.setattr(f"pagoda.kv_events.stored_events.{name}_SECONDS", value)
+    engine, first, second = Engine(cache), request_of(3), request_of(2, 1)
+    engine.stored(first)
+    assert engine.take() == [run(first)]
+    held, send, failures = set(run(first).block_hashes), engine.outlet.send, [0]
+
+    def sends(events: Sequence[KVCacheEvent]) -> None:
+        if failures[0] < 3:
+            failures[0] += 1
+            raise RuntimeError("Publisher is closed")
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                held.clear()
+            elif isinstance(event, BlockStored):
+                held.update(event.block_hashes)
+            else:
+                held.difference_update(event.block_hashes)
+        send(events)
+
+    monkeypatch.setattr(engine.outlet, "send", sends)
+    monkeypatch.setattr(engine.outlet, "tell_anew", lambda: map(engine.outlet.send, [[AllBlocksCleared()]]))
+    engine.events.start()
+    cache.clear()  # of which the first event is lost
+    until = time.monotonic() + 20.0
+    while not failures[0]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    engine.stored(second)
+    while held != set(run(second).block_hashes):
+        assert time.monotonic() < until, "not told"
+        time.sleep(0.01)
+    engine.events.close()
+
+
+def test_a_round_that_fails_forgets_no_other_weights_tenants_or_notes(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request, theirs = Engine(cache), request_of(2), request_of(1, 1)
+    engine.stored(request)
+    assert engine.take() == [run(request)]
+    send = engine.outlet.send
+    monkeypatch.setattr(engine.outlet, "send", lambda _: 1 / 0)
+    engine.events._anew = map(engine.outlet.send, [[AllBlocksCleared()]])
+    engine.events.renew(engine.slots.namespace(salt="renewed"))
+    with pytest.raises(ZeroDivisionError):
+        engine.take()
+    monkeypatch.setattr(engine.outlet, "send", send)
+    engine.stored(theirs, salt="renewed")
+    assert engine.take() == [gone(*request.block_hashes), run(theirs)]
+
+
+def test_an_engine_that_ends_waits_for_no_events(cache: Cache) -> None:
+    engine, requests = Engine(cache), [request_of(8, seed) for seed in range(8)]
+    for request in requests:
+        engine.stored(request)
+    engine.take()
+    cache.clear()
+    engine.events._ended.set()
+    assert not engine.events._round() and not engine.outlet.take()[1:]
+
+
+def test_a_request_that_cannot_be_noted_is_stored_all_the_same(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, odd, other = Engine(cache), request_of(2), request_of(1, 1)
+    odd.all_token_ids._x[0] = 1 << 40
+    engine.stored(odd)
+    assert engine.take() == [] and "routers do not hear of some chunks" in caplog.text
+    engine.stored(other)
+    assert engine.take() == [run(other)]
+
+
 @pytest.mark.parametrize("rows", [1 << 16, 7])
 def test_of_many_chunks_those_used_last_are_told_first_and_then_the_others(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, rows: int
@@ -436,6 +559,19 @@ def test_of_many_chunks_those_used_last_are_told_first_and_then_the_others(
     while events := again.take():
         told += [name for event in events for name in event.block_hashes]
     assert told == [name for request in reversed(requests) for name in run(request).block_hashes]
+
+
+def test_what_is_used_meanwhile_does_not_wait_for_all_that_was_chosen_before(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+    monkeypatch.setattr("pagoda.kv_events.tier_difference._CHOSEN_SECONDS", -1.0)
+    engine, new = Engine(cache), request_of(2, 9)
+    for seed in range(3):
+        engine.stored(request_of(8, seed))
+    assert engine.take() == [run(request_of(8, 2))]
+    engine.stored(new)
+    assert engine.take()[0] == run(new)
 
 
 def test_a_note_of_another_version_silences_no_other_chunk(cache: Cache) -> None:
@@ -566,6 +702,28 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
         time.sleep(0.01)
     engine.events.close()
     assert most == 56 * BLOCKS and times >= 3
+
+
+def test_the_tiers_are_told_again_when_the_engine_says_that_all_is_cleared(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It means its own memory, and routers forget the tiers too."""
+    engine, request, told = Engine(cache), request_of(3), list[KVCacheEvent]()
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{free_port()}")
+    engine.events._outlet = EventOutlet(config)
+    publisher = EventPublisherFactory.create(config)
+    assert isinstance(publisher, LivePublisher)
+    monkeypatch.setattr(publisher, "send", told.extend)
+    engine.stored(request)
+    engine.events.start()
+    until = time.monotonic() + 20.0
+    for times in (1, 2):
+        while told != [run(request)] * times:
+            assert time.monotonic() < until, "not told"
+            time.sleep(0.01)
+        publisher.publish(KVEventBatch(ts=1.0, events=[AllBlocksCleared()]))
+    engine.events.close()
+    publisher.shutdown()
 
 
 def test_a_router_is_told_all_once_it_listens(cache: Cache) -> None:
@@ -745,6 +903,25 @@ def test_a_window_that_is_evicted_takes_no_credit_of_full_attention_away(cache: 
     ]
 
 
+def test_a_window_that_goes_on_where_full_attention_ends_is_no_credit_of_full_attention(cache: Cache) -> None:
+    """The hashes are the same, so a window's chunk may have a chunk of full attention as its parent by name."""
+    engine, request = Engine(cache, groups=HYBRID), request_of(2)
+    engine.stored(request_of(1))
+    engine.commit(engine.reserved(request, first=1, group=2))
+    told = sorted(engine.take(), key=lambda event: event.group_idx)
+    assert told == [
+        run(request, 0, 1),
+        run(
+            request,
+            1,
+            2,
+            group_idx=2,
+            kv_cache_spec_kind="sliding_window",
+            kv_cache_spec_sliding_window=6,
+        ),
+    ]
+
+
 def test_a_block_of_several_hashes_is_named_by_the_last(cache: Cache) -> None:
     """Blocks of attention are as long as a state is large, and vLLM hashes shorter pieces."""
     groups = {1: BlockFacts(CHUNK, CHUNK, "full_attention")}
@@ -768,7 +945,8 @@ def test_a_long_chunk_has_a_note_too() -> None:
         note = ChunkNote(root, root, root, ids, group=1)
         kept = packed(note, MOST_NOTE_BYTES)
         assert len(kept) <= MOST_NOTE_BYTES and unpacked(kept) == note
-    for odd in (b"", b"\x78", kept[:-9], b"\x78" + kept[2:]):
+    huge = packed(ChunkNote(root, root, root, bytes(2 << 20)), MOST_NOTE_BYTES)
+    for odd in (b"", b"\x78", kept[:-9], b"\x78" + kept[2:], huge):
         with pytest.raises(ValueError):
             unpacked(odd)
 

@@ -115,6 +115,17 @@ def test_routers_hear_of_what_a_request_loads_and_that_other_weights_end_it(
     silent.close(), halves.close()
 
 
+def test_routers_hear_of_a_request_that_begins_again_with_other_weights(
+    config: Config, router: Router
+) -> None:
+    halves = Halves(config, outlet=router.outlet)
+    context = halves.request("stores", "p", 2)
+    halves.manager._take_version("next", fresh=True)
+    halves.store(context, keys("p", FULL, 2), {FULL: [1, 2, 3, 4]})
+    router.credits("p", {("CPU", FULL): 2})
+    halves.close()
+
+
 def test_a_part_of_a_block_is_not_told_as_the_whole(config: Config, router: Router) -> None:
     """vLLM stores states in the middle of a block, under the hash of the tokens before it."""
     halves = Halves(config, outlet=router.outlet)

@@ -33,14 +33,9 @@ class RequestEvents:
         self._publisher, self._scope, self._root = publisher, scope, scope()[0].root
         self._lock = threading.Lock()  # what was asked under other weights is not heard after their change
         facts = BlockFacts(chunk_tokens, chunk_tokens)
+        form = ChunkEventForm(facts)
         self._stored: StoredEvents | None = StoredEvents(
-            ledgers,
-            self._root,
-            {0: facts},
-            ChunkEventForm(facts),
-            publisher,
-            keeps_notes,
-            self.follow_weights,
+            ledgers, self._root, {0: facts}, form, publisher, keeps_notes, self.follow_weights
         )
         self._stored.start()
         reset_in_child(self)
@@ -55,12 +50,8 @@ class RequestEvents:
         `version`: of the weights, if the request named one.
         """
         stored, keys = self._stored, [*request.head, *request.keys]
-        if (
-            stored is None
-            or request.tokens is None
-            or request.items
-            or len(keys) != request.first + len(request.keys)
-        ):
+        whole = len(keys) == request.first + len(request.keys)
+        if stored is None or request.tokens is None or request.items or not whole:
             return
         space = request.namespace
         with self._lock:

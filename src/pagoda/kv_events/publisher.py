@@ -48,9 +48,8 @@ class EventPublisher:
         # numbers that rise over restarts: a router leaves out those that it has seen
         self._numbers = count(int(time.time() * 1000))
         self._encode = msgspec.msgpack.Encoder().encode
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(
-            zmq.XPUB
-        )  # a PUB socket that says who subscribes
+        # a PUB socket that says who subscribes
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         try:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.SNDHWM, max(_FEWEST_BEHIND, _MOST_BEHIND_BYTES // message_bytes))

@@ -90,13 +90,13 @@ class StoredEvents:
         self._lock = threading.Lock()
         self._roots = {root}  # of which there was a request; the thread reads it without the lock
         self._met: set[bytes] = set()  # those of them that are new
-        self._fresh: OrderedDict[bytes, ChunkNote] = (
-            OrderedDict()
-        )  # by key: of chunks that are being stored or loaded
+        # by key: of chunks that are being stored or loaded
+        self._fresh: OrderedDict[bytes, ChunkNote] = OrderedDict()
         self._told_of: set[bytes] = set()  # keys of these notes that are new
         self._lines = RateLimitedLog()
         self._ended = Event()
         self._renewed = False
+        self._sending = False  # still True after a failure: events were lost, and all is told again
         self._rested = 0.0  # what the thread had used of the processor at its last rest
         self._anew: Iterator[None] = iter(())  # of `tell_anew`: what is left
         self._thread = threading.Thread(target=self._run, name="pagoda-events", daemon=True)
@@ -108,11 +108,10 @@ class StoredEvents:
     def note(self, make: NoteMaker, root: bytes, first: int, outcomes: Sequence[Outcome]) -> None:
         """Keep the notes of chunks `first`, `first` + 1, ... of a request, for which host slots were just reserved.
 
-        `make` returns the note of a chunk by its number; `root`: of the request's namespace.
+        `make` returns the note of a chunk by its number; `root`: of the request's namespace. What it cannot note costs
+        events and nothing else.
         """
-        there = [
-            (chunk, one) for chunk, one in enumerate(outcomes, first) if isinstance(one, Reserved | Present)
-        ]
+        there = [(n, one) for n, one in enumerate(outcomes, first) if isinstance(one, Reserved | Present)]
         notes = self._remember(make, root, [(chunk, one.key) for chunk, one in there])
         written = [
             (one.slot, one.generation, one.key, notes[one.key])
@@ -150,7 +149,7 @@ class StoredEvents:
                 fresh.move_to_end(key)
         if len(notes) == len(chunks):
             return notes
-        made = {key: note for chunk, key in chunks if key not in notes and (note := make(chunk)) is not None}
+        made = self._made(make, [(chunk, key) for chunk, key in chunks if key not in notes])
         with self._lock:
             if made and root not in self._roots:
                 self._roots.add(root)
@@ -161,22 +160,29 @@ class StoredEvents:
                 self._told_of.discard(fresh.popitem(last=False)[0])
         return notes | made
 
+    def _made(self, make: NoteMaker, chunks: Sequence[tuple[int, bytes]]) -> dict[bytes, ChunkNote]:
+        try:
+            return {key: note for chunk, key in chunks if (note := make(chunk)) is not None}
+        except Exception as trouble:  # noqa: BLE001  # a boundary: an engine's step goes on, whatever its request is
+            why = f"routers do not hear of some chunks: {type(trouble).__name__}: {trouble}"
+            self._lines.warn(log, Reason.IO_ERROR, why)
+            return {}
+
     def _write(self, tier: TierDifference, written: Sequence[tuple[int, int, bytes, ChunkNote]]) -> None:
         """Write notes of a tier, each with slot, generation and key; what was cleared meanwhile leaves none."""
         kept = written if self._keeps_notes else []
-        encoded = [(slot, key, packed(note, MOST_NOTE_BYTES)) for slot, _, key, note in kept]
-        fitting = [row for row in encoded if len(row[2]) <= MOST_NOTE_BYTES]
-        if not fitting:
-            return
         try:
+            encoded = [(slot, key, packed(note, MOST_NOTE_BYTES)) for slot, _, key, note in kept]
+            fitting = [row for row in encoded if len(row[2]) <= MOST_NOTE_BYTES]
+            if not fitting:
+                return
             tier.notes.write(fitting)
             valid = tier.ledger.is_valid
             if gone := [(slot, key) for slot, number, key, _ in written if not valid(slot, number)]:
                 tier.notes.erase(gone)
-        except OSError as error:
-            self._lines.warn(
-                log, Reason.IO_ERROR, f"routers will not hear of chunks after a restart: {error}"
-            )
+        except Exception as trouble:  # noqa: BLE001  # a boundary: see `_made`
+            why = f"routers will not hear of chunks after a restart: {trouble}"
+            self._lines.warn(log, Reason.IO_ERROR, why)
 
     # ---- the thread
 
@@ -204,25 +210,31 @@ class StoredEvents:
                     whole, pause = True, _RETELL_SHARE * (time.monotonic() - retold)
                 pause = min(max(pause, _RETELL_SECONDS), _LONGEST_RETELL_SECONDS)
             except Exception as trouble:  # noqa: BLE001  # a boundary: the engine serves on
+                wanted |= self._sending
                 why = f"KV events are late: {type(trouble).__name__}: {trouble}"
                 self._lines.warn(log, Reason.IO_ERROR, why)
             self._rest()
 
     def _round(self) -> bool:
         """Tell what has changed. Return whether that was all: a round is short, and the next one goes on."""
+        self._sending = True
+        whole = self._for_a_while(self._anew)
+        self._sending = False
         with self._lock:
             roots, met, told_of, renewed = self._roots, self._met, self._told_of, self._renewed
             self._met, self._told_of, self._renewed = set(), set(), False
-        whole = self._for_a_while(self._anew)
         for tier in self._tiers:
             if renewed:
                 tier.drop_told()
             tier.meet(met)
             if told_of:
                 tier.look_again(told_of)
+        for tier in self._tiers:
             for removed in tier.removed():
                 self._send(removed)
                 self._rest()
+                if self._ended.is_set():
+                    return False
             whole &= self._for_a_while(map(partial(self._tell, tier, roots), tier.new()))
         return whole
 
@@ -292,7 +304,9 @@ class StoredEvents:
 
     def _send(self, events: Sequence[object]) -> None:
         if events:
+            self._sending = True
             self._outlet.send(events)
+            self._sending = False
         while self._outlet.is_full and not self._ended.wait(_PAUSE_SECONDS):
             pass
 

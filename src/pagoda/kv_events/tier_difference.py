@@ -18,11 +18,10 @@ from pagoda.ledger.columns import NOT_READY, marks_of
 __all__ = ["PIECE", "Slots", "TierDifference"]
 
 PIECE = 8  # chunks told at once: about 0.2 ms of the interpreter's lock
+_GONE_PIECE = 64  # that are gone: of these only hashes are told, and a clear is soon told of a large store
 _ROWS = 1 << 16  # looked at at once, by NumPy, which does not need that lock
-_MOST_CHOSEN, _CHOSEN_SECONDS = (
-    2048,
-    1.0,
-)  # of those to be told next; then those are chosen that were used since
+# of those to be told next; then those are chosen that were used since
+_MOST_CHOSEN, _CHOSEN_SECONDS = 2048, 1.0
 
 Slots = npt.NDArray[np.int64]
 _Name: TypeAlias = tuple[int, bytes]  # a chunk's group, and the hashes of its note
@@ -79,8 +78,8 @@ class TierDifference:
             if not len(changed):
                 continue
             now, gone = published[changed], changed[self._held[changed]]
-            for at in range(0, len(gone), PIECE):
-                slots = gone[at : at + PIECE]
+            for at in range(0, len(gone), _GONE_PIECE):
+                slots = gone[at : at + _GONE_PIECE]
                 names = zip(slots.tolist(), self._names[slots].tolist(), strict=True)
                 self._held[slots], self._names[slots] = False, None
                 told: dict[int, list[bytes]] = {}
@@ -107,7 +106,8 @@ class TierDifference:
             self._choose()
         while len(self._chosen):
             slots, self._chosen = self._chosen[:PIECE], self._chosen[PIECE:]
-            yield slots
+            # a slot may have taken another chunk since it was chosen: once that one is ready, its key is published
+            yield slots[self.ledger.is_ready(slots, self._generation[slots])]
             if not len(self._chosen) and self._more:
                 self._choose()
 

@@ -35,12 +35,9 @@ from pagoda.keys import derive_keys
 from pagoda.kv_events.notes import ChunkNote, Groups
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Outcome, Refused, Reserved
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool
 
 __all__ = ["FAILED", "LATE", "REFUSED", "PagodaOffloadingManager"]
-
-log = guarded_logger("pagoda.vllm")
 
 REFUSED, LATE = "vllm:pagoda_refused_chunks", "vllm:pagoda_late_lookups"
 FAILED = "vllm:pagoda_failed_loads"
@@ -100,7 +97,6 @@ class PagodaOffloadingManager(OffloadingManager):
         self._events: StoredEvents | None = None
         self._form: VLLMEventForm
         self._told_root = b""
-        self._lines = RateLimitedLog()
         self._refused = 0
         self._failed = 0
         self._closed = False
@@ -356,14 +352,10 @@ class PagodaOffloadingManager(OffloadingManager):
             note = make(chunk)
             return note if note is not None and note.hashes.endswith(run[chunk - first][:-4]) else None
 
-        try:
-            if outcomes is None:
-                events.found(whole, root, first, derive_keys(run, root))
-            else:
-                events.note(whole, root, first, outcomes)
-        except Exception as trouble:  # noqa: BLE001  # a boundary: the engine serves on
-            why = f"routers do not hear of some chunks: {type(trouble).__name__}: {trouble}"
-            self._lines.warn(log, Reason.IO_ERROR, why)
+        if outcomes is None:
+            events.found(whole, root, first, derive_keys(run, root))
+        else:
+            events.note(whole, root, first, outcomes)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call."""
