@@ -286,7 +286,7 @@ def test_a_document_that_is_evicted_before_it_is_loaded_is_computed(house: House
     layout = cache.layout
     assert during(lambda: None).hits["host"] == sum(LENGTHS[1:])
     assert during(forget).hits.get("host", 0) <= LENGTHS[1] + LENGTHS[3]
-    assert during(lambda: None).hits["host"] > LENGTHS[2]  # stored again
+    assert during(lambda: None).hits["host"] >= LENGTHS[2]  # stored again
     seq = request(documents, question, 0.3)  # evicted between the prefetch and the load
     engine.add(seq)
     wait(seq.prefetches, 60)
