@@ -157,5 +157,5 @@ def test_it_can_be_read() -> None:
         file.stem: len(file.read_text().splitlines())
         for file in (ROOT / "examples" / "paged_engine").glob("*.py")
     }
-    assert lines.pop("blend") <= 145
+    assert lines.pop("blend") <= 160
     assert sum(lines.values()) <= 750
