@@ -63,6 +63,14 @@ def test_a_thread_that_waits_takes_all_writes_of_one_call() -> None:
     assert taken == [4] and all(isinstance(each, WriteRequest) for each in queued)
 
 
+def test_workers_share_what_is_queued_but_no_small_batch() -> None:
+    queue = IoQueue(8)
+    for n in range(8):
+        added(queue, write(n))
+    taken = [queue.take(16, shares=2, fewest_writes=3) for _ in range(3)]
+    assert [len(batch) for batch in taken] == [4, 3, 1]  # type: ignore[arg-type]
+
+
 def test_batches_are_numbered_in_the_order_in_which_they_are_taken() -> None:
     """They reserve their slots in that order, whichever thread is faster."""
     queue = IoQueue(8)

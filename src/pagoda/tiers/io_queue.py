@@ -188,10 +188,13 @@ class IoQueue:
             self._delayed = sorted(each for each in self._delayed if each[-1].cancelled is None)
             return [write for write in chosen if write not in waiting]
 
-    def take(self, most_writes: int, shares: int = 1) -> ReadRequest | list[WriteRequest] | None:
-        """Wait for work; return the next read, or the oldest writes (at most 1/`shares` of the queue). None: closed.
+    def take(
+        self, most_writes: int, shares: int = 1, fewest_writes: int = 1
+    ) -> ReadRequest | list[WriteRequest] | None:  # fmt: skip
+        """Wait for work; return the next read, or the oldest writes. None: closed.
 
-        With 0 for `most_writes`, wait for reads alone.
+        These are at most 1/`shares` of the queue, or `fewest_writes` if that is more. With 0 for `most_writes`, wait
+        for reads alone.
         """
         with self._changed:
             while True:
@@ -205,7 +208,8 @@ class IoQueue:
                 return self._reads.popleft()
             if self._closed:
                 return None
-            count = min(most_writes, -(-len(self._writes) // shares))
+            share = max(fewest_writes, -(-len(self._writes) // shares))
+            count = min(most_writes, share, len(self._writes))
             batch = [self._writes.popleft() for _ in range(count)]
             self._batch += 1
             for write in batch:
@@ -282,6 +286,7 @@ class WorkerBackend(ABC):
     name: str  # of the tier
     chunk_bytes: int
     batch_chunks = 1  # how many writes a worker takes at once
+    fewest_chunks = 1  # so many it takes also if nothing is left for other workers
     reader_threads = 0  # threads that only read
     count: Callable[[Mapping[str, int]], None]  # adds to counters of the tier
 
@@ -415,7 +420,9 @@ class WorkerPool:
     def _work(self, most_writes: int) -> None:
         worker = self._backend.make_worker(self.queue)
         try:
-            while (job := self.queue.take(most_writes, self._io_threads)) is not None:
+            while (
+                job := self.queue.take(most_writes, self._io_threads, self._backend.fewest_chunks)
+            ) is not None:
                 if isinstance(job, list):
                     worker.save(job)
                 else:
