@@ -470,14 +470,14 @@ def test_a_clear_that_a_signal_ends_leaves_no_write_behind(
     futures = tier.save(chunks_of(keys[:1]), ROOT)
     assert slab.hanging.wait(SECONDS)
     futures += tier.save(chunks_of(keys[1:], 1), ROOT)
-    finish, times = queue.finish_write, iter(range(10))
+    finish, times = queue.finish_writes, iter(range(10))
 
-    def interrupted(write: WriteRequest, done: Done) -> None:
+    def interrupted(ends: Sequence[tuple[WriteRequest, Done]]) -> None:
         if next(times) in (1, 2):  # as if a signal came there
             raise KeyboardInterrupt
-        finish(write, done)
+        finish(ends)
 
-    monkeypatch.setattr(queue, "finish_write", interrupted)
+    monkeypatch.setattr(queue, "finish_writes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tier.clear()
     monkeypatch.undo()

@@ -506,9 +506,9 @@ class DiskWorker(IoWorker):
             self._save(writes, results)
         except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the futures' value
             self._store.record_error(error, "a batch of saves")
-        for write in writes:
-            done = results.get(write) or self._dropped(Reason.IO_ERROR)
-            self._queue.finish_write(write, done)
+        self._queue.finish_writes(
+            [(write, results.get(write) or self._dropped(Reason.IO_ERROR)) for write in writes]
+        )
         self._store.ledger.namespaces.save_labels()
 
     def _save(self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]) -> None:

@@ -233,14 +233,16 @@ class IoQueue:
                 return
             load(read)
 
-    def finish_write(self, write: WriteRequest, done: Done) -> None:
-        """End a write; can be repeated. Its key is no longer in flight when its future is done."""
+    def finish_writes(self, ends: Sequence[tuple[WriteRequest, Done]]) -> None:
+        """End some writes; can be repeated. The key of each is no longer in flight when its future is done."""
         with self._changed:
-            if self._outstanding_writes.get(write.chunk.key) is write:
-                del self._outstanding_writes[write.chunk.key]
-            self._changed.notify_all()
-        if not write.future.done():
-            write.future.set_result(done)
+            for write, _ in ends:
+                if self._outstanding_writes.get(write.chunk.key) is write:
+                    del self._outstanding_writes[write.chunk.key]
+            self._changed.notify_all()  # once: threads that wait for work wake, too
+        for write, done in ends:
+            if not write.future.done():
+                write.future.set_result(done)
 
     def finish_read(self, read: ReadRequest, done: Done, nbytes: int) -> None:
         """End a read. Its followers get their copies first, because afterwards its buffer is the caller's again."""
@@ -454,7 +456,7 @@ class WorkerPool:
         writes, reads = self.queue.close()
         for write in writes:
             self._backend.count({f"drop_{Reason.CLOSED}": 1})
-            self.queue.finish_write(write, Done(False, Reason.CLOSED))
+            self.queue.finish_writes([(write, Done(False, Reason.CLOSED))])
         for read in reads:
             self.queue.finish_read(read, Done(False, Reason.CLOSED), 0)
         self._backend.interrupt()
@@ -590,7 +592,7 @@ class QueuedTier(BlockingCalls):
 
         def finish() -> None:
             while left:
-                queue.finish_write(left[0], Done(False, reason))
+                queue.finish_writes([(left[0], Done(False, reason))])
                 self._backend.count({f"drop_{reason}": 1})
                 left.popleft()
 
