@@ -20,7 +20,6 @@ from tests.vllm.halves import (
     CHUNK,
     EACH,
     FULL,
-    NO_STEP,
     SLIDING,
     Halves,
     cache_of,
@@ -106,8 +105,6 @@ def test_routers_hear_of_what_a_request_loads_and_that_other_weights_end_it(
     router.credits("p", {("CPU", FULL): 3, ("CPU", SLIDING): 3})
     silent.worker._cache.weights_changed()  # by another process; this engine waits for requests
     router.credits("p", {("CPU", FULL): 0, ("CPU", SLIDING): 0})
-    silent.manager.on_schedule_end(NO_STEP)
-    silent.store_prompt("r", 2)
     silent.close()
     more = Halves(config, outlet=EventOutlet(KVEventsConfig()))
     more.store_prompt("r", 3)

@@ -805,9 +805,10 @@ def credited(outlet: EventOutlet, held: set[Any]) -> int:
 
 
 def test_routers_hear_of_weights_that_another_process_has_changed_while_the_engine_waits(
-    shm_root: Path,
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is stored with the new ones is told, and a request from before brings nothing of the old ones back."""
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # whole ones, as requests have them
     outlet, held = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null")), set[Any]()
     halves, table = Halves(shm_root, outlet=outlet), list(range(16))
     halves.stored(tokens(2), "first", table)
@@ -837,6 +838,7 @@ def test_routers_hear_of_weights_that_another_process_has_changed_while_the_engi
 def test_a_request_that_is_named_while_the_weights_change_brings_nothing_back(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # whole ones, as requests have them
     outlet, held = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null")), set[Any]()
     halves, table = Halves(shm_root, outlet=outlet), list(range(8))
     halves.stored(tokens(2), "first", table)

@@ -105,7 +105,8 @@ class TierDifference:
         published = self.ledger.columns.generation
         try:
             for rows in self._slices():
-                old = self._held[rows] if self.ledger.is_lost else published[rows] != self._generation[rows]
+                lost = self.ledger.session.lost  # nothing of it hits any more
+                old = self._held[rows] if lost else published[rows] != self._generation[rows]
                 changed = np.flatnonzero(old) + rows.start
                 now, held = published[changed], self._held[changed]
                 self._changed(changed[~held], now[~held])

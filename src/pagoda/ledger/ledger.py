@@ -528,12 +528,7 @@ class Ledger:
     def is_ready(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Tell for each slot whether its chunk is committed and still there; a hint, for reports. Takes no lock."""
         there = self.still_valid(slots, generations) & (self.columns.last_use[slots] != NOT_READY)
-        return np.asarray(there & (not self.is_lost))
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the store's directory was removed or replaced: this process finds nothing in it any more."""
-        return self.session.lost
+        return np.asarray(there & (not self.session.lost))
 
     def last_change(self) -> int | None:
         """Return the number of the last change, which is published; None if it is not known now. Waits for none.
