@@ -1095,8 +1095,7 @@ def test_two_engines_of_a_process_may_be_given_the_same_config() -> None:
         publisher.shutdown()
 
 
-@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "a piece a round"])
-@pytest.mark.parametrize("rows", [1 << 16, 7])
+@pytest.mark.parametrize(("rows", "pieces"), [(1 << 16, False), (7, False), (7, True)])
 def test_random_stores_and_evictions_leave_a_router_with_the_truth(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, pieces: bool
 ) -> None:

@@ -150,7 +150,7 @@ class TierDifference:
         All slots are looked through for them, once a second if there are many: the next call goes on with the rest.
         """
         is_old = time.monotonic() > self._chosen_at + _CHOSEN_SECONDS
-        if self._unchosen and (is_old or not len(self._chosen)):
+        if self._unchosen and (is_old or not (len(self._chosen) or self._walk)):
             self._choose()
         while len(self._chosen):
             slots, self._chosen = self._chosen[:PIECE], self._chosen[PIECE:]
