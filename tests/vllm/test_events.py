@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -1093,6 +1095,19 @@ def test_two_engines_of_a_process_may_be_given_the_same_config() -> None:
         publisher = EventPublisherFactory.create(config)
         assert outlet._publisher is publisher and config.publisher == "zmq"
         publisher.shutdown()
+
+
+def test_an_engine_that_has_ended_leaves_nothing_of_its_memory_to_the_process() -> None:
+    """What a publisher remembers of a large engine's blocks is hundreds of MiB of token ids."""
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{free_port()}")
+    outlet = EventOutlet(config)
+    publisher = EventPublisherFactory.create(config)
+    publisher.publish(KVEventBatch(ts=1.0, events=[run(request_of(2), medium="GPU", locality=None)]))
+    publisher.shutdown()
+    left = weakref.ref(publisher)
+    del outlet, publisher
+    gc.collect()
+    assert left() is None
 
 
 @pytest.mark.parametrize(("rows", "pieces"), [(1 << 16, False), (7, False), (7, True)])

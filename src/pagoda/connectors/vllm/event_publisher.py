@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
@@ -56,10 +57,14 @@ class EventOutlet:
         self._lock = threading.Lock()
         self._waiting: list[KVCacheEvent] = []
 
+        outlet = weakref.ref(self)  # vLLM keeps what is registered for as long as the process lives
+
         def made(*args: Any, **kwargs: Any) -> LivePublisher:
             config.publisher = "zmq"  # the next engine of this process may be given the same config
-            self._publisher = LivePublisher(*args, **kwargs)
-            return self._publisher
+            publisher = LivePublisher(*args, **kwargs)
+            if (mine := outlet()) is not None:
+                mine._publisher = publisher
+            return publisher
 
         if config.publisher == "zmq":
             config.publisher = f"pagoda-zmq-{next(_number)}"
