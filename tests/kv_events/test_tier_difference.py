@@ -136,7 +136,7 @@ def test_while_nothing_changes_no_slot_is_looked_at(
     for _ in range(3):
         assert events._round()
     assert looked == []
-    reserved = ledger.reserve([bytes(32)], namespace=bytes(32))
+    reserved = ledger.reserve([bytes(32)], namespace=bytes(32), stamp=1)
     assert events._round() and len(looked) == 2  # for what is gone, and for what is new
     looked.clear()
     assert events._round() and looked == []

@@ -328,6 +328,31 @@ def test_what_has_no_note_is_told_when_a_request_finds_it(cache: Cache) -> None:
     assert Engine(cache).take() == [run(request)]  # a note was left for the next one
 
 
+def test_what_another_engine_loads_is_told_once_that_one_has_noted_it(cache: Cache) -> None:
+    """From another machine: who loads it knows its tokens, and writes the note when it tells of it."""
+    loads, hears, request = Engine(cache), Engine(cache), request_of(2)
+    keys, root = loads.keys(request), loads.root
+    loads.events.found(loads.form.notes(request, root), root, root, 0, keys)
+    loads.commit(copies(keys, loads.slots.reserve(keys, namespace=root, start=0, parent=None)))
+    assert hears.take() == []
+    assert loads.take() == hears.take() == [run(request)]
+    assert hears.take() == []
+
+
+def test_what_nobody_notes_is_not_looked_for_without_end(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request, asked = Engine(cache), request_of(2), list[int]()
+    keys, read = engine.keys(request), engine.events._read
+    engine.commit(copies(keys, engine.slots.reserve(keys, namespace=engine.root, start=0, parent=None)))
+    monkeypatch.setattr(engine.events, "_read", lambda *of: (asked.append(1), read(*of))[1])
+    assert engine.take() == [] and asked
+    engine.slots._ledger.columns.last_use[:2] -= 3_000_000_000
+    assert engine.take() == []
+    asked.clear()
+    assert engine.take() == [] and not asked
+
+
 def test_what_was_told_after_a_restart_is_not_told_again_when_a_request_finds_it(cache: Cache) -> None:
     Engine(cache).stored(request := request_of(3))
     engine = Engine(cache)
@@ -546,6 +571,22 @@ def test_what_is_stored_again_during_a_large_clear_stays_told(
             change = held.update if isinstance(event, BlockStored) else held.difference_update
             change(event.block_hashes)
     assert not events and held == {*again.block_hashes, *request_of(1, 1).block_hashes}
+
+
+def test_weights_that_change_during_a_large_clear_take_back_the_rest(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of the slots that were looked at before."""
+    engine, request = Engine(cache), request_of(8)
+    done = engine.stored(request)
+    assert engine.take() == [run(request)]
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+    monkeypatch.setattr("pagoda.kv_events.tier_difference._GONE_PIECE", 1)
+    admin.remove(engine.slots.ledgers["host"], [copy.key for copy in done if copy.slot in (3, 5)])
+    assert [len(event.block_hashes) for event in engine.take()] == [BLOCKS]
+    engine.root = engine.slots.namespace(salt="renewed")
+    told = [name for _ in range(20) for event in engine.take() for name in event.block_hashes]
+    assert len(set(told)) == len(told) == 7 * BLOCKS
 
 
 def test_a_slot_that_takes_another_chunk_before_its_turn_is_not_told_under_the_key_of_before(

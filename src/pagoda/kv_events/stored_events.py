@@ -174,7 +174,7 @@ class StoredEvents:
         """Begin anew if the weights have changed: no chunk of before is served any more. With the lock."""
         root = self._present_root()
         if root != self._root:
-            self._root, self._roots, self._renewed = root, {root}, True
+            self._root, self._roots, self._met, self._renewed = root, {root}, {root}, True
             self._fresh.clear()
             self._told_of.clear()
 
@@ -237,7 +237,7 @@ class StoredEvents:
             self._met, self._told_of, self._renewed = set(), set(), False
         for tier in self._tiers:
             if renewed:
-                tier.keep_only(roots)
+                tier.take_back()
             tier.meet(met)
             if told_of:
                 tier.look_again(told_of)

@@ -25,6 +25,7 @@ _GONE_PIECE = 64  # that are gone: of these only hashes are told, and a clear is
 _ROWS = 1 << 16  # looked at at once, by NumPy, which does not need that lock
 # of those to be told next; then those are chosen that were used since
 _MOST_CHOSEN, _CHOSEN_SECONDS = 2048, 1.0
+_NOTED_NS = 2_000_000_000  # after its use a chunk has its note, if it gets one
 
 Slots = npt.NDArray[np.int64]
 _Name: TypeAlias = tuple[int, bytes]  # a chunk's group, and the hashes of its note
@@ -46,7 +47,7 @@ class TierDifference:
         self._state = np.zeros(slots, np.uint8)
         self._held = np.zeros(slots, np.bool_)  # whether routers hold the chunk to be there
         self._names = np.full(slots, None, np.object_)  # of the chunks that they do
-        self._marks = np.zeros(slots, np.uint64)  # of the namespaces of the chunks that have a note
+        self._marks = np.zeros(slots, np.uint64)  # of a namespace of which this engine has seen no request
         self._walk: Iterator[list[object]] | None = None  # compares all slots, if it has begun
         # the ledger's last change when that walk began, and when the last whole one did
         self._walks_at: int | None = None
@@ -55,7 +56,8 @@ class TierDifference:
         self._just: dict[_Name, int] = {}
         self._before: dict[_Name, int] = {}
         self._chosen, self._chosen_at = np.empty(0, np.int64), 0.0  # to be told next
-        self._unchosen = False  # whether there may be more of them
+        self._unchosen = False  # whether there may be more of them ...
+        self._unnoted = False  # ... and in the next round, because another process may note one soon
 
     def tell_again(self) -> None:
         """Tell everything once more. What is evicted before its turn is still told to be gone."""
@@ -66,11 +68,10 @@ class TierDifference:
         """Choose once more what is told next: what was chosen was not told."""
         self._unchosen = True
 
-    def keep_only(self, roots: set[bytes]) -> None:
-        """Tell that what was told of all other namespaces is gone, and look at what waits for these."""
-        self._generation[self._held & ~np.isin(self._marks, marks_of(list(roots)))] = 0
+    def take_back(self) -> None:
+        """Tell that all that was told is gone: the namespaces are others. What is of these is told again."""
+        self._generation[self._held] = 0
         self._compared = self._walks_at = None
-        self.meet(roots)
 
     def look_again(self, keys: Sequence[bytes] | set[bytes]) -> None:
         """Look again at slots without a note: there may be one now."""
@@ -150,6 +151,7 @@ class TierDifference:
         All slots are looked through for them, once a second if there are many: the next call goes on with the rest.
         """
         is_old = time.monotonic() > self._chosen_at + _CHOSEN_SECONDS
+        self._unchosen, self._unnoted = self._unchosen or self._unnoted, False
         if self._unchosen and (is_old or not (len(self._chosen) or self._walk)):
             self._choose()
         while len(self._chosen):
@@ -184,19 +186,23 @@ class TierDifference:
     def settle(self, slots: Slots, notes: Sequence[ChunkNote | None], roots: set[bytes]) -> list[ChunkNote]:
         """Note what becomes of these slots: told, or of another namespace, or without a note. Return what is told.
 
-        A slot that has another chunk by now, or none, waits for the next round.
+        A slot that has another chunk by now, or none, waits for the next round; so does for a while one without a note:
+        what another process loads, its thread notes when it tells of it.
         """
-        told = []
+        told, clock = [], self.ledger.session.clock
+        young = self.ledger.session.stamp(clock.monotonic_ns()) - _NOTED_NS
         still = self.ledger.is_ready(slots, self._generation[slots]).tolist()
         for slot, note, same in zip(slots.tolist(), notes, still, strict=True):
             if not same:
                 continue
             if note is None:
-                self._state[slot] = _NO_NOTE
-                continue
-            self._marks[slot] = marks_of([note.root])[0]
-            if note.root not in roots:
+                if self.ledger.columns.last_use[slot] > young:
+                    self._unnoted = True
+                else:
+                    self._state[slot] = _NO_NOTE
+            elif note.root not in roots:
                 self._state[slot] = _OTHERS
+                self._marks[slot] = marks_of([note.root])[0]
             else:
                 self._state[slot] = _TOLD
                 name = note.group, note.hashes
