@@ -671,6 +671,30 @@ def test_a_round_that_fails_forgets_no_other_weights_tenants_or_notes(
     assert engine.take() == [gone(*request.block_hashes), run(theirs)]
 
 
+def test_what_a_round_that_fails_was_about_to_tell_is_told_although_nothing_changes(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request = Engine(cache), request_of(2)
+    engine.stored(request)
+    engine.slots._ledger.columns.last_use[:2] -= 3_000_000_000  # some seconds ago
+    read, failures = engine.events._read, iter([MemoryError()])
+
+    def fails_once(*of: object) -> list[ChunkNote | None]:
+        for failure in failures:
+            raise failure
+        return read(*of)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.events, "_read", fails_once)
+    engine.events.start()
+    until, told = time.monotonic() + 20.0, list[KVCacheEvent]()
+    while not told:
+        assert time.monotonic() < until, "not told"
+        told += engine.outlet.take()
+        time.sleep(0.01)
+    engine.events.close()
+    assert told == [run(request)]
+
+
 def test_an_engine_that_ends_waits_for_no_events(cache: Cache) -> None:
     engine, requests = Engine(cache), [request_of(8, seed) for seed in range(8)]
     for request in requests:

@@ -834,6 +834,22 @@ def test_routers_hear_of_weights_that_another_process_has_changed_while_the_engi
     other_half.close(), halves.close()
 
 
+def test_routers_hear_nothing_of_an_engine_that_sleeps_and_all_once_its_weights_are_known_to_be_the_same(
+    shm_root: Path,
+) -> None:
+    outlet, held = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null")), set[Any]()
+    halves, weights = Halves(shm_root, outlet=outlet), ["the same"]
+    halves.stored(tokens(2), "first", list(range(8)))
+    wait_until(lambda: credited(outlet, held) == 2 * CHUNK // BLOCK)
+    executor = SimpleNamespace(collective_rpc=lambda _: weights, sleeping_tags=set())
+    halves.scheduler.weights.falls_asleep(SimpleNamespace(model_executor=executor))
+    halves.scheduler.weights.changed()  # the reset that belongs to the sleep
+    wait_until(lambda: credited(outlet, held) == 0)
+    halves.scheduler.weights.settle()  # with the first request after it
+    wait_until(lambda: credited(outlet, held) == 2 * CHUNK // BLOCK)
+    halves.close()
+
+
 @pytest.mark.parametrize("moment", ["between its names", "before its look-up"])
 def test_a_request_that_is_named_while_the_weights_change_brings_nothing_back(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch, moment: str
