@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,9 @@ def events(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredEv
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", 60.0)
     with cache_at(shm_root, None, host_size=SLOTS * LAYOUT.slot_bytes) as cache:
         publisher = EventPublisher("tcp://127.0.0.1:*", message_bytes=largest_message(CHUNK))
-        yield full(cache, publisher)
+        events = full(cache, publisher)
+        events._rested = time.thread_time()  # of this thread, which is not the one that tells
+        yield events
         publisher.close()
 
 
@@ -146,4 +149,6 @@ def test_while_nothing_changes_no_slot_is_looked_at(
     ledger.match_prefix([bytes(32)])  # a request reads, and uses it
     assert events._round() and looked == []
     with gate_taken(ledger):  # what is not known is looked at
-        assert events._round() and looked
+        for _ in range(2):
+            looked.clear()
+            assert events._round() and looked

@@ -850,6 +850,39 @@ def test_routers_hear_nothing_of_an_engine_that_sleeps_and_all_once_its_weights_
     halves.close()
 
 
+def test_routers_hear_that_another_adapter_has_taken_a_name(shm_root: Path) -> None:
+    """Blocks are named by an adapter's name. A request of the old one that still runs brings nothing back."""
+    outlet, heard = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null")), list[Any]()
+    halves, table, held = Halves(shm_root, outlet=outlet), list(range(16)), set[Any]()
+
+    def blocks() -> int:
+        for event in (events := outlet.take()):
+            (held.update if isinstance(event, BlockStored) else held.difference_update)(event.block_hashes)
+        heard.extend(events)
+        return len(held)
+
+    old, new, odd = (
+        LoRARequest("an-adapter", number, str(models.make_lora(shm_root / f"adapter-{seed}", seed)))
+        for number, seed in ((301, 3), (302, 4), (301, 5))
+    )
+    halves.stored(tokens(1, 1), "of none", table)
+    running = halves.request(tokens(4, 2), "running", lora_request=old)
+    assert halves.asked(running) == 0
+    halves.saved(halves.step(table, running=2 * CHUNK))
+    wait_until(lambda: blocks() == 3 * CHUNK // BLOCK)
+    request = halves.request(tokens(1, 2), "of the new one", lora_request=new)
+    assert halves.asked(request) == 0
+    wait_until(lambda: blocks() == CHUNK // BLOCK)
+    running.num_computed_tokens = 2 * CHUNK
+    halves.saved(halves.step(table, running=2 * CHUNK))
+    halves.saved(halves.step(table, **{"of the new one": CHUNK}))
+    wait_until(lambda: blocks() == 2 * CHUNK // BLOCK)
+    assert len([one for event in heard for one in event.block_hashes]) == (3 + 2 + 1) * CHUNK // BLOCK
+    assert halves.asked(halves.request(tokens(1, 2), "of unknown weights", lora_request=odd)) == 0
+    wait_until(lambda: blocks() == CHUNK // BLOCK)
+    halves.close()
+
+
 @pytest.mark.parametrize("moment", ["between its names", "before its look-up"])
 def test_a_request_that_is_named_while_the_weights_change_brings_nothing_back(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch, moment: str

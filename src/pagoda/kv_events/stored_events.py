@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -90,6 +90,9 @@ class StoredEvents:
         self._present_root, self._root = present_root, present_root()
         self._roots = {self._root}  # of which there was a request; the thread reads it without the lock
         self._met: set[bytes] = set()  # those of them that are new
+        # by an adapter's name, and namespaces of which no request comes any more
+        self._adapters: dict[Hashable, bytes] = {}
+        self._gone: set[bytes] = set()
         # by key: of chunks that are being stored or loaded
         self._fresh: OrderedDict[bytes, ChunkNote] = OrderedDict()
         self._told_of: set[bytes] = set()  # keys of these notes that are new
@@ -127,6 +130,21 @@ class StoredEvents:
         """Keep the notes of chunks that a request found in the tiers: routers hear of those that had none."""
         self._remember(make, root, present, list(enumerate(keys, first)))
 
+    def name_adapter(self, name: Hashable, root: bytes | None) -> None:
+        """Note which namespace the requests have that name an adapter so; None: nothing of them is served.
+
+        What was told of another adapter of that name is taken back: routers know adapters by their names.
+        """
+        with self._lock:
+            before = self._adapters.get(name)
+            if root is not None:
+                self._adapters[name] = root
+                self._gone.discard(root)
+            if before not in (None, root):
+                self._gone.add(before)
+                self._roots.discard(before)
+                self._renewed = True
+
     def close(self) -> bool:
         """End the thread; return whether it has ended, within about a second. Idempotent."""
         self._ended.set()
@@ -139,8 +157,8 @@ class StoredEvents:
     ) -> dict[bytes, ChunkNote]:
         """Return the notes of chunks, by key, as far as they can be made. Notes are made once."""
         try:
-            known = self._known(present, [key for _, key in chunks])
-            lacking = [] if known is None else [(chunk, key) for chunk, key in chunks if key not in known]
+            known = self._known([key for _, key in chunks])
+            lacking = [(chunk, key) for chunk, key in chunks if key not in known]
             made = {key: note for chunk, key in lacking if (note := make(chunk)) is not None}
         except Exception as trouble:  # noqa: BLE001  # a boundary: an engine's step goes on, whatever its request is
             why = f"routers do not hear of some chunks: {type(trouble).__name__}: {trouble}"
@@ -148,7 +166,7 @@ class StoredEvents:
             return {}
         fresh = self._fresh
         with self._lock:
-            if known is None or present != self._root:
+            if present != self._root or root in self._gone:
                 return {}
             if made and root not in self._roots:
                 self._roots.add(root)
@@ -159,12 +177,10 @@ class StoredEvents:
                 self._told_of.discard(fresh.popitem(last=False)[0])
         return known | made
 
-    def _known(self, present: bytes, keys: Sequence[bytes]) -> dict[bytes, ChunkNote] | None:
-        """Return the notes of those of these keys that have one here; None if the weights are others than `present`."""
+    def _known(self, keys: Sequence[bytes]) -> dict[bytes, ChunkNote]:
+        """Return the notes of those of these keys that have one here, with the weights of now."""
         with self._lock:
             self._follow_weights()
-            if present != self._root:
-                return None
             known = {key: note for key in keys if (note := self._fresh.get(key)) is not None}
             for key in known:
                 self._fresh.move_to_end(key)
@@ -175,8 +191,8 @@ class StoredEvents:
         root = self._present_root()
         if root != self._root:
             self._root, self._roots, self._met, self._renewed = root, {root}, {root}, True
-            self._fresh.clear()
-            self._told_of.clear()
+            for learned in (self._adapters, self._gone, self._fresh, self._told_of):
+                learned.clear()
 
     def _write(self, tier: TierDifference, written: Sequence[tuple[int, int, bytes, ChunkNote]]) -> None:
         """Write notes of a tier, each with slot, generation and key; what was cleared meanwhile leaves none."""
@@ -237,7 +253,7 @@ class StoredEvents:
             self._met, self._told_of, self._renewed = set(), set(), False
         for tier in self._tiers:
             if renewed:
-                tier.take_back()
+                tier.keep_only(roots)
             tier.meet(met)
             if told_of:
                 tier.look_again(told_of)

@@ -47,7 +47,7 @@ class TierDifference:
         self._state = np.zeros(slots, np.uint8)
         self._held = np.zeros(slots, np.bool_)  # whether routers hold the chunk to be there
         self._names = np.full(slots, None, np.object_)  # of the chunks that they do
-        self._marks = np.zeros(slots, np.uint64)  # of a namespace of which this engine has seen no request
+        self._marks = np.zeros(slots, np.uint64)  # of the namespaces of chunks that have a note
         self._walk: Iterator[list[object]] | None = None  # compares all slots, if it has begun
         # the ledger's last change when that walk began, and when the last whole one did
         self._walks_at: int | None = None
@@ -68,9 +68,9 @@ class TierDifference:
         """Choose once more what is told next: what was chosen was not told."""
         self._unchosen = True
 
-    def take_back(self) -> None:
-        """Tell that all that was told is gone: the namespaces are others. What is of these is told again."""
-        self._generation[self._held] = 0
+    def keep_only(self, roots: set[bytes]) -> None:
+        """Tell that what was told of all other namespaces is gone."""
+        self._generation[self._held & ~np.isin(self._marks, marks_of(list(roots)))] = 0
         self._compared = self._walks_at = None
 
     def look_again(self, keys: Sequence[bytes] | set[bytes]) -> None:
@@ -200,9 +200,10 @@ class TierDifference:
                     self._unnoted = True
                 else:
                     self._state[slot] = _NO_NOTE
-            elif note.root not in roots:
+                continue
+            self._marks[slot] = marks_of([note.root])[0]
+            if note.root not in roots:
                 self._state[slot] = _OTHERS
-                self._marks[slot] = marks_of([note.root])[0]
             else:
                 self._state[slot] = _TOLD
                 name = note.group, note.hashes

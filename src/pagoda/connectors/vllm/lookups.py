@@ -11,6 +11,7 @@ from pagoda.cache import Cache, Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.connectors.vllm.identity.engine_namespace import lora_name, salt_of
 from pagoda.keys import derive_keys
+from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool, wait
 
@@ -83,6 +84,7 @@ class LookupThreads:
         self._chunk_tokens = cache.layout.chunk_tokens
         self._salt = salt
         self.version = ""  # of the weights, for look-ups that begin from now on
+        self.events: StoredEvents | None = None  # which learn what names of adapters mean
         self._pass_seconds = _PATIENCE_SECONDS if waits else 0.0
         self._patience = self._pass_seconds  # left in this pass
         self._threads = Pool(_THREADS, "pagoda-look")
@@ -223,11 +225,13 @@ class LookupThreads:
                     "read here, or were changed since the engine has met it; load new weights under a new name and path"
                 )
                 self._lines.warn(log, Reason.IO_ERROR, text)
+                self._name_adapter(request, None)
                 return None
         salt, version = salt_of(self._salt, request.cache_salt), self.version
         assert self._cache.slots is not None
         present = self._cache.slots.namespace(weights_version=version)  # before the next line
         root = self._cache.slots.namespace(lora, salt, version)
+        self._name_adapter(request, root)
         keys = derive_keys(digests, root)
         if prompt is not None:
             self._cache.slots.record_request(keys[: prompt // self._chunk_tokens], prompt)
@@ -235,6 +239,11 @@ class LookupThreads:
             None, keys=keys, lora=lora, salt=salt, weights_version=version, counted=False
         )
         return LookupAnswer(root, present, lora, salt, version, hashes, last, hit, time.monotonic())
+
+    def _name_adapter(self, request: Any, root: bytes | None) -> None:
+        """Say which namespace the requests with an adapter's name have; None: nothing of them is cached."""
+        if request.lora_request is not None and self.events is not None:
+            self.events.name_adapter((request.lora_request.lora_name, request.cache_salt), root)
 
     def _digests(self, request: Any, begin: int, hashes: int) -> list[bytes]:
         """Return the engine's hash at the end of each chunk from number `begin` on: it names the whole prefix."""

@@ -112,6 +112,7 @@ class PagodaScheduler:
             self._events = StoredEvents(ledgers, present, {0: facts}, self._form, self._outlet, keeps)
             if self._loads_any:  # else the tiers save this engine no work: it only leaves notes for others
                 self._events.start()
+                self._lookups.events = self._events
 
     # ---- what is cached
 
