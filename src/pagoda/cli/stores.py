@@ -118,10 +118,23 @@ def attached(store: Path) -> AbstractContextManager[Ledger]:
 
 
 @contextmanager
-def all_attached(directory: Path | None, config_file: Path | None) -> Iterator[list[Ledger]]:
-    """Open all stores that `find_stores` finds, as long as the context lasts. Raises what both raise."""
+def all_attached(
+    directory: Path | None, config_file: Path | None, broken: dict[str, str]
+) -> Iterator[list[Ledger]]:
+    """Open all stores that `find_stores` finds, as long as the context lasts. Raises what that raises.
+
+    `broken` gets those that cannot be opened, and what is wrong with them: they hide no other.
+    """
+    from pagoda.errors import PagodaError
+
     with ExitStack() as stack:
-        yield [stack.enter_context(attached(store)) for store in find_stores(directory, config_file)]
+        ledgers: list[Ledger] = []
+        for store in find_stores(directory, config_file):
+            try:
+                ledgers.append(stack.enter_context(attached(store)))
+            except PagodaError as trouble:
+                broken[str(store)] = str(trouble)
+        yield ledgers
 
 
 def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[Path, T], dict[Path, str]]:
