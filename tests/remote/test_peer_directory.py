@@ -581,6 +581,10 @@ def test_a_server_says_where_it_is_reached(options: dict[str, object], expected:
         assert url == expected.format(port=listening.getsockname()[1])
 
 
+def test_a_server_that_sends_others_to_themselves_says_so(two: list[Server]) -> None:
+    assert "leads each of them to itself" in two[0].log()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("log_format", ["plain", "json"])
 def test_a_server_that_cannot_tell_anybody_says_so(log_format: str, tmp_path: Path) -> None:

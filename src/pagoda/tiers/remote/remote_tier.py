@@ -38,6 +38,7 @@ from pagoda.tiers.remote.store_client import (
     RefusedError,
     StoreClient,
     StoreConnection,
+    UnavailableError,
     Usage,
 )
 
@@ -796,7 +797,10 @@ class RemoteWorker(IoWorker):
         def put(connection: StoreConnection) -> PutResult:
             until, rank = store.deadline(stored.nbytes), store.rank(write.stamp, write.chunk.position)
             request = PutRequest(write.namespace, write.chunk.key, self._page, stored, is_valid, rank)
-            return connection.put(request, until)
+            try:
+                return connection.put(request, until)
+            except UnavailableError as answer:
+                raise RefusedError(Reason.IO_ERROR, str(answer)) from None
 
         result = self._connection.call(put, "a save", store.write_breaker)
         return result if isinstance(result, Reason) else self._finish_put(write, result)
