@@ -91,7 +91,7 @@ def explain(
     else:
         for one in found:
             _print(one, prompt.num_tokens)
-    for trouble in silent.values():
+    for trouble in filter(None, troubles):
         printing.note(trouble)
     return FAILED if silent else 0
 

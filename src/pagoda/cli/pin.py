@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Option
@@ -70,7 +70,7 @@ def pin(
         printing.note(
             "no tier has the beginning of this prompt, or as much is pinned as may be: pagoda explain tells"
         )
-    return FAILED if _noted(broken) or not done else 0
+    return FAILED if broken or not done else 0
 
 
 def unpin(
@@ -95,14 +95,7 @@ def unpin(
         printing.print_json({"ended": ended, "failed": broken})
     else:
         printing.note(f"{sum(ended.values()):,} chunks are no longer pinned by {owner}")
-    return FAILED if _noted(broken) else 0
-
-
-def _noted(broken: Mapping[str, str]) -> bool:
-    """Say what is wrong with the stores that could not be opened; return whether there are any."""
-    for trouble in broken.values():
-        printing.note(trouble)
-    return bool(broken)
+    return FAILED if broken else 0
 
 
 def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> PinnedPrefix:

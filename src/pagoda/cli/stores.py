@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 from typer import Argument, Option, confirm
 
-from pagoda.cli import UsageError
+from pagoda.cli import UsageError, printing
 from pagoda.config.did_you_mean import did_you_mean
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def all_attached(
 ) -> Iterator[list[Ledger]]:
     """Open all stores that `find_stores` finds, as long as the context lasts. Raises what that raises.
 
-    `broken` gets those that cannot be opened, and what is wrong with them: they hide no other.
+    Those that cannot be opened hide no other: stderr and `broken` say what is wrong with each.
     """
     from pagoda.errors import PagodaError
 
@@ -134,6 +134,7 @@ def all_attached(
                 ledgers.append(stack.enter_context(attached(store)))
             except PagodaError as trouble:
                 broken[str(store)] = str(trouble)
+                printing.note(str(trouble))
         yield ledgers
 
 

@@ -36,9 +36,9 @@ from pagoda.tiers.remote.store_client import (
     PutRequest,
     PutResult,
     RefusedError,
+    ServerError,
     StoreClient,
     StoreConnection,
-    UnavailableError,
     Usage,
 )
 
@@ -799,7 +799,7 @@ class RemoteWorker(IoWorker):
             request = PutRequest(write.namespace, write.chunk.key, self._page, stored, is_valid, rank)
             try:
                 return connection.put(request, until)
-            except UnavailableError as answer:
+            except ServerError as answer:
                 raise RefusedError(Reason.IO_ERROR, str(answer)) from None
 
         result = self._connection.call(put, "a save", store.write_breaker)

@@ -29,7 +29,7 @@ class RefusedError(Exception):
         self.contained = contained
 
 
-class UnavailableError(OSError):
+class ServerError(OSError):
     """The store answered that it cannot do this now. Of a write it says nothing about reads, as when a disk is full."""
 
 
