@@ -714,7 +714,7 @@ class RemoteWorker(IoWorker):
                 continue
             if reason is not None:
                 self._store.count({f"drop_{reason}": 1})
-            self._queue.finish_write(write, Done(reason is None, reason))
+            self._queue.finish_writes([(write, Done(reason is None, reason))])
         self._release([write for write, claim in claims.items() if not isinstance(claim, PutResult)])
 
     def _claim(self, writes: Sequence[WriteRequest]) -> dict[WriteRequest, PutResult | Reason | None]:
