@@ -64,9 +64,10 @@ def connection(store: Store) -> Iterator[ObjectStoreConnection]:
 # ---- bad answers
 
 
-def test_a_missing_bucket_is_refused() -> None:
+@pytest.mark.parametrize("more", [{}, {"request_payer": "false"}], ids=["straight", "by obstore"])
+def test_a_missing_bucket_is_refused(more: dict[str, str]) -> None:
     with moto_s3() as server:
-        remote = ObjectStoreClient("s3://no-such-bucket", options=s3_options(server.url))
+        remote = ObjectStoreClient("s3://no-such-bucket", options=s3_options(server.url) | more)
         with pytest.raises(RefusedError, match="no such bucket") as refused:
             remote.connection().open(until())
         assert refused.value.reason is Reason.IO_ERROR
@@ -243,6 +244,16 @@ def test_a_put_that_is_refused_before_all_of_it_is_sent_says_why(status: int) ->
             assert response.status == status and response.closes
             link.finish(response, 0, until())
         link.drop()
+
+
+@pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
+def test_a_web_server_with_a_page_for_everything_is_no_store(options: dict[str, str]) -> None:
+    page = answer(200, b"<!doctype html>" + bytes(5000))
+    with (
+        liar({"GET": page, "HEAD": answer(200, b"", 5015)}, options) as (_, remote),
+        pytest.raises(RefusedError, match="look at the URL"),
+    ):
+        remote.connection().open(until())
 
 
 def test_folders_are_made_where_a_put_makes_none() -> None:

@@ -228,12 +228,17 @@ class ObjectStoreConnection:
         return Usage(None, None)
 
     def ping(self, until: float) -> None:
-        """Return if a name that is never written can be requested."""
+        """Return if a name that is never written can be requested. RefusedError: there is something."""
         name = f"{self._base}/ping"
         if self._is_direct:
-            self._finish(self._request("GET", name, until), (200, 404), until)
+            response = self._request("GET", name, until)
+            self._finish(response, (200, 404), until)
+            is_there = response.status == 200
         else:
-            self._runner.run(self._ping_by_obstore(name), until)
+            is_there = self._runner.run(self._can_get_by_obstore(name), until)
+        if is_there:  # a web server's page for all it does not know: everything would count as stored
+            text = f"{self._address}: has even what nobody stores: is it such a store? look at the URL"
+            raise RefusedError(Reason.IO_ERROR, text)
 
     def abort(self) -> None:
         """Make a call that waits in this connection fail at once with an OSError."""
@@ -547,13 +552,14 @@ class ObjectStoreConnection:
             answers += await gather_all(map(ask, some))
         return answers
 
-    async def _ping_by_obstore(self, name: str) -> None:
+    async def _can_get_by_obstore(self, name: str) -> bool:  # the answer to a HEAD says no missing bucket
         import obstore
 
         try:
             await self._runner.result_of(obstore.get_async(self._store, name))
         except FileNotFoundError:
-            return
+            return False
+        return True
 
     # ---- listings
 
