@@ -57,6 +57,7 @@ _READ_BYTES = 256 << 10
 _SHUTDOWN_SECONDS = (
     0.7  # for requests that run when the server is to stop, and once more after their cancellation
 )
+_LOCK_SECONDS = 5.0  # for another server that starts
 _CLOSING_SECONDS = (
     0.7  # for the stores then: what another process holds for long is left to the end of this one
 )
@@ -199,9 +200,18 @@ def _unix_socket(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    lock, until = os.open(directory, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + _LOCK_SECONDS
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held for moments
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held for moments
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ConfigError(
+                        f"{directory}: another process keeps it locked: look for a stopped one"
+                    ) from None
+                time.sleep(0.02)
         yield
     finally:
         os.close(lock)
