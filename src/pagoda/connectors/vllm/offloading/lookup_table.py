@@ -66,14 +66,19 @@ class LookupTable:
 
     # ---- asking
 
-    def look(self, name: bytes, group: int, position: int, request: str, lower: bool) -> ChunkState:
-        """Return what is known of a chunk; if nothing is known, add it to the next question."""
+    def look(
+        self, name: bytes, digest: bytes, group: int, position: int, request: str, lower: bool
+    ) -> ChunkState:
+        """Return what is known of a chunk; if nothing is known, add it to the next question.
+
+        `digest`: what its key is made of.
+        """
         self._drain()
         self._verify()
         now = time.monotonic()
         asked = self._known.get(name)
         if asked is None or (asked.state is ChunkState.MISSED and self._again(asked, request, lower, now)):
-            key = derive_keys([name], self.root)[0]
+            key = derive_keys([digest], self.root)[0]
             users = set() if asked is None else asked.users
             asked = AskedChunk(
                 name, key, group, position, self.version, lower, since=now, seen=now, users=users
