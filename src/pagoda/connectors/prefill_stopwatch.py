@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-__all__ = ["PrefillTimes", "Stopwatch", "watch_for"]
-
 _MOST_WAITING = 16  # measurements not yet read; if there are more, the oldest is dropped
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from pagoda.config import option_names
 from pagoda.config.sources import DEFAULT, load
 
-__all__ = ["unused_options"]
-
 
 def unused_options(engine: str, given: Mapping[str, Any]) -> str:
     """Return what to log of options of blending, which an engine whose scheduler counts prefixes cannot use; or "".

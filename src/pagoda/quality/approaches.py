@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from pagoda.connectors.transformers.supported_models import ProbedModel
     from pagoda.quality.prompt_lines import QualityPrompt
 
-__all__ = [
-    "PLAIN_REUSE", "Approach", "Blend", "Codec", "Exact", "KVCache", "Prepared", "SwappedValues", "ZeroedKV",
-]  # fmt: skip
-
 PLAIN_REUSE = "plain reuse"
 
 

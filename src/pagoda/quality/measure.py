@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer
 
-__all__ = ["QualitySample", "measured"]
-
 _HUGE_KL = 1e3  # instead of what is no finite number: nothing that has it passes
 
 

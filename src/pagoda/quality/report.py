@@ -13,8 +13,6 @@ from pagoda.quality.measure import QualitySample
 from pagoda.quality_bounds import Bounds, Figures, Interval, is_surely_noticed, objections
 from pagoda.quality_verdict import Result, Setting
 
-__all__ = ["Judged", "figures_of", "judged"]
-
 
 class Judged(NamedTuple):
     """One row of the report. A setting has a result; exact KV and controls have none."""

@@ -20,8 +20,6 @@ from pagoda.ledger.store_stats import StoreStats
 from pagoda.metrics import LOAD_BUCKETS, TIER_KINDS, Reason
 from pagoda.tiers.remote.store_client import Usage
 
-__all__ = ["COUNTED", "FAMILIES", "Exposition", "MetricFamily", "StoreCollector", "exposition"]
-
 MOST_NAMESPACES = 50
 """Namespaces with a series of their own, those with most chunks; the others are counted together as "other"."""
 MODEL_CHARS = 80

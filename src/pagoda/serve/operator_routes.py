@@ -28,8 +28,6 @@ from pagoda.serve.operations import Operations, PromptTools
 from pagoda.serve.overview import Overview, RemoteUsage
 from pagoda.serve.served_stores import ServedStores
 
-__all__ = ["OperatorRoutes", "PageOptions"]
-
 MOST_BODY_BYTES = 8 << 20  # a million token ids
 _MOST_LOGIN_BYTES = 4096
 _SEND_SECONDS = 5.0  # for one event; a reader that is slower is dropped

@@ -27,8 +27,6 @@ from pagoda.threads import begin
 if TYPE_CHECKING:
     from pagoda.ledger import Ledger
 
-__all__ = ["Overview", "RemoteUsage", "Sample"]
-
 MOST_SAMPLES = 300
 MOST_NAMESPACES = 50
 MOST_PINS = 50

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["checkpoint_directory", "checkpoint_files", "snapshot"]
-
 _SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
 _PICKLED = {"auto": (".bin", ".pt"), "hf": (".bin", ".pt"), "npcache": (".bin",), "pt": (".pt",)}
 _FORMATS = {*_SAFETENSORS, *_PICKLED}

@@ -19,8 +19,6 @@ from pagoda.connectors.sglang.storage_options import StorageOptions
 from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
 
-__all__ = ["EngineFacts", "engine_facts", "namespace_of"]
-
 _REMEDY = "give the checkpoint's hash as `weights` in --hicache-storage-backend-extra-config"
 _CONFIGS = ("config.json", "hf_quant_config.json")
 # settings of SGLang's ServerArgs that change what KV is computed for the same tokens, or may

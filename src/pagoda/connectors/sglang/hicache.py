@@ -28,8 +28,6 @@ from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.transfer.pages_kv import PagesKV
 
-__all__ = ["PagodaHiCache"]
-
 log = guarded_logger("pagoda.sglang")
 T = TypeVar("T")
 

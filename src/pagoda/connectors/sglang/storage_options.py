@@ -11,8 +11,6 @@ from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.sources import load
 from pagoda.errors import ConfigError
 
-__all__ = ["OF_SGLANG", "TESTED", "StorageOptions", "check_config", "check_version", "read_options"]
-
 TESTED = ("0.5.23",)  # SGLang changes this interface in any release
 _OWN = ("weights", "salt", "allow_untested_sglang")
 # what SGLang reads from the same mapping; it takes the last five out before a storage sees it

@@ -44,8 +44,6 @@ from pagoda.keys import Int32s
 from pagoda.metrics import Reason
 from pagoda.quality_verdict import QualityState
 
-__all__ = ["Blended", "BlendedHit", "Blender", "hit_of"]
-
 # seconds for each document, once others of the call have waited in vain as long as one call may
 _MOMENT_SECONDS = 0.01
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from pagoda.connectors.transformers.blending import Blended, Blender
     from pagoda.connectors.transformers.layerwise import LayerLoad, LayerLoads
 
-__all__ = ["CachedModel", "Prefix", "layout_of"]
-
 _log = guarded_logger("pagoda.connectors")
 
 # the cache of the present weights; options of its calls; what names the weights and the adapters

@@ -19,8 +19,6 @@ from blake3 import blake3
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
-__all__ = ["Stamp", "adapters_digest", "namespace_of", "stamp_of", "weights_digest"]
-
 Stamp = tuple[tuple[int, int], ...]
 
 # fields of a config that do not affect a forward pass; all other fields distinguish models

@@ -13,8 +13,6 @@ from blake3 import blake3
 from pagoda.blend.rotary_move import RotaryMove
 from pagoda.layout import KVLayout, Rotary
 
-__all__ = ["check_attention", "rotary_of"]
-
 _PROBE_TOKENS = 5
 _PROBE_SHIFT = 37
 _TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}  # of the largest |K|

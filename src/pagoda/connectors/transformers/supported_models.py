@@ -10,8 +10,6 @@ from pagoda.layout import KVLayout, Plane
 if TYPE_CHECKING:
     from pagoda.transfer.gpu.copy_engine import CopyEngine
 
-__all__ = ["ProbedModel", "check_call", "check_model", "forms_of", "is_compiled", "probe_model"]
-
 _WHY = {
     "DynamicSlidingWindowLayer": "a sliding window forgets tokens, so its KV cannot be cut at a chunk",
     "DynamicIndexedLayer": "it keeps an index beside K and V that is not stored yet",

@@ -15,8 +15,6 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-__all__ = ["COUNTERS", "PREFIX", "TIERS", "PagodaPromMetrics", "PagodaStats"]
-
 PREFIX = "vllm:pagoda_"  # by "vllm:", a second engine in one process finds and unregisters those of the first
 
 COUNTERS: Mapping[str, str] = MappingProxyType(

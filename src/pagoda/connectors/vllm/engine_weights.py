@@ -16,8 +16,6 @@ from blake3 import blake3
 
 from pagoda.metrics import guarded_logger
 
-__all__ = ["EngineWeights", "sampled_weights", "watch_engine_core"]
-
 log = guarded_logger("pagoda.vllm")
 
 _SAMPLED = (

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 from pagoda.cache import Cache, Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS
-from pagoda.connectors.vllm.identity.engine_namespace import lora_name, salt_of
+from pagoda.connectors.identity.lora_adapters import lora_name
+from pagoda.connectors.vllm.identity.engine_namespace import salt_of
 from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool, wait
-
-__all__ = ["LONGEST_SECONDS", "LookupAnswer", "LookupThreads", "TrackedRequest"]
 
 log = guarded_logger("pagoda.vllm")
 

@@ -16,8 +16,6 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 
-__all__ = ["Handshake", "Later", "Load", "PagodaMetadata", "PagodaWorkerMetadata", "Save"]
-
 
 class Load(NamedTuple):
     """Chunks to load into blocks of one request, which waits for them."""

@@ -14,8 +14,6 @@ from pagoda.errors import ConfigError
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-__all__ = ["ConnectorOptions", "chunk_of", "chunk_options", "flag", "read_options"]
-
 # A hit ends with a chunk: the tokens after the last whole chunk of a prompt are computed again each time. On a CPU this
 # is expensive, so a chunk is one block, as in the engine's own cache. On a GPU it is cheap; there the processor time of
 # a chunk, 0.1 to 0.4 ms with all tiers, is the scarce resource.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from pagoda.connectors.vllm.options import ConnectorOptions
 
-__all__ = ["TESTED", "check_engine", "check_vllm", "has_states", "is_hybrid", "log_choices", "may_be_hybrid"]
-
 log = guarded_logger("pagoda.vllm")
 
 TESTED = ((0, 32), (0, 33))  # minor releases that are tested; pyproject.toml and .ci/run have them too

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from pagoda.connectors.identity.checkpoint_files import checkpoint_directory, checkpoint_files
-from pagoda.connectors.identity.lora_adapters import lora_name
 from pagoda.connectors.identity.plain_values import plain
 from pagoda.connectors.identity.weight_digests import files_digest
 from pagoda.connectors.vllm.identity.engine_settings import config_facts, draft_config
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from pagoda.connectors.vllm.options import ConnectorOptions
-
-__all__ = ["lora_name", "namespace_of", "salt_of", "weights_digest"]
 
 # a path in the hub's cache, as vLLM finds it offline
 _SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/[^/]+/?$")

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pagoda.connectors.vllm.offloading.offloading_manager import PagodaOffloadingManager
     from pagoda.connectors.vllm.offloading.offloading_worker import PagodaOffloadingWorker
 
-__all__ = ["PagodaHybridConnector"]
-
 _NEED_ALL = ("full_attention", "mla_attention")  # kinds of which a hit needs all tokens
 _SPEC = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": "pagoda.connectors.vllm"}
 

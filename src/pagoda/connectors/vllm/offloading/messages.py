@@ -22,8 +22,6 @@ from pagoda.connectors.vllm.shared_caches import agreed
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
-__all__ = ["Placed", "SlotsSpec", "WorkerGreeting", "greet", "greeted"]
-
 _OLD_SECONDS = 3600.0  # longer than any start of an engine
 
 

@@ -37,8 +37,6 @@ from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Outcome, Refused, Reserved
 from pagoda.threads import Pool
 
-__all__ = ["FAILED", "LATE", "REFUSED", "PagodaOffloadingManager"]
-
 REFUSED, LATE = "vllm:pagoda_refused_chunks", "vllm:pagoda_late_lookups"
 FAILED = "vllm:pagoda_failed_loads"
 _RESERVE_SECONDS = 0.02  # of one step: a chunk that has no slot by then is not stored
