@@ -201,7 +201,7 @@ def _cells(
     trace: Trace, policies: Sequence[str], sizes: Sequence[int], jobs: int | None, quiet: bool
 ) -> list[Cell]:
     """Simulate every policy and the optimum at every size."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool, useful_jobs
+    from pagoda.cli.trace_pool import TraceJob, TracePool
 
     work = [
         TraceJob(simulated, (name, trace.room(size)), _WEIGHTS.get(name, _OTHERS))
@@ -211,7 +211,7 @@ def _cells(
     work += [TraceJob(best, (trace.room(size),), _WEIGHTS[OPTIMUM]) for size in sizes]
     # the long ones first, so that no process ends long after the others
     work.sort(key=lambda piece: -piece.weight)
-    with TracePool(trace.requests, jobs or useful_jobs(trace.requests), quiet) as pool:
+    with TracePool(trace.requests, jobs, quiet) as pool:
         found = pool.run(work, f"replaying {trace.name}")
     by_room = {(cell.policy, cell.chunks): cell for cell in found}
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -83,17 +83,17 @@ def prices_of(file: Path | None) -> Mapping[str, StorePrices]:
     return found
 
 
-def fleet(requests: Sequence[Request], spec: FleetSpec, tick: Callable[[int], None]) -> PolicyOutcome:
+def fleet(requests: Sequence[Request], spec: FleetSpec) -> PolicyOutcome:
     """Simulate a fleet."""
     from pagoda.replay import simulate_fleet
 
     policy = spec.own[0].policy if spec.own else spec.remote.policy
-    return PolicyOutcome(policy, simulate_fleet(requests, spec, tick))
+    return PolicyOutcome(policy, simulate_fleet(requests, spec))
 
 
 def results(plan: FleetPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[PolicyOutcome]:
     """Simulate the fleet with each policy in the machines' own tiers."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool, useful_jobs
+    from pagoda.cli.trace_pool import TraceJob, TracePool
     from pagoda.replay import FleetSpec
 
     work = []
@@ -101,7 +101,7 @@ def results(plan: FleetPlan, policies: Sequence[str], jobs: int | None, quiet: b
         *own, remote = specs_of(plan.trace, plan.sizes, plan.chunk_bytes, policy)
         remote = remote._replace(policy=plan.remote_policy)
         work.append(TraceJob(fleet, (FleetSpec(plan.machines, own, remote, plan.route, plan.write_policy),)))
-    with TracePool(plan.trace.requests, jobs or useful_jobs(plan.trace.requests), quiet) as pool:
+    with TracePool(plan.trace.requests, jobs, quiet) as pool:
         return pool.run(work, f"replaying {plan.trace.name}")
 
 

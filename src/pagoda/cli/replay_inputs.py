@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
 from typer import Argument, Option
@@ -166,15 +166,15 @@ def bytes_of(option: str, text: str) -> int:
     return size
 
 
-def simulated(requests: Sequence[Request], policy: str, chunks: int, tick: Callable[[int], None]) -> Cell:
+def simulated(requests: Sequence[Request], policy: str, chunks: int) -> Cell:
     """Simulate one policy at one size."""
     from pagoda.replay import TierSpec, simulate
 
-    outcome = simulate(requests, [TierSpec("host", chunks, policy)], tick)
+    outcome = simulate(requests, [TierSpec("host", chunks, policy)])
     return Cell(policy, chunks, outcome.hit_rate, outcome.tiers[0].chunks_written)
 
 
-def best(requests: Sequence[Request], chunks: int, tick: Callable[[int], None]) -> Cell:
+def best(requests: Sequence[Request], chunks: int) -> Cell:
     """Return the best that is possible at this size."""
     from pagoda.replay import optimum
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagoda.cli import UsageError, printing
@@ -31,11 +31,7 @@ class ReplayedTiers(NamedTuple):
 
 
 def tiered(
-    requests: Sequence[Request],
-    specs: Sequence[TierSpec],
-    chunk_bytes: int,
-    speeds: Speeds,
-    tick: Callable[[int], None],
+    requests: Sequence[Request], specs: Sequence[TierSpec], chunk_bytes: int, speeds: Speeds
 ) -> ReplayedTiers:
     """Simulate tiers below each other and say how long each prompt takes when nothing else is going on.
 
@@ -56,17 +52,11 @@ def tiered(
             loading = sum(chunks * each for chunks, each in zip(loaded, load, strict=True))
             cold.append(request.input_length / speeds.prefill)
             seconds.append((request.input_length - tokens) / speeds.prefill + loading)
-        tick(len(request.hash_ids))
     return ReplayedTiers(specs[0].policy, simulation.outcome(), saved, _summary(cold), _summary(seconds))
 
 
 def loaded(
-    requests: Sequence[Request],
-    specs: Sequence[TierSpec],
-    chunk_bytes: int,
-    speeds: Speeds,
-    engines: int,
-    tick: Callable[[int], None],
+    requests: Sequence[Request], specs: Sequence[TierSpec], chunk_bytes: int, speeds: Speeds, engines: int
 ) -> TimedOutcome:
     """Replay in the time of the trace: prompts wait for engines, loads for loads, and writes have a bounded queue."""
     from pagoda.replay.timed_replay import Engines, TimedTier, replay_timed
@@ -74,7 +64,7 @@ def loaded(
     assert speeds.prefill is not None
     tiers = [TimedTier(spec, 1e9 * speeds.gbps(spec.name)) for spec in specs]
     token_bytes = -(-chunk_bytes // requests[0].chunk_tokens)
-    return replay_timed(requests, tiers, Engines(speeds.prefill, token_bytes, engines), tick)
+    return replay_timed(requests, tiers, Engines(speeds.prefill, token_bytes, engines))
 
 
 def specs_of(trace: Trace, sizes: dict[str, int], chunk_bytes: int, policy: str) -> list[TierSpec]:
@@ -114,7 +104,7 @@ class ReplayResult(NamedTuple):
 
 def results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[ReplayResult]:
     """Simulate the tiers under each policy."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool, useful_jobs
+    from pagoda.cli.trace_pool import TraceJob, TracePool
 
     trace, chunk_bytes, speeds = plan.trace, plan.chunk_bytes, plan.speeds
     specs = [specs_of(trace, plan.sizes, chunk_bytes, policy) for policy in policies]
@@ -124,7 +114,7 @@ def results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: 
     if plan.engines:
         work += [TraceJob(loaded, (tiers, chunk_bytes, speeds, plan.engines), 1.3) for tiers in specs]
     work.append(TraceJob(best, (room,), 0.2))
-    with TracePool(trace.requests, jobs or useful_jobs(trace.requests), quiet) as pool:
+    with TracePool(trace.requests, jobs, quiet) as pool:
         found = pool.run(work, f"replaying {trace.name}")
     alone = [one for one in found if isinstance(one, ReplayedTiers)]
     load: list[TimedOutcome | None] = [one for one in found if not isinstance(one, ReplayedTiers | Cell)]

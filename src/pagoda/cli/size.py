@@ -60,15 +60,14 @@ def size(
 
 def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int | None, quiet: bool) -> list[Cell]:
     """Return the smallest cell that does, of each policy and then of the optimum, below which no policy can lie."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool, useful_jobs
+    from pagoda.cli.trace_pool import TraceJob, TracePool
 
-    jobs = jobs or useful_jobs(trace.requests)
     with TracePool(trace.requests, jobs, quiet) as pool:
 
         def bound(sizes: Sequence[int]) -> list[Cell]:
             return pool.run([TraceJob(best, (size,)) for size in sizes], "what would do with foresight")
 
-        least = _smallest(bound, target, 0, trace.distinct, jobs)
+        least = _smallest(bound, target, 0, trace.distinct, pool.jobs)
         cells = []
         for name in policies:
 
@@ -76,7 +75,7 @@ def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int | Non
                 title = f"{name}: {sizes[0]:,} to {sizes[-1]:,} chunks"
                 return pool.run([TraceJob(simulated, (name, size)) for size in sizes], title)
 
-            cells.append(_smallest(probe, target, least.chunks - 1, trace.distinct, jobs))
+            cells.append(_smallest(probe, target, least.chunks - 1, trace.distinct, pool.jobs))
     return [*cells, least]
 
 
