@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagoda.cli import FailedError
+from pagoda.cli.hit_rate_plot import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 def save_png(path: Path, rows: Sequence[Judged], title: str) -> None:
     """Draw quality against cost: blending by time to first token, codecs by bytes. FailedError if it cannot be."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     groups = {
@@ -26,16 +25,12 @@ def save_png(path: Path, rows: Sequence[Judged], title: str) -> None:
     }
     drawn = {feature: mine for feature, mine in groups.items() if mine}
     figure = Figure(figsize=(7 * len(drawn), 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)  # no display is needed
     for axes, (feature, mine) in zip(
         figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True
     ):
         _draw(axes, feature, mine)
     figure.suptitle(title)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as trouble:
-        raise FailedError(f"{path}: cannot be written: {trouble.strerror or trouble}") from None
+    save_figure(figure, path)
 
 
 def _draw(axes: Axes, feature: str, rows: Sequence[Judged]) -> None:
