@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagoda.cli import FAILED, FailedError, UsageError, printing
-from pagoda.cli.remote_stores import NO_SECRET, Unanswered, all_remotes, censuses, cleared
+from pagoda.cli.remote_stores import NO_SECRET, all_remotes, ask_each, censuses, cleared
 from pagoda.cli.stores import (
     AsJson,
     ConfigFile,
@@ -61,9 +61,11 @@ def clear(
     wanted = None if everything else list(roots)
     local, failed = in_each(stores, lambda ledger: (ledger.tier, _forget(ledger, wanted)))
     gone = [ClearedStore(*counted, str(store)) for store, counted in local.items()]
-    more, deaf = _clear_remotes([spec for spec in remotes if spec.redacted not in broken], wanted)
+    asked = [spec for spec in remotes if spec.redacted not in broken]
+    shared, deaf = ask_each(asked, lambda spec: cleared(spec, wanted))
+    gone += [ClearedStore(spec.name, chunks, spec.redacted) for spec, chunks in shared.items()]
     broken |= {**{str(store): trouble for store, trouble in failed.items()}, **deaf}
-    _print([*gone, *more], broken, as_json)
+    _print(gone, broken, as_json)
     nameless = sum(not row.fields for row in known.values())
     if nameless and model is not None:
         printing.note(
@@ -107,20 +109,6 @@ def _question(what: str, stores: list[Path], remotes: Sequence[RemoteSpec]) -> s
     return (
         f"Clear {what} in {len(stores)} store(s){f' and, for all machines, in {others}' if others else ''}?"
     )
-
-
-def _clear_remotes(
-    remotes: Sequence[RemoteSpec], roots: list[bytes] | None
-) -> tuple[list[ClearedStore], dict[str, str]]:
-    """Clear each remote tier, going on past one that fails."""
-    gone: list[ClearedStore] = []
-    broken: dict[str, str] = {}
-    for spec in remotes:
-        try:
-            gone.append(ClearedStore(spec.name, cleared(spec, roots), spec.redacted))
-        except Unanswered as trouble:
-            broken[spec.redacted] = trouble.text
-    return gone, broken
 
 
 def _forget(ledger: Ledger, roots: list[bytes] | None) -> int:

@@ -68,29 +68,18 @@ def all_remotes(
     return tuple(spec for spec in specs.values() if not spec.lacks_secret), sealed
 
 
-def census(spec: RemoteSpec) -> Mapping[bytes, int]:
-    """Return the number of chunks of each namespace (its root). Walks over all names. Raises Unanswered."""
-    return ask(spec, lambda link: link.count_by_namespace(_walk(spec)))
-
-
 def censuses(
     specs: Sequence[RemoteSpec], known: dict[bytes, NamespaceRow]
 ) -> tuple[dict[RemoteSpec, Mapping[bytes, int]], dict[str, str]]:
-    """Return what each remote tier has of each namespace, and what is wrong with those that do not answer.
+    """Return how many chunks each remote tier has of each namespace, and what is wrong with those that do not answer.
 
     `known` gets the namespaces that no local tier has: their names stay on the machines that made them.
     """
     from pagoda.ledger import NamespaceRow
 
-    found: dict[RemoteSpec, Mapping[bytes, int]] = {}
-    broken: dict[str, str] = {}
-    for spec in specs:
-        try:
-            found[spec] = census(spec)
-        except Unanswered as trouble:
-            broken[spec.redacted] = trouble.text
-            continue
-        for root, chunks in found[spec].items():
+    found, broken = ask_each(specs, lambda spec: ask(spec, lambda link: link.count_by_namespace(_walk(spec))))
+    for counts in found.values():
+        for root, chunks in counts.items():
             known.setdefault(root, NamespaceRow(root, {}, chunks))
     return found, broken
 
@@ -121,6 +110,20 @@ def _walk(spec: RemoteSpec) -> ListingDeadline:
     from pagoda.tiers.remote.store_client import ListingDeadline
 
     return ListingDeadline(patience(spec), WALK_SECONDS)
+
+
+def ask_each(
+    specs: Sequence[RemoteSpec], work: Callable[[RemoteSpec], _T]
+) -> tuple[dict[RemoteSpec, _T], dict[str, str]]:
+    """Do `work` with every remote tier; return what came of it, and what is wrong with those that do not answer."""
+    done: dict[RemoteSpec, _T] = {}
+    broken: dict[str, str] = {}
+    for spec in specs:
+        try:
+            done[spec] = work(spec)
+        except Unanswered as trouble:
+            broken[spec.redacted] = trouble.text
+    return done, broken
 
 
 def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
