@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -17,19 +17,18 @@ from typer import Option
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.engine_start import (
+    Chosen,
     PrintOnly,
     Salt,
     Weights,
     become,
     check_tiers,
-    given_values,
+    choose,
     installed_version,
     own_flags,
-    refuse_secrets,
     serve_command,
     with_config_options,
 )
-from pagoda.config import Config
 
 BACKEND, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
 STORAGE = {
@@ -59,48 +58,36 @@ def root(
 
     Options that are not given come from the environment and pagoda.toml, as everywhere.
     """
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
-        return
-    extra, config = _checked({name: value for name, value in options.items() if value is not None})
+    from pagoda.connectors.sglang.storage_options import check_config
+
     own = {"weights": weights, "salt": salt, "allow_untested_sglang": allow_untested_sglang or None}
-    extra.update({name: value for name, value in own.items() if value is not None})
-    ctx.obj = extra, config, print_only
+    choose(ctx, "SGLang", options, own, print_only)
+    if ctx.obj is not None:
+        if "chunk_tokens" in ctx.obj.extra:
+            raise UsageError(
+                "--chunk-tokens: a chunk is a page of SGLang; write SGLang's --page-size after serve"
+            )
+        check_config(ctx.obj.config)
 
 
 @serve_command(app, "SGLANG")
 def serve(ctx: typer.Context) -> None:
     """Become `python -m sglang.launch_server --model-path MODEL ...` with the flags that name PagodaKV."""
-    extra, config, print_only = ctx.obj
+    chosen: Chosen = ctx.obj
     arguments = list(ctx.args)
     _refuse(arguments)
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--model-path", *arguments]
     arguments += [] if _ENABLE in arguments else [_ENABLE]
-    arguments += [BACKEND, "dynamic", EXTRA, json.dumps({**STORAGE, **extra})]
-    if print_only:
+    arguments += [BACKEND, "dynamic", EXTRA, json.dumps({**STORAGE, **chosen.extra})]
+    if chosen.print_only:
         print(shlex.join(["python", *_SERVER, *arguments]))
         return
-    _check_start(config, allow_untested=bool(extra.get("allow_untested_sglang")))
+    _check_start(chosen)
     become([sys.executable, *_SERVER, *arguments])
 
 
-def _checked(given: Mapping[str, str | bool]) -> tuple[dict[str, object], Config]:
-    """Return the options that were given, as the storage is to have them, and all. Raises ConfigError, UsageError."""
-    from pagoda.config.sources import load
-    from pagoda.connectors.sglang.storage_options import check_config
-
-    if "chunk_tokens" in given:
-        raise UsageError(
-            "--chunk-tokens: a chunk is a page of SGLang; write SGLang's --page-size after serve"
-        )
-    config = load(cli=given).config
-    check_config(config)
-    refuse_secrets(given, config, "SGLang")
-    return given_values(given, config), config
-
-
-def _check_start(config: Config, *, allow_untested: bool) -> None:
+def _check_start(chosen: Chosen) -> None:
     """Find out what would keep the engine from starting, before SGLang is imported, which takes long. Changes nothing.
 
     Raises FailedError (no SGLang is here), ConfigError (it was not tested) and what `check_tiers` raises.
@@ -110,8 +97,8 @@ def _check_start(config: Config, *, allow_untested: bool) -> None:
     if find_spec("sglang") is None:
         raise FailedError("SGLang is not installed beside PagodaKV: pip install 'pagodakv[sglang]'")
     if (version := installed_version("sglang")) is not None:
-        check_version(version, allow_untested)
-    check_tiers(config)
+        check_version(version, bool(chosen.extra.get("allow_untested_sglang")))
+    check_tiers(chosen.config)
 
 
 def _refuse(arguments: Sequence[str]) -> None:

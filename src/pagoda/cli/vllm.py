@@ -15,22 +15,22 @@ from importlib import metadata
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from typer import Option
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.engine_start import (
+    Chosen,
     PrintOnly,
     Salt,
     Weights,
     become,
     check_tiers,
-    given_values,
+    choose,
     installed_version,
     own_flags,
-    refuse_secrets,
     serve_command,
     with_config_options,
 )
@@ -45,14 +45,6 @@ _MODULE = ("-P", "-m")  # as a script does: no module from the directory one hap
 _IN_FILE = re.compile(r"""^\s*["']?kv[-_]transfer[-_]config\b""", re.MULTILINE)
 
 app = typer.Typer(help="Start vLLM with PagodaKV as its KV connector.")
-
-
-class Chosen(NamedTuple):
-    """What was given before `serve` on the command line."""
-
-    extra: dict[str, object]
-    config: Config
-    print_only: bool
 
 
 @app.callback(invoke_without_command=True)
@@ -80,15 +72,13 @@ def root(
 
     Options that are not given come from the environment and pagoda.toml, as everywhere.
     """
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
-        return
-    extra, config = _checked({name: value for name, value in options.items() if value is not None})
-    own = {"weights": weights, "weights_run": weights_run, "salt": salt, "store_output": store_output}
-    extra.update({name: value for name, value in own.items() if value is not None})
-    switches = {"canonical_layout": canonical_layout, "allow_untested_vllm": allow_untested_vllm}
-    extra.update({name: True for name, value in switches.items() if value})
-    ctx.obj = Chosen(extra, config, print_only)
+    own = {
+        "weights": weights, "weights_run": weights_run, "salt": salt, "store_output": store_output,
+        "canonical_layout": canonical_layout or None, "allow_untested_vllm": allow_untested_vllm or None,
+    }  # fmt: skip
+    choose(ctx, "vLLM", options, own, print_only)
+    if ctx.obj is not None:
+        _check_host(ctx.obj.config)
 
 
 @serve_command(app, "VLLM")
@@ -124,22 +114,13 @@ def _registers() -> bool:
     return any(point.name == PLUGIN for point in metadata.entry_points(group=PLUGINS))
 
 
-def _checked(given: Mapping[str, str | bool]) -> tuple[dict[str, object], Config]:
-    """Return the options that were given, as the connector is to have them (sizes as they were written), and all.
-
-    Raises:
-        ConfigError: one of them, or of those of the environment and the file, cannot stand.
-    """
-    from pagoda.config.sources import load
-
-    config = load(cli=given).config
+def _check_host(config: Config) -> None:
+    """Raise UsageError without a host tier that processes share."""
     if config.host_size == 0 or not config.host_shared:
         wrong = "host_size = 0" if config.host_size == 0 else "host_shared = false"
         raise UsageError(
             f"{wrong}: vLLM's processes meet in host memory; write a host_size and leave host_shared"
         )
-    refuse_secrets(given, config, "vLLM")
-    return given_values(given, config), config
 
 
 def _check_start(chosen: Chosen) -> None:
