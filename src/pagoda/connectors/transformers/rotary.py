@@ -11,6 +11,7 @@ from typing import Any
 from blake3 import blake3
 
 from pagoda.blend.rotary_move import RotaryMove
+from pagoda.connectors.transformers.supported_models import probed_kv
 from pagoda.layout import KVLayout, Rotary
 
 _PROBE_TOKENS = 5
@@ -72,7 +73,7 @@ def _error(model: Any, mover: RotaryMove) -> float:
     """Return the largest error of moved K, and of V, against those computed at the other position; relative."""
     import torch
 
-    here, there = _forward(model, 0), _forward(model, _PROBE_SHIFT)
+    here, there = (probed_kv(model, _PROBE_TOKENS, first) for first in (0, _PROBE_SHIFT))
     worst = 0.0
     for (keys, values), (wanted, same) in zip(here, there, strict=True):
         mover.move(keys, _PROBE_SHIFT)
@@ -80,16 +81,3 @@ def _error(model: Any, mover: RotaryMove) -> float:
             error = (got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-12)
             worst = max(worst, float(torch.nan_to_num(error, nan=torch.inf)))
     return worst
-
-
-def _forward(model: Any, first: int) -> list[tuple[Any, Any]]:
-    import torch
-    from transformers import DynamicCache
-
-    cache: Any = DynamicCache(config=model.config)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.arange(1, _PROBE_TOKENS + 1, device=model.device)[None] % vocabulary
-    positions = torch.arange(first, first + _PROBE_TOKENS, device=model.device)[None]
-    with torch.no_grad():
-        model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-    return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
