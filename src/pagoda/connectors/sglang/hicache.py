@@ -19,10 +19,10 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
 from pagoda.clock import Deadline
+from pagoda.connectors.extra_options import unused_options
 from pagoda.connectors.sglang.engine_facts import EngineFacts, engine_facts, namespace_of
 from pagoda.connectors.sglang.pool_pages import PoolPages
 from pagoda.connectors.sglang.storage_options import check_version, read_options
-from pagoda.connectors.unused_options import unused_options
 from pagoda.errors import StoreError
 from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pagoda.connectors.unused_options import unused_options
+from pagoda.connectors.extra_options import unused_options
 from pagoda.metrics import guarded_logger
 
 if TYPE_CHECKING:

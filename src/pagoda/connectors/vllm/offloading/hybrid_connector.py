@@ -12,9 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+from pagoda.connectors.extra_options import ExtraOptions
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
 from pagoda.connectors.vllm.event_publisher import EventOutlet, outlet_of
-from pagoda.connectors.vllm.options import chunk_options, flag
+from pagoda.connectors.vllm.options import EXTRA, chunk_options
 from pagoda.connectors.vllm.prefill_steps import prompt_tokens_of
 from pagoda.connectors.vllm.supported_engines import check_engine, has_states, log_choices
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
@@ -171,7 +172,7 @@ def _set_options(vllm_config: Any, kv_cache_config: Any) -> None:
     """Tell vLLM in its words what to store, and the size of a chunk: 0.33 derives from it the chunks of a window."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     if "store_output" in extra:
-        extra["offload_prompt_only"] = not flag(extra, "store_output", False)
+        extra["offload_prompt_only"] = not ExtraOptions(EXTRA, extra).flag("store_output")
         del extra["store_output"]
     extra["self_describing_kv_events"] = False  # vLLM would keep for its own events what it never tells
     config = build_offloading_config(vllm_config, kv_cache_config)
