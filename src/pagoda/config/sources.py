@@ -94,11 +94,8 @@ def _converted(name: str, kind: str, value: object, origin: str) -> object:
 
 def _arguments(kwargs: Mapping[str, object]) -> _Given:
     _refuse_unknown(kwargs, "argument")
-    return {name: (_text(value), f"argument {name}") for name, value in kwargs.items()}
-
-
-def _text(value: object) -> object:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    values = {name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in kwargs.items()}
+    return {name: (value, f"argument {name}") for name, value in values.items()}
 
 
 def _options(given: Mapping[str, object]) -> _Given:

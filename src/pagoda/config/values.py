@@ -135,14 +135,6 @@ def _one_of(known: Sequence[str]) -> Check:
     return check
 
 
-def _remote(name: str, value: object) -> object:
-    return tuple_of(value)
-
-
-def _peers(name: str, value: object) -> object:
-    return peers_of(value)
-
-
 def _lookup(name: str, value: object) -> object:
     if not isinstance(value, str):
         raise ValueError("a URL such as 'redis://host:6379/0' is needed, as text")
@@ -178,8 +170,8 @@ _CHECKS: dict[str, Check] = {
     "quality_verdicts": _place("path", needed=False),
     "unchecked": _flag,
     "log_format": _one_of(get_args(LogFormat)),
-    "remote": _remote,
-    "peers": _peers,
+    "remote": lambda _, value: tuple_of(value),
+    "peers": lambda _, value: peers_of(value),
     "lookup": _lookup,
     "weights_epoch": _count(0, 2**31 - 1),
 }
