@@ -22,7 +22,7 @@ from pagoda.errors import PagodaError
 from pagoda.ledger import Ledger
 from pagoda.serve.access import COOKIE, AccessRules, refusal
 from pagoda.serve.blocking_calls import BlockingCallPool
-from pagoda.serve.chunk_routes import LIMITS
+from pagoda.serve.chunk_routes import small_body
 from pagoda.serve.live_feed import LiveFeed, TooManyReaders
 from pagoda.serve.operations import Operations, PromptTools
 from pagoda.serve.overview import Overview, RemoteUsage
@@ -185,7 +185,7 @@ class OperatorRoutes:
 
     async def _log_in(self, request: web.Request) -> web.StreamResponse:
         """Take the token, as JSON or from the form, and set the cookie of the page."""
-        body = await _body(request, _MOST_LOGIN_BYTES)
+        body = await small_body(request, _MOST_LOGIN_BYTES)
         is_form = request.content_type == "application/x-www-form-urlencoded"
         cookie = self._access.cookie_for(request, _token_in(body, is_form))
         if cookie is None:
@@ -210,7 +210,7 @@ class OperatorRoutes:
             if request.content_type != "application/json":
                 return refusal(415, "content_type", "send application/json")
             try:
-                asked = json.loads(await _body(request, MOST_BODY_BYTES))
+                asked = json.loads(await small_body(request, MOST_BODY_BYTES))
             except (ValueError, RecursionError):
                 asked = None
             if not isinstance(asked, dict):
@@ -233,20 +233,6 @@ class OperatorRoutes:
             return web.json_response(answer, headers=_HEADERS)
 
         return handle
-
-
-async def _body(request: web.Request, most_bytes: int) -> bytes:
-    """Return the body. Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(request.app[LIMITS].seconds(most_bytes)):
-            async for piece in request.content.iter_chunked(1 << 16):
-                body += piece
-                if len(body) > most_bytes:
-                    raise web.HTTPRequestEntityTooLarge(most_bytes, len(body))
-    except TimeoutError:
-        raise web.HTTPRequestTimeout from None
-    return bytes(body)
 
 
 def _token_in(body: bytes, is_form: bool) -> str:

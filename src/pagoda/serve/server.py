@@ -401,7 +401,8 @@ async def _failures(request: web.Request, handler: Callable[[web.Request], objec
 
 
 def _refused(error: web.HTTPException) -> web.Response:
-    answer = refusal(error.status, error.reason.lower().replace(" ", "_"))
+    remedy = error.text or "" if error.status == 413 else ""
+    answer = refusal(error.status, error.reason.lower().replace(" ", "_"), remedy)
     if "Allow" in error.headers:
         answer.headers["Allow"] = error.headers["Allow"]
     if error.status in (408, 413):  # the rest of the body is not read
