@@ -6,21 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagoda.cli import FAILED, FailedError, UsageError, printing
+from pagoda.cli import FAILED, FailedError, UsageError, printing, stores
 from pagoda.cli.remote_stores import NO_SECRET, all_remotes, ask_each, censuses, cleared
-from pagoda.cli.stores import (
-    AsJson,
-    ConfigFile,
-    Directory,
-    Model,
-    Prefix,
-    Yes,
-    agreed,
-    chosen,
-    find_stores,
-    in_each,
-    refuse_unknown,
-)
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
@@ -36,30 +23,30 @@ class ClearedStore(NamedTuple):
 
 
 def clear(
-    directory: Directory = None,
-    model: Model = None,
-    namespace: Prefix = None,
-    yes: Yes = False,
-    as_json: AsJson = False,
-    config: ConfigFile = None,
+    directory: stores.Directory = None,
+    model: stores.Model = None,
+    namespace: stores.Prefix = None,
+    yes: stores.Yes = False,
+    as_json: stores.AsJson = False,
+    config: stores.ConfigFile = None,
 ) -> int:
     """Forget all chunks, or those of one model or namespace, in every tier: the remote ones, for all machines, too."""
-    stores = find_stores(directory, config)
+    directories = stores.find_stores(directory, config)
     everything = model is None and namespace is None
     remotes, sealed = all_remotes(directory, config)
-    known = _known(stores)
+    known = _known(directories)
     broken = {} if everything else censuses(remotes, known)[1]
     broken |= {spec.redacted: NO_SECRET for spec in sealed}
-    if not broken or chosen(known, model, namespace):  # a tier that does not answer may know more
-        refuse_unknown(known, model, namespace)
-    roots = chosen(known, model, namespace)
+    if not broken or stores.chosen(known, model, namespace):  # a tier that does not answer may know more
+        stores.refuse_unknown(known, model, namespace)
+    roots = stores.chosen(known, model, namespace)
     if namespace is not None and len(roots) > 1:
         raise UsageError(f"--namespace {namespace}: begins {len(roots)} namespaces; write more of it")
-    question = _question(_described(roots, model, namespace), stores, [*remotes, *sealed])
-    if not yes and not agreed(question, "clear"):
+    question = _question(_described(roots, model, namespace), directories, [*remotes, *sealed])
+    if not yes and not stores.agreed(question, "clear"):
         return FAILED
     wanted = None if everything else list(roots)
-    local, failed = in_each(stores, lambda ledger: (ledger.tier, _forget(ledger, wanted)))
+    local, failed = stores.in_each(directories, lambda ledger: (ledger.tier, _forget(ledger, wanted)))
     gone = [ClearedStore(*counted, str(store)) for store, counted in local.items()]
     asked = [spec for spec in remotes if spec.redacted not in broken]
     shared, deaf = ask_each(asked, lambda spec: cleared(spec, wanted))
@@ -86,12 +73,12 @@ def _print(cleared: list[ClearedStore], broken: dict[str, str], as_json: bool) -
         printing.print_table("", ("tier", "chunks cleared", "directory"), cleared)
 
 
-def _known(stores: list[Path]) -> dict[bytes, NamespaceRow]:
+def _known(directories: list[Path]) -> dict[bytes, NamespaceRow]:
     """Return the namespaces of all stores that can be opened; the others fail later, with a reason each."""
     from pagoda.ledger import admin
 
     known: dict[bytes, NamespaceRow] = {}
-    for rows in in_each(stores, admin.list_namespaces)[0].values():
+    for rows in stores.in_each(directories, admin.list_namespaces)[0].values():
         named = {root: row for root, row in known.items() if row.fields}
         known.update({**rows, **named})
     return known
@@ -104,7 +91,7 @@ def _described(roots: dict[bytes, NamespaceRow], model: str | None, prefix: str 
     return f"{len(roots)} namespace(s) of {', '.join(models)}"
 
 
-def _question(what: str, stores: list[Path], remotes: Sequence[RemoteSpec]) -> str:
+def _question(what: str, directories: list[Path], remotes: Sequence[RemoteSpec]) -> str:
     others = ", ".join(spec.redacted for spec in remotes)
     return (
         f"Clear {what} in {len(stores)} store(s){f' and, for all machines, in {others}' if others else ''}?"

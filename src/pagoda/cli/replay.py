@@ -8,27 +8,9 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from typer import Option
 
-from pagoda.cli import UsageError, printing
+from pagoda.cli import UsageError, printing, replay_inputs
 from pagoda.cli.load_speeds import speeds_of
-from pagoda.cli.replay_inputs import (
-    OPTIMUM,
-    SAMPLE,
-    Cell,
-    Jobs,
-    KVType,
-    ModelName,
-    Policies,
-    TokenBytes,
-    Trace,
-    TraceFile,
-    best,
-    bytes_of,
-    chunk_bytes_of,
-    one_of,
-    policies_of,
-    simulated,
-    trace_of,
-)
+from pagoda.cli.replay_inputs import OPTIMUM, Cell, Trace, best, simulated
 from pagoda.cli.stores import AsJson, ConfigFile, Wide
 
 if TYPE_CHECKING:
@@ -44,16 +26,16 @@ _OTHERS = 3.0
 
 
 def replay(
-    trace: TraceFile = SAMPLE,
+    trace: replay_inputs.TraceFile = replay_inputs.SAMPLE,
     capacity_chunks: Annotated[
         list[int] | None, Option(min=1, metavar="N", help="One tier of that many chunks; or several.")
     ] = None,
     host: Annotated[str | None, Option(metavar="SIZE", help="Host memory, such as 64GiB.")] = None,
     disk: Annotated[str | None, Option(metavar="SIZE", help="Disk below it, such as 1TiB.")] = None,
-    policy: Policies = None,
-    model: ModelName = None,
-    bytes_per_token: TokenBytes = None,
-    kv_dtype: KVType = "bfloat16",
+    policy: replay_inputs.Policies = None,
+    model: replay_inputs.ModelName = None,
+    bytes_per_token: replay_inputs.TokenBytes = None,
+    kv_dtype: replay_inputs.KVType = "bfloat16",
     curve: Annotated[
         bool, Option("--curve", help="Hit rate against size: a table here, a plot as PNG.")
     ] = False,
@@ -102,7 +84,7 @@ def replay(
     prices: Annotated[
         Path | None, Option(metavar="FILE", help="Prices of object stores (TOML); default: list prices.")
     ] = None,
-    jobs: Jobs = None,
+    jobs: replay_inputs.Jobs = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
@@ -120,11 +102,11 @@ def replay(
         "--engines": engines,
     }  # fmt: skip
     _refuse_given(shared if remote is None else timed, remote is not None)
-    names = policies_of(policy, config)
-    found = trace_of(trace)
-    chunk_bytes = chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
+    names = replay_inputs.policies_of(policy, config)
+    found = replay_inputs.trace_of(trace)
+    chunk_bytes = replay_inputs.chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
     if tiers:
-        sizes = {name: bytes_of(f"--{name}", size) for name, size in tiers.items()}
+        sizes = {name: replay_inputs.bytes_of(f"--{name}", size) for name, size in tiers.items()}
         if remote is not None:
             from pagoda.cli import replay_fleet
             from pagoda.replay import ROUTES, WRITE_POLICIES
@@ -134,9 +116,9 @@ def replay(
                 sizes,
                 _known(chunk_bytes),
                 machines or 1,
-                one_of(ROUTES, "--route", route or "round-robin", "route"),
-                policies_of([remote_policy or "lru"], config, "--remote-policy")[0],
-                one_of(
+                replay_inputs.one_of(ROUTES, "--route", route or "round-robin", "route"),
+                replay_inputs.policies_of([remote_policy or "lru"], config, "--remote-policy")[0],
+                replay_inputs.one_of(
                     WRITE_POLICIES, "--remote-write-policy", remote_write_policy or "write_through", "policy"
                 ),
                 replay_fleet.link_of(link),

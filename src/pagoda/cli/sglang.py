@@ -15,20 +15,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from pagoda.cli import FailedError, UsageError
-from pagoda.cli.engine_start import (
-    Chosen,
-    PrintOnly,
-    Salt,
-    Weights,
-    become,
-    check_tiers,
-    choose,
-    installed_version,
-    own_flags,
-    serve_command,
-    with_config_options,
-)
+from pagoda.cli import FailedError, UsageError, engine_start
 
 BACKEND, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
 STORAGE = {
@@ -43,12 +30,12 @@ app = typer.Typer(help="Start SGLang with PagodaKV as the storage of its HiCache
 
 
 @app.callback(invoke_without_command=True)
-@with_config_options
+@engine_start.with_config_options
 def root(
     ctx: typer.Context,
-    print_only: PrintOnly = False,
-    weights: Weights = None,
-    salt: Salt = None,
+    print_only: engine_start.PrintOnly = False,
+    weights: engine_start.Weights = None,
+    salt: engine_start.Salt = None,
     allow_untested_sglang: Annotated[
         bool, Option("--allow-untested-sglang", help="Start with an SGLang of a version that was not tested.")
     ] = False,
@@ -61,7 +48,7 @@ def root(
     from pagoda.connectors.sglang.storage_options import check_config
 
     own = {"weights": weights, "salt": salt, "allow_untested_sglang": allow_untested_sglang or None}
-    choose(ctx, "SGLang", options, own, print_only)
+    engine_start.choose(ctx, "SGLang", options, own, print_only)
     if ctx.obj is not None:
         if "chunk_tokens" in ctx.obj.extra:
             raise UsageError(
@@ -70,10 +57,10 @@ def root(
         check_config(ctx.obj.config)
 
 
-@serve_command(app, "SGLANG")
+@engine_start.serve_command(app, "SGLANG")
 def serve(ctx: typer.Context) -> None:
     """Become `python -m sglang.launch_server --model-path MODEL ...` with the flags that name PagodaKV."""
-    chosen: Chosen = ctx.obj
+    chosen: engine_start.Chosen = ctx.obj
     arguments = list(ctx.args)
     _refuse(arguments)
     if arguments and not arguments[0].startswith("-"):
@@ -84,10 +71,10 @@ def serve(ctx: typer.Context) -> None:
         print(shlex.join(["python", *_SERVER, *arguments]))
         return
     _check_start(chosen)
-    become([sys.executable, *_SERVER, *arguments])
+    engine_start.become([sys.executable, *_SERVER, *arguments])
 
 
-def _check_start(chosen: Chosen) -> None:
+def _check_start(chosen: engine_start.Chosen) -> None:
     """Find out what would keep the engine from starting, before SGLang is imported, which takes long. Changes nothing.
 
     Raises FailedError (no SGLang is here), ConfigError (it was not tested) and what `check_tiers` raises.
@@ -96,14 +83,14 @@ def _check_start(chosen: Chosen) -> None:
 
     if find_spec("sglang") is None:
         raise FailedError("SGLang is not installed beside PagodaKV: pip install 'pagodakv[sglang]'")
-    if (version := installed_version("sglang")) is not None:
+    if (version := engine_start.installed_version("sglang")) is not None:
         check_version(version, bool(chosen.extra.get("allow_untested_sglang")))
-    check_tiers(chosen.config)
+    engine_start.check_tiers(chosen.config)
 
 
 def _refuse(arguments: Sequence[str]) -> None:
     """Raise the UsageError of arguments for SGLang that cannot stand beside ours."""
-    ours = own_flags()
+    ours = engine_start.own_flags()
     for argument in arguments:
         name = argument.split("=")[0]
         # SGLang takes any unique beginning

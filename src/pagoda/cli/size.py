@@ -7,23 +7,8 @@ from typing import Annotated
 
 from typer import Option
 
-from pagoda.cli import FailedError, printing
-from pagoda.cli.replay_inputs import (
-    SAMPLE,
-    Cell,
-    Jobs,
-    KVType,
-    ModelName,
-    Policies,
-    TokenBytes,
-    Trace,
-    TraceFile,
-    best,
-    chunk_bytes_of,
-    policies_of,
-    simulated,
-    trace_of,
-)
+from pagoda.cli import FailedError, printing, replay_inputs
+from pagoda.cli.replay_inputs import Cell, Trace, best, simulated
 from pagoda.cli.stores import AsJson, ConfigFile
 
 _CLOSE = 1.01  # a size is the answer if one a hundredth smaller does not do
@@ -31,22 +16,22 @@ _ROUNDING = 1e-9
 
 
 def size(
-    trace: TraceFile = SAMPLE,
+    trace: replay_inputs.TraceFile = replay_inputs.SAMPLE,
     percent: Annotated[
         float, Option(min=0.1, max=100, help="Of what a cache without bounds would serve.")
     ] = 90.0,
-    policy: Policies = None,
-    model: ModelName = None,
-    bytes_per_token: TokenBytes = None,
-    kv_dtype: KVType = "bfloat16",
-    jobs: Jobs = None,
+    policy: replay_inputs.Policies = None,
+    model: replay_inputs.ModelName = None,
+    bytes_per_token: replay_inputs.TokenBytes = None,
+    kv_dtype: replay_inputs.KVType = "bfloat16",
+    jobs: replay_inputs.Jobs = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
     """Say how large a cache must be to serve that share of what is possible."""
-    names = policies_of(policy, config)
-    found = trace_of(trace)
-    chunk_bytes = chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
+    names = replay_inputs.policies_of(policy, config)
+    found = replay_inputs.trace_of(trace)
+    chunk_bytes = replay_inputs.chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
     if not found.infinite:
         raise FailedError(f"{found.name}: no prompt begins as one before it: there is nothing to serve")
     target = found.infinite * percent / 100
