@@ -13,8 +13,8 @@ what), 130 interrupted.
     vllm, sglang           start an engine with its connector: `engine_start`
     bench                  how fast the tiers are: `bench_tiers`, `load_speeds`
     quality                what approximate KV costs in quality: `quality_report`, `quality_plot`
-    record, replay, size   traces: `replay_inputs`, `replay_tiers`, `replay_fleet`, `replay_tables`,
-                           `hit_rate_plot`, `trace_pool`, `model_sizes`
+    record, replay, size   traces: `replay_inputs`, `replay_tiers`, `replay_fleet`, `hit_rate_plot`,
+                           `trace_pool`, `model_sizes`
     demo                   three processes, one text
     stores, remote_stores  which stores and remote tiers a command is about
     remote_check           whether remote tiers answer, and how they are set up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated, TypeAlias
 
 from typer import Option
 
@@ -12,10 +12,6 @@ from pagoda.cli import UsageError, printing, replay_inputs
 from pagoda.cli.load_speeds import speeds_of
 from pagoda.cli.replay_inputs import OPTIMUM, Cell, Trace, best, simulated
 from pagoda.cli.stores import AsJson, ConfigFile, Wide
-
-if TYPE_CHECKING:
-    from pagoda.cli.load_speeds import Speeds
-    from pagoda.cli.replay_fleet import FleetPlan
 
 Speed: TypeAlias = Annotated[
     float | None, Option(min=1e-3, metavar="GB/S", help="How fast chunks are loaded from there.")
@@ -124,21 +120,27 @@ def replay(
                 replay_fleet.link_of(link),
                 replay_fleet.prices_of(prices),
             )
-            return _fleet(plan, names, jobs, as_json)
+            replay_fleet.show(plan, names, jobs, as_json)
+            return 0
+        from pagoda.cli import replay_tiers
+
         speeds = speeds_of(host_speed, disk_speed, prefill, measured, model)
-        return _tiers(found, names, sizes, _known(chunk_bytes), speeds, engines, jobs, as_json)
+        count = (engines or replay_tiers.engines_for(found, speeds.prefill)) if speeds.prefill else 0
+        alone = replay_tiers.ReplayPlan(found, sizes, _known(chunk_bytes), speeds, count)
+        replay_tiers.show(alone, names, jobs, as_json)
+        return 0
     chunks = list(dict.fromkeys(capacity_chunks or ()))
     if curve:
         from pagoda.cli.hit_rate_plot import sizes_of
 
         names = list(dict.fromkeys([*names, "lru"]))
         chunks = sorted(chunks) or sizes_of(found.distinct, points)
-    cells = _cells(found, names, chunks, jobs, as_json)
-    drawn = {"png": _png(png, cells, found, chunk_bytes)} if curve else {}
+    cells, optimum = _cells(found, names, chunks, jobs, as_json)
+    drawn = {"png": _png(png, [*cells, *optimum.values()], found, chunk_bytes)} if curve else {}
     if as_json:
-        printing.print_json({**_as_json(found, cells, chunk_bytes), **drawn})
+        printing.print_json({**_as_json(found, cells, optimum, chunk_bytes), **drawn})
         return 0
-    _print_cells(found, cells, chunk_bytes, wide)
+    _print_cells(found, cells, optimum, chunk_bytes, wide)
     if drawn.get("png"):
         print(f"\n{drawn['png']}")
     return 0
@@ -181,8 +183,8 @@ def _known(chunk_bytes: int | None) -> int:
 
 def _cells(
     trace: Trace, policies: Sequence[str], sizes: Sequence[int], jobs: int | None, quiet: bool
-) -> list[Cell]:
-    """Simulate every policy and the optimum at every size."""
+) -> tuple[list[Cell], dict[int, Cell]]:
+    """Simulate every policy at every size; return its cells, and the optimum by size."""
     from pagoda.cli.trace_pool import TraceJob, TracePool
 
     work = [
@@ -196,38 +198,34 @@ def _cells(
     with TracePool(trace.requests, jobs, quiet) as pool:
         found = pool.run(work, f"replaying {trace.name}")
     by_room = {(cell.policy, cell.chunks): cell for cell in found}
-    return [
-        by_room[name, trace.room(size)]._replace(chunks=size)
-        for size in sizes
-        for name in (*policies, OPTIMUM)
-    ]
+    cells = [by_room[name, trace.room(size)]._replace(chunks=size) for size in sizes for name in policies]
+    return cells, {size: by_room[OPTIMUM, trace.room(size)]._replace(chunks=size) for size in sizes}
 
 
-def _as_json(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None) -> dict[str, object]:
+def _as_json(
+    trace: Trace, cells: Sequence[Cell], optimum: Mapping[int, Cell], chunk_bytes: int | None
+) -> dict[str, object]:
     """Return all cells as "runs"; if there is but one run, its keys stand beside the trace's as well."""
-    optimum = {cell.chunks: cell.hit_rate for cell in cells if cell.policy == OPTIMUM}
     runs: list[dict[str, object]] = []
     for cell in cells:
-        if cell.policy == OPTIMUM:
-            continue
-        runs.append(
-            {
-                "policy": cell.policy,
-                "capacity_chunks": cell.chunks,
-                "hit_rate": cell.hit_rate,
-                "chunks_written": cell.chunks_written,
-                "optimum": optimum[cell.chunks],
-            }
-        )
+        run: dict[str, object] = {
+            "policy": cell.policy,
+            "capacity_chunks": cell.chunks,
+            "hit_rate": cell.hit_rate,
+            "chunks_written": cell.chunks_written,
+            "optimum": optimum[cell.chunks].hit_rate,
+        }
         if chunk_bytes:
-            runs[-1]["capacity_bytes"] = cell.chunks * chunk_bytes
-            runs[-1]["bytes_written"] = cell.chunks_written * chunk_bytes
+            run["capacity_bytes"] = cell.chunks * chunk_bytes
+            run["bytes_written"] = cell.chunks_written * chunk_bytes
+        runs.append(run)
     alone = runs[0] if len(runs) == 1 else {}
     return {**trace.as_json(), **alone, "runs": runs}
 
 
-def _print_cells(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None, wide: bool) -> None:
-    optimum = {cell.chunks: cell.hit_rate for cell in cells if cell.policy == OPTIMUM}
+def _print_cells(
+    trace: Trace, cells: Sequence[Cell], optimum: Mapping[int, Cell], chunk_bytes: int | None, wide: bool
+) -> None:
     slot_bytes = chunk_bytes or 0
     rows = [
         {
@@ -235,50 +233,16 @@ def _print_cells(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None, w
             "chunks": cell.chunks,
             "bytes": printing.size(cell.chunks * slot_bytes),
             "hit rate": printing.share(cell.hit_rate, 1),
-            "optimum": printing.share(optimum[cell.chunks], 1),
+            "optimum": printing.share(optimum[cell.chunks].hit_rate, 1),
             "of what is possible": printing.share(cell.hit_rate, trace.infinite),
             "written": cell.chunks_written,
             "bytes written": printing.size(cell.chunks_written * slot_bytes),
         }
         for cell in cells
-        if cell.policy != OPTIMUM
     ]
     unknown = () if chunk_bytes else ("bytes", "bytes written")
     rare = () if wide else ("written", "bytes written")
     printing.print_dicts(trace.title, rows, without=(*unknown, *rare))
-
-
-def _tiers(
-    trace: Trace,
-    policies: Sequence[str],
-    sizes: dict[str, int],
-    chunk_bytes: int,
-    speeds: Speeds,
-    engines: int | None,
-    jobs: int | None,
-    as_json: bool,
-) -> int:
-    from pagoda.cli import replay_tables, replay_tiers
-
-    count = (engines or replay_tiers.engines_for(trace, speeds.prefill)) if speeds.prefill else 0
-    plan = replay_tiers.ReplayPlan(trace, sizes, chunk_bytes, speeds, count)
-    found = replay_tiers.results(plan, policies, jobs, as_json)
-    if as_json:
-        printing.print_json(replay_tiers.as_json(plan, found))
-    else:
-        replay_tables.print_results(plan, found)
-    return 0
-
-
-def _fleet(plan: FleetPlan, policies: Sequence[str], jobs: int | None, as_json: bool) -> int:
-    from pagoda.cli import replay_fleet
-
-    found = replay_fleet.results(plan, policies, jobs, as_json)
-    if as_json:
-        printing.print_json(replay_fleet.as_json(plan, found))
-    else:
-        replay_fleet.print_results(plan, found)
-    return 0
 
 
 def _png(png: Path | None, cells: Sequence[Cell], trace: Trace, chunk_bytes: int | None) -> str | None:

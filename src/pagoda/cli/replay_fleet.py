@@ -11,8 +11,7 @@ import msgspec
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.replay_inputs import Trace
-from pagoda.cli.replay_tables import print_tiers
-from pagoda.cli.replay_tiers import specs_of
+from pagoda.cli.replay_tiers import print_tiers, specs_of
 from pagoda.cli.text_tables import RightAligned
 
 if TYPE_CHECKING:
@@ -91,7 +90,16 @@ def fleet(requests: Sequence[Request], spec: FleetSpec) -> PolicyOutcome:
     return PolicyOutcome(policy, simulate_fleet(requests, spec))
 
 
-def results(plan: FleetPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[PolicyOutcome]:
+def show(plan: FleetPlan, policies: Sequence[str], jobs: int | None, as_json: bool) -> None:
+    """Simulate the fleet with each policy in the machines' own tiers and print what came of it."""
+    found = _results(plan, policies, jobs, as_json)
+    if as_json:
+        printing.print_json(_all_as_json(plan, found))
+    else:
+        _print_results(plan, found)
+
+
+def _results(plan: FleetPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[PolicyOutcome]:
     """Simulate the fleet with each policy in the machines' own tiers."""
     from pagoda.cli.trace_pool import TraceJob, TracePool
     from pagoda.replay import FleetSpec
@@ -146,7 +154,7 @@ def _dollars_a_day(plan: FleetPlan, found: FleetOutcome, prices: StorePrices) ->
     return {**parts, "total": sum(parts.values())}
 
 
-def as_json(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> dict[str, object]:
+def _all_as_json(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> dict[str, object]:
     """Return all results as "runs"; if there is but one, its keys stand beside the trace's as well."""
     runs = [_as_json(plan, *result) for result in found]
     return {
@@ -187,7 +195,7 @@ def _as_json(plan: FleetPlan, policy: str, outcome: FleetOutcome) -> dict[str, o
     }
 
 
-def print_results(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
+def _print_results(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
     """Print what the tiers serve, what goes over the links, how often the store is asked, and what that costs."""
     _print_tiers(plan, found)
     print()
