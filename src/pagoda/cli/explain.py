@@ -51,7 +51,7 @@ def explain(
     config: stores.ConfigFile = None,
 ) -> int:
     """Say how many leading tokens of a prompt each tier would serve, why not more, and which token differs."""
-    asked = read_prompt(tokens, text, messages, tokenizer, url, api_key_file)
+    ids, served = read_prompt(tokens, text, messages, tokenizer, url, api_key_file)
     from pagoda.cli.prompt_coverage import explanation, neighbours_of, prompt_of
 
     # top down
@@ -60,12 +60,12 @@ def explain(
     silent = {spec.name: trouble for spec, trouble in zip(specs, troubles, strict=True) if trouble}
     remotes = [spec for spec, trouble in zip(specs, troubles, strict=True) if not trouble]
     with stores.all_attached(directory, config) as tiers:
-        prompt = prompt_of(asked.tokens, tiers, remotes, stores.configured(config), chunk_tokens, prefill)
+        prompt = prompt_of(ids, tiers, remotes, stores.configured(config), chunk_tokens, prefill)
         stores.refuse_unknown(prompt.known, model, namespace)
-        if model is None and stores.chosen(prompt.known, asked.model, None):
-            model = asked.model  # that the server serves
-        elif model is None and asked.model is not None and prompt.known:
-            printing.note(f"nothing is stored of the server's model, {asked.model}: here is what others have")
+        if model is None and stores.chosen(prompt.known, served, None):
+            model = served  # that the server serves
+        elif model is None and served is not None and prompt.known:
+            printing.note(f"nothing is stored of the server's model, {served}: here is what others have")
         found = [explanation(prompt, root) for root in stores.chosen(prompt.known, model, namespace)]
     found.sort(key=lambda one: -one.answers[-1].num_tokens)  # the best namespace first
     if as_json:

@@ -35,7 +35,7 @@ def namespace_of(
     """
     revision = str(vllm_config.model_config.revision or "") if options.weights else ""
     return Namespace(
-        model=_name(vllm_config.model_config.model),
+        model=model_name(vllm_config.model_config.model),
         revision=revision,
         weights=weights_digest(vllm_config, options.weights),
         kv_dtype=kv_dtype,
@@ -79,7 +79,7 @@ def _checkpoints(vllm_config: VllmConfig) -> list[tuple[str, Any, Any]]:
 
 def _named(model_config: Any, load_config: Any, weights: str | None) -> object:
     if weights is not None:
-        return ["given", weights, _name(model_config.model), model_config.revision]
+        return ["given", weights, model_name(model_config.model), model_config.revision]
     if load_config.load_format == "dummy":
         raise ValueError(
             'load_format "dummy": these weights are placeholders, and the weights that replace them are unknown;'
@@ -97,8 +97,8 @@ def _named(model_config: Any, load_config: Any, weights: str | None) -> object:
         ) from None
 
 
-def _name(model: str) -> str:
-    """Return the last part of a model's id or path; for a snapshot in a hub's cache, the model's name as online."""
+def model_name(model: str) -> str:
+    """Return the last part of a model's id or path; for a snapshot in a hub's cache, the model's name online."""
     snapshot = _SNAPSHOT.search(model)
     if snapshot:
         return snapshot["name"].split("--")[-1]
