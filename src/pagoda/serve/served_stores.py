@@ -238,9 +238,8 @@ class ServedStores:
         """
         until = time.monotonic() + _FIND_SECONDS
         at, before = 0, -1
-        while (
-            before < at < len(keys) and time.monotonic() < until
-        ):  # again while a store continues another's run
+        # again while a store continues another's run
+        while before < at < len(keys) and time.monotonic() < until:
             before = at
             for store in self.stores():
                 match = store.ledger.match_prefix(
@@ -356,9 +355,8 @@ class ServedStores:
     ) -> tuple[bool, Reason | None]:
         """Verify a value, its header page and all bytes after it, and do what `put` does."""
         payload = stored if header.codec == "raw" else aligned(store.ledger.slot_bytes)
-        word_bytes = (
-            int(stored[1]) if stored.nbytes > 1 else 0
-        )  # as encoded bytes say themselves; a wrong one fails
+        # as encoded bytes say themselves; a wrong one fails
+        word_bytes = int(stored[1]) if stored.nbytes > 1 else 0
         if codec.restore(page, stored, header, word_bytes, payload) is not None:
             return False, Reason.FAILED_CHECK
         return self.put(store, header, payload, stamp)

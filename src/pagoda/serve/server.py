@@ -54,12 +54,10 @@ ACCESS: web.AppKey[AccessRules] = web.AppKey("access", AccessRules)
 _SCAN_SECONDS = 2.0
 _LINGERING_SECONDS = 2.0  # for the rest of a body that is not read
 _READ_BYTES = 256 << 10
-_SHUTDOWN_SECONDS = (
-    0.7  # for requests that run when the server is to stop, and once more after their cancellation
-)
-_CLOSING_SECONDS = (
-    0.7  # for the stores then: what another process holds for long is left to the end of this one
-)
+# for requests that run when the server is to stop, and once more after their cancellation
+_SHUTDOWN_SECONDS = 0.7
+# for the stores then: what another process holds for long is left to the end of this one
+_CLOSING_SECONDS = 0.7
 
 _logger = guarded_logger("pagoda.serve")
 
@@ -251,9 +249,8 @@ class _Connection(RequestHandler):
         self.late_since: float | None = time.monotonic()
         self.used = time.monotonic()  # when something arrived
         self.is_broken = False
-        self.wire = (
-            transport  # the other reference is dropped at a close, which waits for what is not sent yet
-        )
+        # the other reference is dropped at a close, which waits for what is not sent yet
+        self.wire = transport
         if transport.get_extra_info("sslcontext") is None:
             # A drain waits until all is sent and the buffer may be used again. TLS encrypts, so copies, at once.
             transport.set_write_buffer_limits(0)

@@ -18,9 +18,8 @@ from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.vllm")
 
-_SAMPLED = (
-    65_536  # elements of each tensor that a comparison reads: a training changes far more than one in as many
-)
+# elements of each tensor that a comparison reads: a training changes far more than one in as many
+_SAMPLED = 65_536
 # what vLLM's own workers do to their weights; their end is a version, if it has a name
 _UPDATES = frozenset({"start_weight_update", "start_draft_weight_update", "reload_weights", "reset_weights"})
 

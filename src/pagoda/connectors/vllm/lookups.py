@@ -18,9 +18,8 @@ from pagoda.threads import Pool, wait
 log = guarded_logger("pagoda.vllm")
 
 _THREADS = 2
-_MOST_LOGS = (
-    8  # calls under way beside which a prompt is still logged: logging must not keep look-ups waiting
-)
+# calls under way beside which a prompt is still logged: logging must not keep look-ups waiting
+_MOST_LOGS = 8
 _MOST = 64  # look-ups that run; the others begin when vLLM asks for them
 # waited in one pass over the waiting requests, so that it answers most of them; the second while the engine computes
 # answers, whose readers notice

@@ -63,9 +63,8 @@ class _Request:
     loads: bool = True  # False: a load of it failed, so vLLM computes it
     stores: bool = True  # False: it is unknown which weights computed which part of it
     ended: bool = False  # vLLM stores the rest of it with its next step
-    kept: dict[int, int] = field(
-        default_factory=dict
-    )  # group -> so many chunks reach to the last found or reserved
+    # group -> so many chunks reach to the last found or reserved
+    kept: dict[int, int] = field(default_factory=dict)
     tails: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # group -> last chunk reserved, its key
 
 
