@@ -147,11 +147,7 @@ def _write_new(file: Path, text: str) -> None:
 
 def _servers(config: Config) -> dict[str, Sequence[RemoteSpec]]:
     """Return what the options say that are URLs of servers, which may contain secrets."""
-    return {
-        "remote": config.remotes(),
-        "peers": config.peer_servers(),
-        "lookup": config.lookup_server(),
-    }
+    return {"remote": config.remotes(), "peers": config.peer_servers(), "lookup": config.lookup_server()}
 
 
 def _worded(name: str, config: Config) -> str:

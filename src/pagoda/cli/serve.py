@@ -36,8 +36,7 @@ def serve(
         list[str] | None, Option(metavar="NAME", help="A further name that clients may call this machine by.")
     ] = None,
     advertise: Annotated[
-        str | None,
-        Option(metavar="URL", help="With the option lookup: where other machines reach this one."),
+        str | None, Option(metavar="URL", help="With the option lookup: where other machines reach this one.")
     ] = None,
     read_only: Annotated[bool, Option("--read-only", help="Take no chunks and remove none.")] = False,
     host_size: Annotated[

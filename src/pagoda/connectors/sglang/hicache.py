@@ -8,12 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import sglang
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransferResult,
-)
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from pagoda.cache import Cache
