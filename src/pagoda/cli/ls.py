@@ -65,13 +65,8 @@ def ls(
     """List the chunks that are stored, latest used first; of remote tiers only how many there are."""
     known: dict[bytes, NamespaceRow] = {}
     listed = _listed(stores.find_stores(directory, config), model, namespace, known)
-    totals: list[Total] = []
-    found: list[Listed] = []
-    number = 0
-    if by is By.NAMESPACE:
-        totals = _totals(listed)
-    else:
-        found, number = _latest(listed, limit)
+    totals = _totals(listed) if by is By.NAMESPACE else []
+    found, number = _latest(listed, limit)  # none where all were counted
     counts, broken = censuses(remotes_of(directory, config), known)
     if not broken:  # a tier that does not answer may know more
         stores.refuse_unknown(known, model, namespace)

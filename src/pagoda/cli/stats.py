@@ -12,6 +12,7 @@ from pagoda.cli import FAILED, UsageError, printing
 from pagoda.cli.remote_check import worded
 from pagoda.cli.remote_stores import Unanswered, remotes_of, usage
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, Wide, find_stores, in_each, label
+from pagoda.metrics import TIER_KINDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,10 +52,6 @@ def stats(
         for text in (*troubles, *(warning for remote in shared for warning in remote.warnings)):
             printing.note(text)
     return FAILED if troubles else 0
-
-
-HIT_SOURCES = ("host", "disk", "remote")
-"""The kinds of tiers that hits are counted by."""
 
 
 def remote_usage(spec: RemoteSpec) -> RemoteUsage:
@@ -106,24 +103,20 @@ def hit_rows(stores: Mapping[str, StoreStats]) -> list[dict[str, object]]:
 
     A cache counts in its first local tier, for all of its tiers.
     """
-    rows: list[dict[str, object]] = []
-    for tier, snapshot in stores.items():
-        count = snapshot.counters
-        if not count["lookups"]:
-            continue
-        rows.append(
-            {
-                "counted in": tier,
-                "lookups": printing.count(count["lookups"]),
-                "hits": printing.count(count["hits"]),
-                "hit tokens": printing.share(count["hit_tokens"], count["asked_tokens"]),
-                **{
-                    f"from {source}": printing.share(count[f"hit_tokens_{source}"], count["asked_tokens"])
-                    for source in HIT_SOURCES
-                },
-            }
-        )
-    return rows
+    return [
+        {
+            "counted in": tier,
+            "lookups": printing.count(count["lookups"]),
+            "hits": printing.count(count["hits"]),
+            "hit tokens": printing.share(count["hit_tokens"], count["asked_tokens"]),
+            **{
+                f"from {source}": printing.share(count[f"hit_tokens_{source}"], count["asked_tokens"])
+                for source in TIER_KINDS
+            },
+        }
+        for tier, count in ((tier, snapshot.counters) for tier, snapshot in stores.items())
+        if count["lookups"]
+    ]
 
 
 def _print_room(stores: Mapping[str, StoreStats], wide: bool) -> None:

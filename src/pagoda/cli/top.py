@@ -156,14 +156,8 @@ def _as_json(sample: TopSample) -> dict[str, object]:
         for snapshot in sample.stores
     ]
     remotes = [remote._asdict() for remote in sample.remotes]
-    failed = dict(sample.failed)
-    return {
-        "time": time.time(),
-        "policy": sample.policy,
-        "stores": stores,
-        "remotes": remotes,
-        "failed": failed,
-    }
+    said = {"time": time.time(), "policy": sample.policy, "stores": stores}
+    return {**said, "remotes": remotes, "failed": dict(sample.failed)}
 
 
 def _view(sample: TopSample, width: int) -> list[Text]:

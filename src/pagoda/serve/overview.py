@@ -168,23 +168,20 @@ def _by_reason(counts: Mapping[str, int], prefix: str, reasons: Iterable[Reason]
 
 def _local_tiers(stores: Sequence[StoreStats], totals: Mapping[str, int]) -> list[dict[str, object]]:
     """Return one row for each kind of tier that this machine has, from the top down."""
-    rows: list[dict[str, object]] = []
-    for kind in TIER_KINDS:
-        own = [store for store in stores if store.tier == kind]
-        if own:
-            rows.append(
-                {
-                    "kind": kind,
-                    "title": _TITLES[kind],
-                    "chunks": sum(store.gauges["ready"] for store in own),
-                    "used_bytes": sum(store.used_bytes for store in own),
-                    "size_bytes": sum(store.size_bytes for store in own),
-                    "hit_tokens": totals[f"hit_tokens_{kind}"],
-                    "address": "",
-                    "trouble": "",
-                }
-            )
-    return rows
+    return [
+        {
+            "kind": kind,
+            "title": _TITLES[kind],
+            "chunks": sum(store.gauges["ready"] for store in own),
+            "used_bytes": sum(store.used_bytes for store in own),
+            "size_bytes": sum(store.size_bytes for store in own),
+            "hit_tokens": totals[f"hit_tokens_{kind}"],
+            "address": "",
+            "trouble": "",
+        }
+        for kind in TIER_KINDS
+        if (own := [store for store in stores if store.tier == kind])
+    ]
 
 
 def _remote_tiers(remotes: Sequence[RemoteUsage], hit_tokens: int) -> list[dict[str, object]]:
@@ -224,28 +221,20 @@ def _saved(stores: Sequence[StoreStats], gpu_price: float | None) -> dict[str, o
             if unknown_tokens
             else "nothing has hit yet"
         )
-        return {
-            "engine_seconds": None,
-            "engine_words": remedy,
-            "first_token_seconds": None,
-            "first_token_words": remedy,
-            "money": None,
-            "money_words": remedy,
-        }
-    rest = (
-        f"; not {unknown_tokens:,} tokens of engines that do not report their speed" if unknown_tokens else ""
+        unknown = dict.fromkeys(("engine_seconds", "first_token_seconds", "money"))
+        return unknown | dict.fromkeys(("engine_words", "first_token_words", "money_words"), remedy)
+    rest = f"; not {unknown_tokens:,} tokens of engines that do not report their speed" * bool(unknown_tokens)
+    money_words = (
+        "start the server with --gpu-price" if gpu_price is None else f"at {gpu_price:g} an hour of an engine"
     )
     speed = f"{known_tokens:,} tokens at {known_tokens / compute_seconds:,.0f} tokens/s, as engines reported{rest}"
-    priced = gpu_price is not None
     return {
         "engine_seconds": compute_seconds,
         "engine_words": f"an estimate: {speed}",
         "first_token_seconds": compute_seconds - load_seconds,
         "first_token_words": "an estimate: the time to compute what hit, less the time it took to load",
         "money": compute_seconds / 3600 * gpu_price if gpu_price is not None else None,
-        "money_words": f"at {gpu_price:g} an hour of an engine"
-        if priced
-        else "start the server with --gpu-price",
+        "money_words": money_words,
     }
 
 

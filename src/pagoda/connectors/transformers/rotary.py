@@ -28,10 +28,8 @@ def rotary_of(model: Any, layout: KVLayout) -> RotaryMove:
     latents (MLA), positions that V depends on, an attention that takes no mask.
     """
     check_attention(model)
-    name, advice = (
-        type(model).__name__,
-        "leave out documents=, and only prefixes of its prompts are reused, exactly",
-    )
+    name = type(model).__name__
+    advice = "leave out documents=, and only prefixes of its prompts are reused, exactly"
     parts = [part for part in model.modules() if getattr(part, "inv_freq", None) is not None]
     if len(parts) != 1:
         raise ValueError(

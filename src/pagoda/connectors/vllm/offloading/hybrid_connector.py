@@ -76,11 +76,8 @@ class PagodaHybridConnector(OffloadingConnector):
 
     def wait_for_save(self) -> None:
         """End the measurement, and do what vLLM does."""
-        if (
-            (copies := self.worker.worker) is not None
-            and copies.prefills is not None
-            and not sys.exc_info()[1]
-        ):
+        copies = self.worker.worker
+        if copies is not None and copies.prefills is not None and not sys.exc_info()[1]:
             copies.prefills.end()
         super().wait_for_save()
 
@@ -100,14 +97,17 @@ class PagodaHybridConnector(OffloadingConnector):
     @property
     def engine_weights(self) -> EngineWeights:
         """Which weights the engine computes with."""
-        weights: EngineWeights = self.scheduler.manager.weights
-        return weights
+        return self._manager.weights
+
+    @property
+    def _manager(self) -> PagodaOffloadingManager:
+        manager: PagodaOffloadingManager = self.scheduler.manager
+        return manager
 
     def on_new_request(self, request: Any) -> None:
         """Remember the request."""
         super().on_new_request(request)
-        manager: PagodaOffloadingManager = self.scheduler.manager
-        manager.request_arrived(request)
+        self._manager.request_arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded; None once after each preemption.
@@ -137,8 +137,7 @@ class PagodaHybridConnector(OffloadingConnector):
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Log the prompt, for `pagoda explain`, and do what vLLM does."""
-        manager: PagodaOffloadingManager = self.scheduler.manager
-        manager.request_ended(request, self.scheduler.config.tokens_per_hash)
+        self._manager.request_ended(request, self.scheduler.config.tokens_per_hash)
         late, parameters = super().request_finished(request, block_ids)
         return late, parameters
 
@@ -149,9 +148,8 @@ class PagodaHybridConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' messages."""
         super().update_connector_output(connector_output)
-        manager: PagodaOffloadingManager = self.scheduler.manager
         for name in connector_output.failed_recving:
-            manager.load_failed(name)
+            self._manager.load_failed(name)
 
     def take_events(self) -> Iterable[Any]:
         """Return the KV events that wait for a step: none with vLLM's publisher over ZMQ, which gets them at once."""

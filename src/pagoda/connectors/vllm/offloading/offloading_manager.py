@@ -104,11 +104,9 @@ class PagodaOffloadingManager(OffloadingManager):
         """Return whether a chunk can be loaded; RETRY while the look-up runs. Never waits."""
         request = self._requests.get(req_context.req_id)
         allowed = req_context.load_tier_filter
-        if (
-            request is None
-            or not (request.loads and request.stores)
-            or not allowed.allows(Medium.CPU, Locality.LOCAL)
-        ):
+        if request is None or not (request.loads and request.stores):
+            return LookupResult.MISS
+        if not allowed.allows(Medium.CPU, Locality.LOCAL):
             return LookupResult.MISS
         group, position = self._place(key, req_context)
         lower = allowed.allows(Medium.STORAGE, Locality.LOCAL)
@@ -128,13 +126,13 @@ class PagodaOffloadingManager(OffloadingManager):
             if asked is None:  # vLLM must load only hits; otherwise the worker reports that the load failed
                 spec.lost = True
                 continue
-            before = spec.chunks[-1] if spec.chunks else None
-            chained = (
-                self._groups[asked.group].window is None
-                and before is not None
+            before, parent = spec.chunks[-1] if spec.chunks else None, None
+            if (
+                before is not None
                 and before.group == asked.group
-            )
-            parent = before.copy.key if before is not None and chained else None
+                and self._groups[asked.group].window is None
+            ):
+                parent = before.copy.key
             copy = ChunkRef(asked.key, asked.position, parent, asked.slot, asked.generation)
             spec.chunks.append(Placed(asked.group, copy))
         if self._events is not None:
