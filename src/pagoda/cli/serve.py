@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -97,7 +98,7 @@ def serve(
     if address is None and (tls_cert or token_file or allow_host):
         raise UsageError("--tls-cert, --token-file and --allow-host are for TCP: add --listen HOST:PORT")
     options = ServeOptions(
-        find_stores=_StoreFinder(directory, config),
+        find_stores=partial(_find_stores, directory, config),
         listen=address,
         token=read_token(token_file) if address else None,
         allow_hosts=allow_host or (),
@@ -127,34 +128,16 @@ def serve(
     return 0
 
 
-class _StoreFinder:
-    """Finds the stores that exist now; a directory that holds none yet may get one. Thread-safe."""
+def _find_stores(directory: Path | None, config: Path | None) -> Sequence[Path]:
+    """Return the stores that exist now; a directory that holds none yet may get one. Raises StoreError."""
+    from pagoda.errors import StoreError
 
-    def __init__(self, directory: Path | None, config: Path | None) -> None:
-        self._directory, self._config = directory, config
-        self._said: set[Path] = set()
-
-    def __call__(self) -> Sequence[Path]:
-        """Return the stores; log once of each that is not served. Raises StoreError."""
-        from pagoda.errors import StoreError
-        from pagoda.serve.served_stores import lossy_codec_of
-
-        try:
-            found = find_stores(self._directory, self._config)
-        except UsageError as error:
-            if self._directory is not None and self._directory.is_dir():
-                return []
-            raise StoreError(str(error)) from None
-        for store in found:
-            if store not in self._said and (lossy := lossy_codec_of(store)):
-                self._said.add(store)
-                logging.getLogger("pagoda.serve").warning(
-                    "%s is not served: its codec %s is lossy; of such engines only what is in host memory is served, "
-                    "under the keys of approximate KV",
-                    store,
-                    lossy,
-                )
-        return found
+    try:
+        return find_stores(directory, config)
+    except UsageError as error:
+        if directory is not None and directory.is_dir():
+            return []
+        raise StoreError(str(error)) from None
 
 
 def _peer_directory(config: Path | None, over_tcp: bool, advertise: str | None) -> PeerDirectory | None:
