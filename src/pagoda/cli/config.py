@@ -93,9 +93,7 @@ def import_lmcache(
     ] = 1,
     peers: Annotated[
         str | None,
-        Option(
-            metavar="URL,...", help="The pagoda serve of each neighbour, for enable_p2p: the file names none."
-        ),
+        Option(metavar="URL,...", help="The neighbours' pagoda serve, for enable_p2p: the file names none."),
     ] = None,
     force: Annotated[bool, Option("--force", help="Leave out what is not supported.")] = False,
     as_json: AsJson = False,

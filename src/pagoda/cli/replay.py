@@ -51,12 +51,7 @@ def replay(
     ] = None,
     engines: Annotated[
         int | None,
-        Option(
-            min=1,
-            max=10_000,
-            metavar="N",
-            help="Engines that compute; default: what the trace needs uncached.",
-        ),
+        Option(min=1, max=10_000, metavar="N", help="Engines; default: as many as the trace needs uncached."),
     ] = None,
     remote: Annotated[
         str | None, Option(metavar="SIZE", help="A remote tier below them, which all machines share.")

@@ -29,9 +29,7 @@ def serve(
     ] = None,
     token_file: Annotated[
         Path | None,
-        Option(
-            metavar="FILE", help="The token of TCP clients; default: PAGODA_SERVE_TOKEN, or a file made once."
-        ),
+        Option(metavar="FILE", help="Token of TCP clients; default: PAGODA_SERVE_TOKEN or a file made once."),
     ] = None,
     allow_host: Annotated[
         list[str] | None, Option(metavar="NAME", help="A further name that clients may call this machine by.")
@@ -42,9 +40,7 @@ def serve(
     read_only: Annotated[bool, Option("--read-only", help="Take no chunks and remove none.")] = False,
     host_size: Annotated[
         str | None,
-        Option(
-            metavar="SIZE", help="Make host stores of this size for chunks of layouts that have none here."
-        ),
+        Option(metavar="SIZE", help="Make host stores of this size for chunks whose layout has none here."),
     ] = None,
     tls_cert: Annotated[
         Path | None, Option(metavar="FILE", help="Certificate chain (PEM): serve https.")
@@ -52,19 +48,11 @@ def serve(
     tls_key: Annotated[Path | None, Option(metavar="FILE", help="Key of the certificate (PEM).")] = None,
     gpu_price: Annotated[
         float | None,
-        Option(
-            min=0,
-            max=1e6,
-            metavar="N",
-            help="Price of an hour of an engine's GPUs: the page shows the money saved.",
-        ),
+        Option(min=0, max=1e6, metavar="N", help="Price of an hour of an engine's GPUs, for what hits save."),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        Option(
-            metavar="PATH",
-            help="The model's tokenizer.json, or its directory: the page takes prompts as text.",
-        ),
+        Option(metavar="PATH", help="The model's tokenizer.json or its directory: prompts may be text then."),
     ] = None,
     as_json: AsJson = False,
     config: ConfigFile = None,

@@ -30,9 +30,9 @@ __all__ = ["Config", "ConfigOptions", "RemoteSpec", "WritePolicy", "defaults", "
 T = TypeVar("T")
 
 
-def _option(default: T, help: str) -> T:
-    """Return the dataclass field of an option, typed as the value that it stands for."""
-    return field(default=default, metadata={"help": help})
+def _option(default: T, help: str, secret: bool = False) -> T:
+    """Return the dataclass field of an option, typed as the value that it stands for; `secret`: it is never shown."""
+    return field(default=default, repr=not secret, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -67,26 +67,20 @@ class Config:
     disk_codec: DiskCodec = _option(  # noqa: RUF009  # a field, as all of them
         "raw", "Form of chunks on the disk: exact ('raw'), or smaller and approximate ('q8', 'q4')."
     )
-    remote: tuple[str, ...] = field(
-        default=(),
-        repr=False,  # passwords may stand in it
-        metadata={
-            "help": "Stores that many machines share, below the disk, top down: 'redis://HOST', 's3://BUCKET'."
-        },
+    remote: tuple[str, ...] = _option(
+        (),
+        "Stores that many machines share, below the disk, top down: 'redis://HOST', 's3://BUCKET'.",
+        secret=True,
     )
-    peers: tuple[str, ...] = field(
-        default=(),
-        repr=False,  # tokens may stand in it
-        metadata={
-            "help": "Neighbours whose chunks are read, never written: the 'http://HOST:7777' of each pagoda serve."
-        },
+    peers: tuple[str, ...] = _option(
+        (),
+        "Neighbours whose chunks are read, never written: the 'http://HOST:7777' of each pagoda serve.",
+        secret=True,
     )
-    lookup: str = field(
-        default="",
-        repr=False,  # a password may stand in it
-        metadata={
-            "help": "Where machines say which chunks they have: 'redis://HOST'; only those neighbours are asked."
-        },
+    lookup: str = _option(
+        "",
+        "Where machines say which chunks they have: 'redis://HOST'; only those neighbours are asked.",
+        secret=True,
     )
     weights_epoch: int = _option(
         0,

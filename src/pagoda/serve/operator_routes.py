@@ -98,7 +98,8 @@ class OperatorRoutes:
             name: folder.joinpath(name).read_bytes()
             for name in ("index.html", "page.css", "page.js", "icon.svg")
         }
-        self._form, self._form_policy = _login_form(self._files["page.css"].decode())
+        css = self._files["page.css"].decode()
+        self._form, self._form_policy = _login_form(folder.joinpath("login.html").read_text(), css)
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes; `/` and `/login` are open, and tell nothing without the token."""
@@ -249,19 +250,10 @@ def _token_in(body: bytes, is_form: bool) -> str:
     return token if isinstance(token, str) else ""
 
 
-def _login_form(css: str) -> tuple[bytes, str]:
+def _login_form(form: str, css: str) -> tuple[bytes, str]:
     """Return a page that needs no other file, because those need the token, and the policy that allows its style."""
     digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
-    html = f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>PagodaKV: log in</title><link rel="icon" href="data:,"><style>{css}</style></head>
-<body><header><h1>PagodaKV</h1></header><main><section class="wide"><form method="post" action="login">
-<p><label for="token">Token of this server</label></p>
-<p><input id="token" name="token" type="password" autocomplete="current-password" required autofocus></p>
-<p class="note">The file <code>~/.local/state/pagoda/serve-token</code> has it, unless the server was given another.</p>
-<p class="actions"><button class="primary">Log in</button></p></form></section></main></body></html>
-"""
     policy = _POLICY.replace("style-src 'self'", f"style-src 'sha256-{digest}'").replace(
         "img-src 'self'", "img-src data:"
     )
-    return html.encode(), policy
+    return form.replace("/* page.css */", css).encode(), policy

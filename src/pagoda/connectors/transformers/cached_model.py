@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from pagoda.blend import SelectionPolicy, as_documents, blend_setting, policy_named
@@ -74,9 +73,7 @@ class Prefix:
     def __enter__(self) -> Prefix:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.past_key_values = None
 
 
@@ -400,9 +397,7 @@ class CachedModel:
     def __enter__(self) -> CachedModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- loading
