@@ -22,11 +22,8 @@ from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, configure
 from pagoda.cli.text_tables import printable, table_lines, wrapped
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from rich.text import Text
 
-    from pagoda.config import RemoteSpec
     from pagoda.ledger.store_stats import StoreStats
     from pagoda.serve.overview import RemoteUsage
 
@@ -82,39 +79,24 @@ def _samples(
     directory: Path | None, config_file: Path | None, interval: float, once: bool
 ) -> Iterator[TopSample]:
     """Yield a sample now and every `interval` seconds. Raises UsageError if the directory has no store at first."""
-    from pagoda.threads import Pool, wait
+    from pagoda.serve.overview import LatelyAsked
 
     config, specs = configured(config_file), remotes_of(directory, config_file)
     policy = f"{config.policy}, {config.write_policy}"
-    remotes: list[RemoteUsage] = []
-    asked: Future[list[RemoteUsage]] | None = None
-    asked_at = -_ASK_SECONDS
-    pool = Pool(1, "pagoda-top")
+    remotes = LatelyAsked(lambda: [remote_usage(spec) for spec in specs], _ASK_SECONDS)
     before: TopSample | None = None
     directories = find_stores(directory, config_file)
-    try:
-        while True:
-            if specs and asked is None and time.monotonic() - asked_at >= _ASK_SECONDS:
-                asked, asked_at = pool.submit(_usages, specs), time.monotonic()
-            if asked is not None:
-                wait([asked], 60.0 if once else 0.2)  # so that most first samples have the answers
-                if asked.done():
-                    remotes, asked = asked.result(), None
-            sample = _sample(directories, remotes, before, policy)
-            yield sample
-            if once:
-                return
-            before = sample
-            time.sleep(interval)
-            directories = []
-            with suppress(UsageError):  # the directory may come back
-                directories = find_stores(directory, config_file)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _usages(specs: Sequence[RemoteSpec]) -> list[RemoteUsage]:
-    return [remote_usage(spec) for spec in specs]
+    while True:
+        patience = 60.0 if once else 0.2  # so that most first samples have the answers
+        sample = _sample(directories, remotes.known(patience) if specs else (), before, policy)
+        yield sample
+        if once:
+            return
+        before = sample
+        time.sleep(interval)
+        directories = []
+        with suppress(UsageError):  # the directory may come back
+            directories = find_stores(directory, config_file)
 
 
 def _sample(

@@ -48,6 +48,33 @@ class RemoteUsage(NamedTuple):
     warnings: Sequence[str] = ()  # about how it is set up
 
 
+class LatelyAsked:
+    """What remote tiers said last: the local stores do not wait for one that is slow or away. For one thread.
+
+    `ask` may wait; it runs on a thread of its own, once in `every_seconds` at most.
+    """
+
+    def __init__(self, ask: Callable[[], Sequence[RemoteUsage]], every_seconds: float) -> None:
+        self._ask, self._every_seconds = ask, every_seconds
+        self._said: Sequence[RemoteUsage] = ()
+        self._asked_at = float("-inf")
+        self._asking: threading.Thread | None = None
+
+    def known(self, patience_seconds: float) -> Sequence[RemoteUsage]:
+        """Return what was said; ask again if it is time, and wait a moment for the answer."""
+
+        def ask() -> None:
+            self._said = self._ask()
+
+        asks = self._asking is not None and self._asking.is_alive()
+        if not asks and time.monotonic() - self._asked_at > self._every_seconds:
+            self._asked_at = time.monotonic()
+            self._asking = threading.Thread(target=ask, name="pagoda-remotes", daemon=True)
+            if begin(self._asking):
+                self._asking.join(patience_seconds)
+        return self._said
+
+
 class Sample(TypedDict):
     """What happened between two moments, `seconds` apart, the later one at `time`."""
 
@@ -78,13 +105,10 @@ class Overview:
         tokenizer: bool = False,
     ) -> None:
         self._ledgers = ledgers
-        self._ask_remotes = remotes
+        self._remotes = LatelyAsked(remotes, _REMOTES_SECONDS)
         self._settings = settings
         self._gpu_price = gpu_price
         self._tokenizer = tokenizer
-        self._remotes: Sequence[RemoteUsage] = ()
-        self._asked_at = float("-inf")
-        self._asking: threading.Thread | None = None
         self._before: tuple[float, dict[Path, StoreStats]] | None = None
         self.history: deque[Sample] = deque(maxlen=MOST_SAMPLES)
 
@@ -97,7 +121,7 @@ class Overview:
                 stores.append(StoreStats.of(ledger, deadline.last()))
             except PagodaError as trouble:
                 troubles.append(str(trouble))
-        remotes = self._known_remotes()
+        remotes = self._remotes.known(_REMOTES_PATIENCE_SECONDS)
         totals = _totals(stores)
         shown = {name: totals[name] for name in ("lookups", "hits", "asked_tokens", "hit_tokens")}
         namespaces, pins = _namespaces(stores), _pins(stores)
@@ -120,20 +144,6 @@ class Overview:
             "tokenizer": self._tokenizer,
             "sample": self._sample(now, stores),
         }
-
-    def _known_remotes(self) -> Sequence[RemoteUsage]:
-        """Return what the remote tiers said last: the local stores do not wait for one that is slow or away."""
-
-        def ask() -> None:
-            self._remotes = self._ask_remotes()
-
-        asks = self._asking is not None and self._asking.is_alive()
-        if not asks and time.monotonic() - self._asked_at > _REMOTES_SECONDS:
-            self._asked_at = time.monotonic()
-            self._asking = threading.Thread(target=ask, name="pagoda-remotes", daemon=True)
-            if begin(self._asking):
-                self._asking.join(_REMOTES_PATIENCE_SECONDS)
-        return self._remotes
 
     def _sample(self, now: float, stores: Sequence[StoreStats]) -> Sample | None:
         """Return, and keep, what happened since the last call; a store that was not there then adds nothing."""
