@@ -30,12 +30,9 @@ def stats(
     config: ConfigFile = None,
 ) -> int:
     """Show what the stores hold, what hit, and what missed and why."""
-    from pagoda.ledger.store_stats import StoreStats
-
     if as_json and prometheus:
         raise UsageError("--json and --prometheus: choose one")
-    snapshots, broken = in_each(find_stores(directory, config), StoreStats.of)
-    found = [snapshot._replace(directory=store) for store, snapshot in snapshots.items()]
+    found, broken = snapshots(find_stores(directory, config))
     shared = [remote_usage(spec) for spec in remotes_of(directory, config)]
     if as_json:
         failures = [{"directory": str(store), "error": trouble} for store, trouble in broken.items()]
@@ -52,6 +49,14 @@ def stats(
         for text in (*troubles, *(warning for remote in shared for warning in remote.warnings)):
             printing.note(text)
     return FAILED if troubles else 0
+
+
+def snapshots(directories: Sequence[Path]) -> tuple[list[StoreStats], dict[Path, str]]:
+    """Return what the stores say of themselves, and what is wrong with those that cannot be read."""
+    from pagoda.ledger.store_stats import StoreStats
+
+    found, broken = in_each(directories, StoreStats.of)
+    return [snapshot._replace(directory=store) for store, snapshot in found.items()], broken
 
 
 def remote_usage(spec: RemoteSpec) -> RemoteUsage:

@@ -134,7 +134,7 @@ def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[P
         try:
             with attached(store) as ledger:
                 done[store] = work(ledger)
-        except PagodaError as trouble:
+        except (PagodaError, OSError) as trouble:
             broken[store] = str(trouble)
     return done, broken
 

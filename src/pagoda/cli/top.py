@@ -17,8 +17,8 @@ from typer import Option
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.remote_stores import remotes_of
-from pagoda.cli.stats import hit_rows, namespace_rows, remote_usage, store_names
-from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, configured, find_stores
+from pagoda.cli.stats import hit_rows, namespace_rows, remote_usage, snapshots, store_names
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores
 from pagoda.cli.text_tables import printable, table_lines, wrapped
 
 if TYPE_CHECKING:
@@ -102,17 +102,10 @@ def _samples(
 def _sample(
     directories: Sequence[Path], remotes: Sequence[RemoteUsage], before: TopSample | None, policy: str
 ) -> TopSample:
-    from pagoda.errors import PagodaError
-    from pagoda.ledger.store_stats import StoreStats
-
-    found, failed = [], {}
-    for store in directories:
-        try:
-            with attached(store) as ledger:
-                found.append(StoreStats.of(ledger)._replace(directory=store))
-        except (PagodaError, OSError) as trouble:
-            if store.exists():  # else it was removed meanwhile
-                failed[str(store)] = str(trouble)
+    found, broken = snapshots(directories)
+    failed = {
+        str(store): trouble for store, trouble in broken.items() if store.exists()
+    }  # others were removed
     now = time.monotonic()
     rates = _rates(found, before, now) if before is not None else {}
     return TopSample(now, found, failed, remotes, rates, policy)
