@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from pagoda.cli.hit_rate_plot import save_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from pagoda.quality.report import Judged
-    from pagoda.quality_bounds import Interval
+from pagoda.quality.report import Judged
+from pagoda.quality_bounds import Interval
 
 
 def save_png(path: Path, rows: Sequence[Judged], title: str) -> None:
     """Draw quality against cost: blending by time to first token, codecs by bytes. FailedError if it cannot be."""
-    from matplotlib.figure import Figure
-
     groups = {
         feature: [row for row in rows if row.result is not None and row.result.setting.feature == feature]
         for feature in ("blend", "codec")
@@ -73,8 +69,6 @@ def _computed(row: Judged) -> float:
 
 
 def _cost(row: Judged, by_time: bool) -> Interval:
-    from pagoda.quality_bounds import Interval
-
     return row.figures.ttft if by_time else Interval(row.figures.bytes, row.figures.bytes, row.figures.bytes)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -13,9 +14,8 @@ from pagoda.cli import UsageError, printing
 from pagoda.cli.replay_inputs import Trace
 from pagoda.cli.replay_tiers import print_tiers, specs_of
 from pagoda.cli.text_tables import RightAligned
-
-if TYPE_CHECKING:
-    from pagoda.replay import FleetOutcome, FleetSpec, Request, Traffic
+from pagoda.cli.trace_pool import TraceJob, TracePool
+from pagoda.replay import FleetOutcome, FleetSpec, Request, Traffic, simulate_fleet
 
 _RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT])bit(?:/s)?", re.IGNORECASE)
 _POWERS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -68,8 +68,6 @@ def link_of(text: str | None) -> float | None:
 
 def prices_of(file: Path | None) -> Mapping[str, StorePrices]:
     """Return the prices in a file, or the list prices of the package. Raises UsageError."""
-    from importlib.resources import files
-
     try:
         text = file.read_bytes() if file else (files("pagoda.replay") / "prices.toml").read_bytes()
         found = msgspec.toml.decode(text, type=dict[str, StorePrices])
@@ -84,8 +82,6 @@ def prices_of(file: Path | None) -> Mapping[str, StorePrices]:
 
 def fleet(requests: Sequence[Request], spec: FleetSpec) -> PolicyOutcome:
     """Simulate a fleet."""
-    from pagoda.replay import simulate_fleet
-
     policy = spec.own[0].policy if spec.own else spec.remote.policy
     return PolicyOutcome(policy, simulate_fleet(requests, spec))
 
@@ -101,9 +97,6 @@ def show(plan: FleetPlan, policies: Sequence[str], jobs: int | None, as_json: bo
 
 def _results(plan: FleetPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[PolicyOutcome]:
     """Simulate the fleet with each policy in the machines' own tiers."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool
-    from pagoda.replay import FleetSpec
-
     work = []
     for policy in policies if len(plan.sizes) > 1 else [plan.remote_policy]:
         *own, remote = specs_of(plan.trace, plan.sizes, plan.chunk_bytes, policy)

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from pagoda.cli import UsageError, printing
+from pagoda.cli.load_speeds import Speeds
 from pagoda.cli.replay_inputs import Cell, Trace, best
-
-if TYPE_CHECKING:
-    from pagoda.cli.load_speeds import Speeds
-    from pagoda.replay import Request, SimulatedOutcome, TierOutcome, TierSpec
-    from pagoda.replay.timed_replay import TimedOutcome
+from pagoda.cli.trace_pool import TraceJob, TracePool
+from pagoda.replay import (
+    Engines,
+    Request,
+    SimulatedOutcome,
+    Simulation,
+    TierOutcome,
+    TierSpec,
+    TimedOutcome,
+    TimedTier,
+    replay_timed,
+)  # fmt: skip
 
 _BUSY = 0.7  # the share of time that engines compute if their number is not given
 
@@ -37,8 +47,6 @@ def tiered(
 
     As in the cache itself (`worth_it`), what would load more slowly than it is computed is computed.
     """
-    from pagoda.replay import Simulation
-
     simulation = Simulation(specs)
     load = [speeds.load_seconds(spec.name, chunk_bytes) for spec in specs]
     saved, cold, seconds = 0, [], []
@@ -59,8 +67,6 @@ def loaded(
     requests: Sequence[Request], specs: Sequence[TierSpec], chunk_bytes: int, speeds: Speeds, engines: int
 ) -> TimedOutcome:
     """Replay in the time of the trace: prompts wait for engines, loads for loads, and writes have a bounded queue."""
-    from pagoda.replay.timed_replay import Engines, TimedTier, replay_timed
-
     assert speeds.prefill is not None
     tiers = [TimedTier(spec, 1e9 * speeds.gbps(spec.name)) for spec in specs]
     token_bytes = -(-chunk_bytes // requests[0].chunk_tokens)
@@ -69,8 +75,6 @@ def loaded(
 
 def specs_of(trace: Trace, sizes: dict[str, int], chunk_bytes: int, policy: str) -> list[TierSpec]:
     """Return the tiers to simulate. Raises UsageError for one that has no room for a chunk."""
-    from pagoda.replay import TierSpec
-
     for name, size in sizes.items():
         if size < chunk_bytes:
             raise UsageError(f"--{name} {printing.size(size)}: a chunk has {printing.size(chunk_bytes)}")
@@ -113,8 +117,6 @@ def show(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, as_json: b
 
 def _results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[ReplayResult]:
     """Simulate the tiers under each policy."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool
-
     trace, chunk_bytes, speeds = plan.trace, plan.chunk_bytes, plan.speeds
     specs = [specs_of(trace, plan.sizes, chunk_bytes, policy) for policy in policies]
     room = trace.room(sum(size // chunk_bytes for size in plan.sizes.values()))
@@ -190,8 +192,6 @@ def _load_as_json(plan: ReplayPlan, load: TimedOutcome) -> dict[str, object]:
 
 def _summary(seconds: Sequence[float]) -> dict[str, float]:
     """Return the mean and some percentiles."""
-    import numpy as np
-
     if not seconds:
         return {}
     found = dict(zip(("p50", "p90", "p99"), np.percentile(seconds, (50, 90, 99)).tolist(), strict=True))

@@ -15,17 +15,14 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from pagoda.cli import FailedError, printing
+from pagoda.replay.trace import Request
 from pagoda.threads import wait
-
-if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
-
-    from pagoda.replay.trace import Request
 
 R = TypeVar("R")
 _LOOK_SECONDS = 0.1  # between two looks at what has ended
