@@ -12,7 +12,7 @@ import base64
 import contextlib
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -20,7 +20,7 @@ from aiohttp import web
 
 from pagoda.errors import PagodaError
 from pagoda.ledger import Ledger
-from pagoda.serve.access import COOKIE, AccessRules, refusal
+from pagoda.serve.access import COOKIE, AccessRules, Handler, refusal
 from pagoda.serve.blocking_calls import BlockingCallPool
 from pagoda.serve.chunk_routes import small_body
 from pagoda.serve.live_feed import LiveFeed, TooManyReaders
@@ -45,7 +45,6 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Operation = Callable[[Mapping[str, object]], Mapping[str, object]]
 
 
@@ -121,7 +120,7 @@ class OperatorRoutes:
 
         app.on_shutdown.append(close)
 
-    def _own(self, handler: _Handler) -> _Handler:
+    def _own(self, handler: Handler) -> Handler:
         """Refuse a change that a browser sends for a page of another site."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -206,7 +205,7 @@ class OperatorRoutes:
     async def _refuse_change(self, _: web.Request) -> web.StreamResponse:
         return refusal(403, "read_only", "start the server without --read-only")
 
-    def _operating(self, operation: _Operation) -> _Handler:
+    def _operating(self, operation: _Operation) -> Handler:
         async def handle(request: web.Request) -> web.Response:
             if request.content_type != "application/json":
                 return refusal(415, "content_type", "send application/json")

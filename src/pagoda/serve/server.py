@@ -33,6 +33,7 @@ from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.serve import chunk_routes, metrics_routes
 from pagoda.serve.access import (
     AccessRules,
+    Handler,
     ServeLimits,
     break_connection,
     default_socket,
@@ -356,7 +357,7 @@ _log = RateLimitedLog()
 
 
 @web.middleware
-async def _in_time(request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
+async def _in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Note that the header has arrived, and send the answer: a client that does not read it is disconnected.
 
     A client that leaves in the middle is counted and no error.
@@ -364,7 +365,7 @@ async def _in_time(request: web.Request, handler: Callable[[web.Request], object
     if isinstance(request.protocol, _Connection):
         request.protocol.late_since = None
     try:
-        answer: web.StreamResponse = await handler(request)  # type: ignore[misc]
+        answer = await handler(request)
         if isinstance(answer, web.Response):  # the others were sent
             try:
                 async with asyncio.timeout(request.app[LIMITS].seconds(answer.content_length or 0)):
@@ -381,11 +382,10 @@ async def _in_time(request: web.Request, handler: Callable[[web.Request], object
 
 
 @web.middleware
-async def _failures(request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
+async def _failures(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer a request that fails with its reason."""
     try:
-        answer: web.StreamResponse = await handler(request)  # type: ignore[misc]
-        return answer
+        return await handler(request)
     except web.HTTPException as error:
         return _refused(error)
     except OverloadedError:

@@ -75,7 +75,8 @@ class LookupThreads:
 
     def __init__(self, cache: Cache, hash_tokens: int, salt: str, waits: bool = True) -> None:
         """Prepare; threads start later. `waits`: a pass over the waiting requests may wait a moment for answers."""
-        self._cache = cache
+        assert cache.slots is not None  # an engine without a host tier was refused
+        self._cache, self._slots = cache, cache.slots
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self._chunk_tokens = cache.layout.chunk_tokens
         self._salt = salt
@@ -157,14 +158,13 @@ class LookupThreads:
 
     def _log_prompt(self, tracked: TrackedRequest, chunks: int, tokens: int) -> None:
         self.extend_keys(tracked, chunks)
-        assert tracked.found is not None and self._cache.slots is not None
+        assert tracked.found is not None
         keys = tracked.keys[:chunks]
-        self._cache.slots.log_prompt(tracked.found.root, keys, list(tracked.request.all_token_ids[:tokens]))
+        self._slots.log_prompt(tracked.found.root, keys, list(tracked.request.all_token_ids[:tokens]))
 
     def root(self) -> bytes:
         """Return the root of the namespace of requests without an adapter and a salt. Waits for no tier."""
-        assert self._cache.slots is not None
-        return self._cache.slots.namespace(weights_version=self.version)
+        return self._slots.namespace(weights_version=self.version)
 
     def next_pass(self, brief: bool = False) -> None:
         """Begin a new pass over the waiting requests. `brief`: others are being answered meanwhile."""
@@ -222,11 +222,10 @@ class LookupThreads:
                 self._lines.warn(log, Reason.IO_ERROR, text)
                 return None
         salt, version = salt_of(self._salt, request.cache_salt), self.version
-        assert self._cache.slots is not None
-        root = self._cache.slots.namespace(lora, salt, version)
+        root = self._slots.namespace(lora, salt, version)
         keys = derive_keys(digests, root)
         if prompt is not None:
-            self._cache.slots.record_request(keys[: prompt // self._chunk_tokens], prompt)
+            self._slots.record_request(keys[: prompt // self._chunk_tokens], prompt)
         hit = self._cache.lookup(
             None, keys=keys, lora=lora, salt=salt, weights_version=version, counted=False
         )
