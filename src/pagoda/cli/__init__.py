@@ -27,6 +27,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import cast
 
 from pagoda.cli.text_tables import printable
@@ -40,6 +41,12 @@ class UsageError(Exception):
 
 class FailedError(Exception):
     """A command could not do its work; the message is the one line that is shown."""
+
+
+def require_transformers(what: str) -> None:
+    """Raise UsageError if a command needs Transformers, or torch, and it is not installed."""
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        raise UsageError(f"{what} needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'")
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -93,9 +93,7 @@ def _described(roots: dict[bytes, NamespaceRow], model: str | None, prefix: str 
 
 def _question(what: str, directories: list[Path], remotes: Sequence[RemoteSpec]) -> str:
     others = ", ".join(spec.redacted for spec in remotes)
-    return (
-        f"Clear {what} in {len(directories)} store(s){f' and, for all machines, in {others}' if others else ''}?"
-    )
+    return f"Clear {what} in {len(directories)} store(s){f' and, for all machines, in {others}' if others else ''}?"
 
 
 def _forget(ledger: Ledger, roots: list[bytes] | None) -> int:

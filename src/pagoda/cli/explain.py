@@ -52,7 +52,7 @@ def explain(
 ) -> int:
     """Say how many leading tokens of a prompt each tier would serve, why not more, and which token differs."""
     ids, served = read_prompt(tokens, text, messages, tokenizer, url, api_key_file)
-    from pagoda.cli.prompt_coverage import explanation, neighbours_of, prompt_of
+    from pagoda.cli.prompt_coverage import explanations, neighbours_of, prompt_of
 
     # top down
     specs = [*neighbours_of(directory, stores.configured(config)), *remotes_of(directory, config)]
@@ -66,8 +66,7 @@ def explain(
             model = served  # that the server serves
         elif model is None and served is not None and prompt.known:
             printing.note(f"nothing is stored of the server's model, {served}: here is what others have")
-        found = [explanation(prompt, root) for root in stores.chosen(prompt.known, model, namespace)]
-    found.sort(key=lambda one: -one.answers[-1].num_tokens)  # the best namespace first
+        found = explanations(prompt, stores.chosen(prompt.known, model, namespace))
     if as_json:
         rows = [answer._asdict() for one in found for answer in one.answers]
         near = [one.nearest_row() for one in found if one.nearest is not None]

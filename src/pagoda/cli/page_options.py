@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pagoda.cli import UsageError
 from pagoda.cli.explain import in_words
-from pagoda.cli.prompt_coverage import explanation, neighbours_of, prompt_of
+from pagoda.cli.prompt_coverage import explanations, neighbours_of, prompt_of
 from pagoda.cli.prompt_source import text_tokenizer
 from pagoda.cli.remote_check import pinged
 from pagoda.cli.remote_stores import remotes_of
@@ -42,8 +42,6 @@ def page_options(
     def explain(tokens: TokenIds, stores: Sequence[Ledger]) -> Sequence[Mapping[str, object]]:
         there = [one for one, asked in zip(neighbours, pinged(neighbours), strict=True) if not asked.trouble]
         prompt = prompt_of(tokens, stores, [*there, *specs], config)
-        found = [explanation(prompt, root) for root in prompt.known]
-        found.sort(key=lambda one: -one.answers[-1].num_tokens)  # the best namespace first
         return [
             {
                 "namespace": one.namespace.hex(),
@@ -54,7 +52,7 @@ def page_options(
                     for answer in one.answers
                 ],
             }
-            for one in found[:_MOST_NAMESPACES]
+            for one in explanations(prompt, prompt.known)[:_MOST_NAMESPACES]
         ]
 
     def remotes() -> Sequence[RemoteUsage]:

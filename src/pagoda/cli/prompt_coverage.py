@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -134,10 +134,14 @@ def prompt_of(
     return Prompt(ids, tiers, remotes, known, sizes, keys, config.min_hit_tokens, worth, logged)
 
 
-def explanation(prompt: Prompt, root: bytes) -> PromptExplanation:
-    """Return all there is to say of a prompt under one namespace. Changes nothing."""
-    said = answers(prompt, root)
-    return PromptExplanation(root, prompt.chunk_tokens[root], said, nearest(prompt, root, said[-1]))
+def explanations(prompt: Prompt, roots: Iterable[bytes]) -> list[PromptExplanation]:
+    """Return all there is to say of a prompt under these namespaces, the best first. Changes nothing."""
+    found = []
+    for root in roots:
+        said = answers(prompt, root)
+        near = nearest(prompt, root, said[-1])
+        found.append(PromptExplanation(root, prompt.chunk_tokens[root], said, near))
+    return sorted(found, key=lambda one: -one.answers[-1].num_tokens)
 
 
 def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Argument, Option
 
-from pagoda.cli import FAILED, INTERRUPTED, FailedError, UsageError, printing
+from pagoda.cli import FAILED, INTERRUPTED, FailedError, UsageError, printing, require_transformers
 from pagoda.cli.stores import AsJson, ConfigFile, configured
 
 if TYPE_CHECKING:
@@ -83,11 +82,7 @@ def quality(
 
     They start only with a passing verdict for the model. Exit code 1: no setting passes.
     """
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"pagoda quality needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'"
-        )
+    require_transformers("pagoda quality")
     from pagoda.quality import measure_quality
     from pagoda.quality.write_verdict import check_names, check_place
     from pagoda.quality_verdict import default_directory

@@ -11,7 +11,7 @@ from typer import Option
 from pagoda.cli import UsageError, printing, replay_inputs
 from pagoda.cli.load_speeds import speeds_of
 from pagoda.cli.replay_inputs import OPTIMUM, Cell, Trace, best, simulated
-from pagoda.cli.stores import AsJson, ConfigFile, Wide
+from pagoda.cli.stores import AsJson, ConfigFile, Wide, given_bytes
 
 Speed: TypeAlias = Annotated[
     float | None, Option(min=1e-3, metavar="GB/S", help="How fast chunks are loaded from there.")
@@ -97,7 +97,7 @@ def replay(
     found = replay_inputs.trace_of(trace)
     chunk_bytes = replay_inputs.chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
     if tiers:
-        sizes = {name: replay_inputs.bytes_of(f"--{name}", size) for name, size in tiers.items()}
+        sizes = {name: given_bytes(f"--{name}", size) for name, size in tiers.items()}
         if remote is not None:
             from pagoda.cli import replay_fleet
             from pagoda.replay import ROUTES, WRITE_POLICIES

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 from typer import Argument, Option
 
 from pagoda.cli import UsageError
-from pagoda.cli.stores import configured, given_size
+from pagoda.cli.stores import configured
 from pagoda.config.did_you_mean import did_you_mean
 
 if TYPE_CHECKING:
@@ -156,14 +156,6 @@ def chunk_bytes_of(trace: Trace, model: str | None, token_bytes: int | None, dty
         except ValueError as trouble:
             raise UsageError(f"--kv-dtype {dtype}: {trouble}") from None
     return -(-trace.chunk_tokens * token_bytes // _PAGE) * _PAGE
-
-
-def bytes_of(option: str, text: str) -> int:
-    """Return a size in bytes, more than none. Raises UsageError."""
-    size = given_size(option, text)
-    if not isinstance(size, int) or not size:
-        raise UsageError(f"{option} {text}: a size such as 64GiB is needed")
-    return size
 
 
 def simulated(requests: Sequence[Request], policy: str, chunks: int) -> Cell:
