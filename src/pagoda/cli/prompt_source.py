@@ -90,11 +90,8 @@ def _read_messages(source: str) -> Json:
         raise UsageError(f"--messages {source}: not JSON: {trouble}") from None
     asked = found if isinstance(found, dict) else {"messages": found}
     listed = asked.get("messages")
-    if (
-        not isinstance(listed, list)
-        or not listed
-        or not all(isinstance(one, dict) and "role" in one for one in listed)
-    ):
+    right = isinstance(listed, list) and all(isinstance(one, dict) and "role" in one for one in listed)
+    if not right or not listed:
         raise UsageError(
             f'--messages {source}: not chat messages: a list of {{"role": ..., "content": ...}}, or a request with it'
         )

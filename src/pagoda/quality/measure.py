@@ -151,11 +151,8 @@ class _Runner:
         import torch
 
         ids = torch.tensor([list(tokens)], device=self._device)
-        keep = (
-            {}
-            if all_logits or not getattr(self._model, "_supports_logits_to_keep", bool)()
-            else {"logits_to_keep": 1}
-        )
+        last = not all_logits and getattr(self._model, "_supports_logits_to_keep", bool)()
+        keep = {"logits_to_keep": 1} if last else {}
         out = self._model(input_ids=ids, past_key_values=kv, use_cache=True, **keep)
         return cast("torch.Tensor", out.logits[0] if all_logits else out.logits[0, -1:])
 

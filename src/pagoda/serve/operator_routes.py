@@ -127,9 +127,8 @@ class OperatorRoutes:
             headers = request.headers
             origin, host = headers.get("Origin"), headers.get("Host", "")
             from_here = origin is None or origin.partition("://")[2] == host
-            if request.method == "POST" and not (
-                from_here and headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none")
-            ):
+            from_here &= headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none")
+            if request.method == "POST" and not from_here:
                 return refusal(403, "other_site", "use the page of this server")
             return await handler(request)
 
@@ -191,11 +190,9 @@ class OperatorRoutes:
         if cookie is None:
             wrong = "this is not the token, or there were too many wrong ones: wait a while"
             return self._login_page(wrong) if is_form else refusal(401, "token", wrong)
-        response = (
-            web.Response(status=303, headers={"Location": "/"})
-            if is_form
-            else web.json_response({"ok": True})
-        )
+        response = web.json_response({"ok": True})
+        if is_form:
+            response = web.Response(status=303, headers={"Location": "/"})
         response.set_cookie(
             COOKIE, cookie, max_age=_COOKIE_SECONDS, httponly=True, samesite="Strict", secure=request.secure
         )

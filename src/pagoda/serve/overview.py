@@ -219,9 +219,8 @@ def _saved(stores: Sequence[StoreStats], gpu_price: float | None) -> dict[str, o
         count = store.counters
         if count["prefill_tokens"] and count["prefill_microseconds"]:
             known_tokens += count["hit_tokens"]
-            compute_seconds += (
-                count["hit_tokens"] * count["prefill_microseconds"] / 1e6 / count["prefill_tokens"]
-            )
+            token_seconds = count["prefill_microseconds"] / 1e6 / count["prefill_tokens"]
+            compute_seconds += count["hit_tokens"] * token_seconds
             load_seconds += sum(count[f"load_microseconds_{kind}"] for kind in TIER_KINDS) / 1e6
         else:
             unknown_tokens += count["hit_tokens"]

@@ -344,10 +344,8 @@ class Connections:
                 assert isinstance(connection, _Connection)
                 if connection.late_since is None and connection.wire.is_closing():
                     connection.late_since = now
-                if (
-                    connection.late_since is not None
-                    and connection.late_since < now - self.limits.header_seconds
-                ):
+                since = connection.late_since
+                if since is not None and since < now - self.limits.header_seconds:
                     connection.end()
 
 

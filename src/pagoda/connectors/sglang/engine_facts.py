@@ -182,8 +182,5 @@ def _adapters(listed: Any) -> str:
             raise ConfigError(
                 f"--lora-paths: {path}: its files cannot be read here, so its KV cannot be named"
             )
-    return (
-        blake3(json.dumps(found).encode(), derive_key_context="PagodaKV adapters").hexdigest(16)
-        if found
-        else ""
-    )
+    named = blake3(json.dumps(found).encode(), derive_key_context="PagodaKV adapters").hexdigest(16)
+    return named if found else ""

@@ -27,10 +27,8 @@ log = guarded_logger("pagoda.sglang")
 T = TypeVar("T")
 
 _MOST_LOOKS = 256  # at windows of a pool in one question
-_REPLICATED = (
-    "MLATokenToKVPoolHost",
-    "DSAIndexerPoolHost",
-)  # pools of which all tensor-parallel ranks hold the same
+# pools of which all tensor-parallel ranks hold the same
+_REPLICATED = ("MLATokenToKVPoolHost", "DSAIndexerPoolHost")
 
 
 class _Pool(NamedTuple):

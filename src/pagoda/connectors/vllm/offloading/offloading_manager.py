@@ -127,11 +127,8 @@ class PagodaOffloadingManager(OffloadingManager):
                 spec.lost = True
                 continue
             before, parent = spec.chunks[-1] if spec.chunks else None, None
-            if (
-                before is not None
-                and before.group == asked.group
-                and self._groups[asked.group].window is None
-            ):
+            chained = self._groups[asked.group].window is None
+            if chained and before is not None and before.group == asked.group:
                 parent = before.copy.key
             copy = ChunkRef(asked.key, asked.position, parent, asked.slot, asked.generation)
             spec.chunks.append(Placed(asked.group, copy))
