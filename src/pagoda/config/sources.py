@@ -66,13 +66,13 @@ def load(
     variables = _environment(environ)
     given = {**_file(_find_file(file, environ)), **variables, **options, **arguments}
     origins = {name: given[name][1] if name in given else DEFAULT for name in option_names()}
-    kinds = {option.name: str(option.type) for option in fields(Config) if option.name in given}
-    values = {name: _converted(name, kind, *given[name]) for name, kind in kinds.items()}
-    for name, value in values.items():
+    named = [option for option in fields(Config) if option.name in given]
+    values = {one.name: _converted(one.name, str(one.type), *given[one.name]) for one in named}
+    for option in named:
         try:
-            checked(name, value)
+            checked(option, values[option.name])
         except ConfigError as trouble:
-            raise ConfigError(f"{trouble} ({origins[name]})") from None
+            raise ConfigError(f"{trouble} ({origins[option.name]})") from None
     return Loaded(Config(**values), origins)  # type: ignore[arg-type]
 
 
