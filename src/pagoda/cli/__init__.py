@@ -16,8 +16,7 @@ what), 130 interrupted.
     record, replay, size   traces: `replay_inputs`, `replay_tiers`, `replay_fleet`, `hit_rate_plot`,
                            `trace_pool`, `model_sizes`
     demo                   three processes, one text
-    stores, remote_stores  which stores and remote tiers a command is about
-    remote_check           whether remote tiers answer, and how they are set up
+    stores, remote_stores  which stores and remote tiers a command is about, and whether the latter answer
     printing, text_tables  how commands print
 """
 

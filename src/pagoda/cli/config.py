@@ -51,7 +51,7 @@ def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
 @app.command()
 def check(file: File = None, as_json: AsJson = False) -> int:
     """Check the configuration, whether its places can be used and whether remote tiers answer."""
-    from pagoda.cli.remote_check import pinged
+    from pagoda.cli.remote_stores import pinged
 
     config = configured(file)
     asked = pinged([spec for specs in _servers(config).values() for spec in specs])

@@ -10,8 +10,7 @@ from typer import Option
 
 from pagoda.cli import FAILED, printing, stores
 from pagoda.cli.prompt_source import read_prompt
-from pagoda.cli.remote_check import pinged
-from pagoda.cli.remote_stores import remotes_of
+from pagoda.cli.remote_stores import pinged, remotes_of
 
 if TYPE_CHECKING:
     from pagoda.cli.prompt_coverage import PromptExplanation, TierAnswer

@@ -13,8 +13,7 @@ from pagoda.cli import UsageError
 from pagoda.cli.explain import in_words
 from pagoda.cli.prompt_coverage import explanations, neighbours_of, prompt_of
 from pagoda.cli.prompt_source import text_tokenizer
-from pagoda.cli.remote_check import pinged
-from pagoda.cli.remote_stores import remotes_of
+from pagoda.cli.remote_stores import pinged, remotes_of
 from pagoda.cli.stats import remote_usage
 from pagoda.cli.stores import configured
 from pagoda.keys import TokenIds

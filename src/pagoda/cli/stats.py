@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -9,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from pagoda.cli import FAILED, UsageError, printing
-from pagoda.cli.remote_check import worded
-from pagoda.cli.remote_stores import Unanswered, remotes_of, usage
+from pagoda.cli.remote_stores import Unanswered, ask, patience, remotes_of, worded
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, Wide, find_stores, in_each, label
 from pagoda.metrics import TIER_KINDS
 
@@ -64,7 +64,7 @@ def remote_usage(spec: RemoteSpec) -> RemoteUsage:
     from pagoda.serve.overview import RemoteUsage
 
     try:
-        found = usage(spec)
+        found = ask(spec, lambda link: link.usage(time.monotonic() + patience(spec)))
     except Unanswered as trouble:
         return RemoteUsage(spec.name, spec.redacted, None, None, str(trouble))
     warnings = [worded(spec, text) for text in found.warnings]
