@@ -28,8 +28,6 @@ from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Refused, Reserved
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
-__all__ = ["PagodaScheduler"]
-
 log = guarded_logger("pagoda.vllm")
 
 # waited for all reserves of one step together; the second while the engine computes answers, whose readers notice
