@@ -76,6 +76,5 @@ class MediaNames:
 
 @lru_cache(4096)
 def _is_digest(identifier: str) -> bool:
-    return (
-        _DIGEST.fullmatch(identifier.rpartition(":")[2]) is not None
-    )  # an adapter's name may be before a colon
+    # an adapter's name may be before a colon
+    return _DIGEST.fullmatch(identifier.rpartition(":")[2]) is not None

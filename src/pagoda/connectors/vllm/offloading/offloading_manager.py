@@ -98,9 +98,8 @@ class PagodaOffloadingManager(OffloadingManager):
         self._form: VLLMEventForm
         self._refused = 0
         self._failed = 0
-        self._stuck = (
-            False  # a request has waited for slots in vain in this step: whoever has the lock may be stopped
-        )
+        # a request has waited for slots in vain in this step: the process that has the lock may be stopped
+        self._stuck = False
         self._closed = False
 
     # ---- what is stored
