@@ -47,6 +47,7 @@ from pagoda.replay import read_trace
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from tests.cache.kit import config_of, wait_until
 from tests.ledger.support import gate_taken
+from tests.thread_limits import no_threads
 from tests.vllm import models
 
 BLOCK, CHUNK, PAGE, BLOCKS = 4, 16, 2048, 256
@@ -318,6 +319,41 @@ def test_who_can_get_nothing_does_not_wait_for_a_look_up(halves: Halves) -> None
         go_on.set()
     assert [each.result() for each in busy] == [True, True]
     assert halves.asked(long, 2 * CHUNK) == 0
+
+
+@pytest.mark.parametrize("local", [0, 2 * CHUNK])
+def test_requests_go_on_where_no_thread_can_be_started(halves: Halves, local: int) -> None:
+    """Nothing will ever answer a look-up; nothing of the prompt, or all of it, is in the engine's own cache."""
+    with no_threads():
+        request = halves.request(tokens(2.1), "waits")
+        assert halves.scheduler.matched(request, local) == (0, False)
+        assert halves.scheduler.matched(request, local) == (0, False)
+    request = halves.request(tokens(2.1), "next")
+    assert halves.asked(request, local) == 0
+
+
+def test_look_ups_that_hang_keep_no_request(halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of adapters does not answer: its requests wait a while, and those after them not at all."""
+    monkeypatch.setattr(lookups, "LONGEST_SECONDS", 0.1)
+    go_on = threading.Event()
+    monkeypatch.setattr(lookups, "lora_name", lambda _: go_on.wait(60.0) and "an-adapter")
+    adapter = LoRARequest("an-adapter", 1, "/not/there")
+    try:
+        for number in range(lookups._MOST + 8):  # clients that do not wait
+            halves.scheduler.finished(
+                halves.request(tokens(2.1, number), f"adapter {number}", lora_request=adapter)
+            )
+        assert halves.asked(halves.request(tokens(2.1), "waits", lora_request=adapter)) == 0
+        later = halves.request(tokens(2.1), "later")
+        assert halves.scheduler.matched(later, 0) == (0, False)
+        meta = halves.step(list(range(9)), later=2 * CHUNK)
+        assert not meta.saves
+        halves.scheduler.finished(later)
+    finally:
+        go_on.set()
+    halves.scheduler._lookups._threads.join(30.0)
+    halves.stored(tokens(2), "stored", list(range(8)))
+    assert halves.asked(halves.request(tokens(2.1), "hits")) == 2 * CHUNK
 
 
 def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:

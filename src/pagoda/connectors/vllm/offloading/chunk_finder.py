@@ -23,18 +23,6 @@ from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import Generations, Slots
 from pagoda.metrics import Reason
 
-__all__ = [
-    "AskedChunk",
-    "ChunkFinder",
-    "ChunkState",
-    "FoundChunk",
-    "Group",
-    "HeldSlots",
-    "HostPlace",
-    "all_found",
-    "by_group",
-]
-
 _HELD_SHARE = 2  # at most half of the slots are held at a time
 _WINDOW_SHARE = 4  # a quarter of those, or one window of each group, is for windows: without them no run hits
 _PIECE, _PIECE_BYTES = 16, 64 << 20  # loaded together: all of a piece are reported when the last has arrived

@@ -22,8 +22,6 @@ from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool
 
-__all__ = ["LookupTable"]
-
 log = guarded_logger("pagoda.vllm")
 
 _MISS_SECONDS = 1.0  # how long a miss is valid for requests that have not seen it
@@ -66,14 +64,19 @@ class LookupTable:
 
     # ---- asking
 
-    def look(self, name: bytes, group: int, position: int, request: str, lower: bool) -> ChunkState:
-        """Return what is known of a chunk; if nothing is known, add it to the next question."""
+    def look(
+        self, name: bytes, digest: bytes, group: int, position: int, request: str, lower: bool
+    ) -> ChunkState:
+        """Return what is known of a chunk; if nothing is known, add it to the next question.
+
+        `digest`: what its key is made of.
+        """
         self._drain()
         self._verify()
         now = time.monotonic()
         asked = self._known.get(name)
         if asked is None or (asked.state is ChunkState.MISSED and self._again(asked, request, lower, now)):
-            key = derive_keys([name], self.root)[0]
+            key = derive_keys([digest], self.root)[0]
             users = set() if asked is None else asked.users
             asked = AskedChunk(
                 name, key, group, position, self.version, lower, since=now, seen=now, users=users
