@@ -58,7 +58,7 @@ class MediaNames:
         """Return how many tokens of a request are before its first item without a name by content; None: all are."""
         if not request.mm_features:
             return None
-        at = [
+        at: list[int] = [
             item.mm_position.offset
             for item in request.mm_features
             if not (self._hashed and _is_digest(item.identifier))
