@@ -77,7 +77,8 @@ def ls(
 ) -> int:
     """List the chunks that are stored, latest used first; of remote tiers only how many there are."""
     known: dict[bytes, NamespaceRow] = {}
-    listed = _listed(find_stores(directory, config), model, namespace, known)
+    broken: dict[str, str] = {}
+    listed = _listed(find_stores(directory, config), model, namespace, known, broken)
     totals: list[Total] = []
     found: list[Listed] = []
     number = 0
@@ -85,7 +86,8 @@ def ls(
         totals = _totals(listed)
     else:
         found, number = _latest(listed, limit)
-    counts, broken = censuses(remotes_of(directory, config), known)
+    counts, silent = censuses(remotes_of(directory, config), known)
+    broken |= silent
     if not broken:  # a tier that does not answer may know more
         refuse_unknown(known, model, namespace)
     wanted = chosen(known, model, namespace)
@@ -114,20 +116,24 @@ def ls(
 
 
 def _listed(
-    stores: list[Path], model: str | None, prefix: str | None, known: dict[bytes, NamespaceRow]
-) -> Iterator[Listed]:
-    """Yield the chunks asked for, store by store; `known` gathers every namespace met."""
+    stores: list[Path], model: str | None, prefix: str | None, known: dict[bytes, NamespaceRow], broken: dict[str, str]
+) -> Iterator[Listed]:  # fmt: skip
+    """Yield the chunks asked for, store by store; `known` gets every namespace met, `broken` what cannot be listed."""
+    from pagoda.errors import PagodaError
     from pagoda.ledger import admin
 
     for store in stores:
-        with attached(store) as ledger:
-            namespaces = admin.list_namespaces(ledger)
-            known.update(namespaces)
-            wanted = chosen(namespaces, model, prefix)
-            everything = model is None and prefix is None
-            for row in admin.list_chunks(ledger):
-                if everything or row.namespace_root in wanted:
-                    yield Listed(ledger.tier, ledger.slot_bytes, namespaces.get(row.namespace_root), row)
+        try:
+            with attached(store) as ledger:
+                namespaces = admin.list_namespaces(ledger)
+                known.update(namespaces)
+                wanted = chosen(namespaces, model, prefix)
+                everything = model is None and prefix is None
+                for row in admin.list_chunks(ledger):
+                    if everything or row.namespace_root in wanted:
+                        yield Listed(ledger.tier, ledger.slot_bytes, namespaces.get(row.namespace_root), row)
+        except PagodaError as trouble:
+            broken[str(store)] = str(trouble)
 
 
 def _latest(listed: Iterator[Listed], limit: int) -> tuple[list[Listed], int]:

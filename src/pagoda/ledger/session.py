@@ -70,7 +70,7 @@ class Session:
         self.member = 0
         self.closed = False
         # its directory is another store's by now: no file of it is opened by path again
-        self._lost = self._told = False
+        self.lost = self._told = False
         self._damaged = False  # its tables; this was logged
         self._counters = map_counters(store.directory / COUNTERS_FILE)
         self._row = np.zeros(WIDTH, np.uint64).data  # of a member: its row of the mapped counters
@@ -101,7 +101,7 @@ class Session:
         """
         step = self._free if frees else self._transact
         try:
-            if self._lost:
+            if self.lost:
                 self.require_store()
             transaction, result = self.gate.run(partial(step, work), deadline_seconds, exclusive=True)
         except Exception as error:
@@ -177,7 +177,7 @@ class Session:
         """Run `work` as one read transaction. UnavailableError if it cannot be run."""
         until = time.monotonic() + deadline_seconds
         try:
-            if self._lost:
+            if self.lost:
                 self.require_store()
             found = self.gate.run(partial(self._look, work), deadline_seconds)
             if not found:  # the first call after a fork: become a new member
@@ -378,12 +378,12 @@ class Session:
 
     def is_at(self, locks: Path) -> bool:
         """Whether this is the session of the store with that lock file, and still usable."""
-        return not self.closed and not self._lost and self.store.locks.is_at(locks)
+        return not self.closed and not self.lost and self.store.locks.is_at(locks)
 
     def require_store(self) -> None:
         """Raise StoreError if the directory is no longer this store's, now or at an earlier call; logged once."""
-        self._lost = self._lost or not self.store.is_current()
-        if not self._lost:
+        self.lost = self.lost or not self.store.is_current()
+        if not self.lost:
             return
         if not self._told:
             self._told = True
@@ -518,7 +518,7 @@ class Session:
             try:
                 self.store = reopen_store(self.store)
             except (StoreError, OSError):
-                self._lost = True
+                self.lost = True
 
 
 def _do_late(work: Callable[[Transaction], object], transaction: Transaction) -> None:

@@ -33,7 +33,8 @@ LONGEST_SECONDS = 5.0  # a look-up that takes longer is a miss
 class LookupAnswer(NamedTuple):
     """The answer of a look-up."""
 
-    root: bytes  # of the request's namespace
+    root: bytes  # of the request's namespace ...
+    present: bytes  # ... and what `LookupThreads.root` was then
     lora: str | None
     salt: str | None
     version: str
@@ -245,6 +246,7 @@ class LookupThreads:
                 return None
         salt, version = salt_of(self._salt, request.cache_salt), self.version
         assert self._cache.slots is not None
+        present = self._cache.slots.namespace(weights_version=version)  # before the next line
         root = self._cache.slots.namespace(lora, salt, version)
         keys = derive_keys(digests, root)
         if prompt is not None:
@@ -252,7 +254,7 @@ class LookupThreads:
         hit = self._cache.lookup(
             None, keys=keys, lora=lora, salt=salt, weights_version=version, counted=False
         )
-        return LookupAnswer(root, lora, salt, version, hashes, last, hit, time.monotonic())
+        return LookupAnswer(root, present, lora, salt, version, hashes, last, hit, time.monotonic())
 
     def _digests(self, request: Any, begin: int, hashes: int) -> list[bytes]:
         """Return what names the whole prefix up to the end of each chunk from number `begin` on: the engine's hash."""

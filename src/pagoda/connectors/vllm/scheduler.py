@@ -111,8 +111,8 @@ class PagodaScheduler:
             facts = BlockFacts(self._chunk_tokens, self._block_tokens, *self._kv_kind)
             self._form = VLLMEventForm({0: facts}, self._hash_tokens)
             keeps, ledgers = self._options.config.prompt_log, self._slots.ledgers
-            root = self._lookups.root()
-            self._events = StoredEvents(ledgers, root, {0: facts}, self._form, self._outlet, keeps)
+            present = self._lookups.root
+            self._events = StoredEvents(ledgers, present, {0: facts}, self._form, self._outlet, keeps)
             if self._loads_any:  # else the tiers save this engine no work: it only leaves notes for others
                 self._events.start()
 
@@ -233,7 +233,8 @@ class PagodaScheduler:
         self._loading[request.request_id] = set(keys[first:])
         found = tracked.found
         if self._events is not None:
-            self._events.found(self._notes(request, found.root), found.root, first, keys[first:])
+            make = self._notes(request, found.root)
+            self._events.found(make, found.root, found.present, first, keys[first:])
         load = Load(request.request_id, keys, first, table, found.lora, found.salt, found.version)
         self._loads.append(load)
 
@@ -370,8 +371,9 @@ class PagodaScheduler:
         )
         self._patience -= time.monotonic() - began
         if self._events is not None:
-            root = tracked.found.root
-            self._events.note(self._notes(tracked.request, root), root, first, outcomes)
+            found = tracked.found
+            make = self._notes(tracked.request, found.root)
+            self._events.note(make, found.root, found.present, first, outcomes)
         refused = {n: one.reason for n, one in enumerate(outcomes, first) if isinstance(one, Refused)}
         tracked.saved = min(refused, default=done)
         if refused.get(tracked.saved) is Reason.LEDGER_BUSY:
@@ -407,9 +409,9 @@ class PagodaScheduler:
     def _take_version(self, version: str, fresh: bool) -> None:
         """Use the chunks of other weights from now on; see EngineWeights."""
         if self._cache is not None:
-            self._lookups.version = version
-            if self._events is not None:
-                self._events.renew(self._lookups.root())
+            self._lookups.version = (
+                version  # what was told of the version before, the events' thread takes back
+            )
         present = list(self._tracked.values())
         if fresh:
             self._tracked.clear()

@@ -59,6 +59,8 @@ BELIEVED_SECONDS = 600.0  # each look-up is a request that costs money
 _SIGNED_FOR = timedelta(minutes=15)  # a URL is used at once, but clocks may differ
 _FIRST_BYTES = 1  # of a piece: pieces are used as they arrive, because joining them would be another copy
 
+# of what can refuse to overwrite; 409: another writer is storing or deleting it, so nothing may be there afterwards
+_PUT_RESULTS = {409: PutResult.BUSY, 412: PutResult.PRESENT}
 _CHUNK_NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
 _FOLDERS = ("[0-9a-f]{64}", "[0-9a-f]{2}")  # of namespaces, and in each of them
 
@@ -180,10 +182,9 @@ class ObjectStoreConnection:
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Store it unless the store sees that it is present, then call `is_valid`. The buffers are not copied."""
         name = self._name(request.namespace, request.key)
-        if not self._put_object(name, [request.page, request.stored], until):
-            return PutResult.PRESENT
-        if request.is_valid():
-            return PutResult.STORED
+        result = self._put_object(name, [request.page, request.stored], until)
+        if result is not PutResult.STORED or request.is_valid():
+            return result
         self._delete_one(name, until)
         return PutResult.STALE
 
@@ -227,12 +228,17 @@ class ObjectStoreConnection:
         return Usage(None, None)
 
     def ping(self, until: float) -> None:
-        """Return if a name that is never written can be requested."""
+        """Return if a name that is never written can be requested. RefusedError: there is something."""
         name = f"{self._base}/ping"
         if self._is_direct:
-            self._finish(self._request("GET", name, until), (200, 404), until)
+            response = self._request("GET", name, until)
+            self._finish(response, (200, 404), until)
+            is_there = response.status == 200
         else:
-            self._runner.run(self._ping_by_obstore(name), until)
+            is_there = self._runner.run(self._can_get_by_obstore(name), until)
+        if is_there:  # a web server's page for all it does not know: everything would count as stored
+            text = f"{self._address}: has even what nobody stores: is it such a store? look at the URL"
+            raise RefusedError(Reason.IO_ERROR, text)
 
     def abort(self) -> None:
         """Make a call that waits in this connection fail at once with an OSError."""
@@ -250,8 +256,8 @@ class ObjectStoreConnection:
         if not self._runner.running:
             self.__dict__.pop("_store", None)  # frees its pool now, not when cycles are collected
 
-    def _put_object(self, name: str, pieces: list[Bytes], until: float) -> bool:
-        """Store an object, unless the store can tell that it exists; return whether it was stored."""
+    def _put_object(self, name: str, pieces: list[Bytes], until: float) -> PutResult:
+        """Store an object, unless the store can tell that it exists."""
         while True:
             try:
                 if self._is_direct:
@@ -309,11 +315,30 @@ class ObjectStoreConnection:
             raise
         return rest_bytes
 
-    def _put_direct(self, name: str, pieces: list[Bytes], until: float) -> bool:
+    def _put_direct(self, name: str, pieces: list[Bytes], until: float) -> PutResult:
         more = {"If-None-Match": "*"} if self._creates else {}
-        response = self._request("PUT", name, until, more, [piece.data for piece in pieces])
-        self._finish(response, (200, 201, 204, 409, 412), until)
-        return response.status < 300
+        body = [piece.data for piece in pieces]
+        response = self._request("PUT", name, until, more, body)
+        if self._is_webdav and response.status in (404, 409):
+            self._finish(response, (404, 409), until)
+            self._make_folder(name.rpartition("/")[0], until)
+            response = self._request("PUT", name, until, more, body)
+        refusals = {} if self._is_webdav else _PUT_RESULTS
+        self._finish(response, (200, 201, 204, *refusals), until)
+        return refusals.get(response.status, PutResult.STORED)
+
+    def _make_folder(self, folder: str, until: float) -> None:
+        """Make a folder of a WebDAV server, and those above it that are missing: some make none for a put."""
+        above = folder.rpartition("/")[0]
+        if not self._has_made(folder, until) and above:
+            self._make_folder(above, until)
+            self._has_made(folder, until)
+
+    def _has_made(self, folder: str, until: float) -> bool:
+        """Make one folder; False: the one above it is missing."""
+        response = self._request("MKCOL", folder + "/", until)
+        self._finish(response, (201, 404, 405, 409), until)  # 405: it is there by now, or cannot be made
+        return response.status in (201, 405)
 
     def _request(
         self,
@@ -449,7 +474,7 @@ class ObjectStoreConnection:
             return False
         return True
 
-    async def _put_by_obstore(self, name: str, pieces: list[Bytes]) -> bool:
+    async def _put_by_obstore(self, name: str, pieces: list[Bytes]) -> PutResult:
         import obstore
 
         mode = "create" if self._creates else "overwrite"
@@ -458,12 +483,12 @@ class ObjectStoreConnection:
                 obstore.put_async(self._store, name, pieces, mode=mode, use_multipart=False)  # type: ignore[arg-type, unused-ignore]
             )
         except FileExistsError:
-            return False
+            return PutResult.PRESENT
         except FileNotFoundError:
             raise RefusedError(
                 Reason.IO_ERROR, f"{self._address}: there is no such place to write to"
             ) from None
-        return True
+        return PutResult.STORED
 
     async def _get_by_obstore(self, name: str, request: GetRequest) -> int | None:
         import obstore
@@ -527,13 +552,14 @@ class ObjectStoreConnection:
             answers += await gather_all(map(ask, some))
         return answers
 
-    async def _ping_by_obstore(self, name: str) -> None:
+    async def _can_get_by_obstore(self, name: str) -> bool:  # the answer to a HEAD says no missing bucket
         import obstore
 
         try:
             await self._runner.result_of(obstore.get_async(self._store, name))
         except FileNotFoundError:
-            return
+            return False
+        return True
 
     # ---- listings
 

@@ -16,7 +16,7 @@ from urllib.parse import SplitResult
 from pagoda.metrics import Reason
 from pagoda.threads import Pool
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS
-from pagoda.tiers.remote.store_client import RefusedError
+from pagoda.tiers.remote.store_client import RefusedError, ServerError
 from pagoda.tiers.remote.store_urls import (
     authorization_header,
     endpoint_of,
@@ -263,7 +263,7 @@ class ObstoreRunner:
             return UnsupportedError(said)
         if (300 <= status < 500 and status not in _RETRY_STATUSES) or status in _REASONS_OF_STATUS:
             return RefusedError(_REASONS_OF_STATUS.get(status, Reason.IO_ERROR), said)
-        return OSError(said)
+        return ServerError(said)
 
 
 def batches(items: Sequence[_T], most: int) -> Iterator[Sequence[_T]]:

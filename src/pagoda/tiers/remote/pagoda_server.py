@@ -27,6 +27,7 @@ from pagoda.tiers.remote.store_client import (
     PutRequest,
     PutResult,
     RefusedError,
+    ServerError,
     Usage,
 )
 from pagoda.tiers.remote.store_urls import host_of
@@ -217,4 +218,4 @@ def _failure(status: int, reason: str) -> Exception:
         return RefusedError(Reason.IO_ERROR, f"{status}: the server does not allow this {reason}".rstrip())
     if status in _REASONS:
         return RefusedError(_REASONS[status], f"{status} {reason}".rstrip())
-    return ConnectionError(f"the server answered {status} {reason}".rstrip())
+    return ServerError(f"the server answered {status} {reason}".rstrip())

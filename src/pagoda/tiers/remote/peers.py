@@ -418,7 +418,7 @@ class PeersConnection:
         try:
             found = line.connection.find(namespace, look.keys, until)
             line.peer.breaker.record_success()
-        except (OSError, RefusedError) as error:
+        except Exception as error:  # noqa: BLE001  # a background thread: nobody else sees it
             if not self._closed:
                 line.peer.record_failure(error)
         finally:

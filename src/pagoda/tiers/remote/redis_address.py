@@ -162,7 +162,7 @@ class RedisAddress:
             **options,
             protocol=2,
             socket_timeout=left,
-            socket_connect_timeout=left,
+            socket_connect_timeout=left / 2,  # of a host's two addresses the first may lead nowhere
             # RedisConnection reads the replies to AUTH and SELECT, within bounds
             redis_connect_func=lambda _: None,
         )

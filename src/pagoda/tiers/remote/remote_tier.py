@@ -36,6 +36,7 @@ from pagoda.tiers.remote.store_client import (
     PutRequest,
     PutResult,
     RefusedError,
+    ServerError,
     StoreClient,
     StoreConnection,
     Usage,
@@ -713,7 +714,7 @@ class RemoteWorker(IoWorker):
                 continue
             if reason is not None:
                 self._store.count({f"drop_{reason}": 1})
-            self._queue.finish_write(write, Done(reason is None, reason))
+            self._queue.finish_writes([(write, Done(reason is None, reason))])
         self._release([write for write, claim in claims.items() if not isinstance(claim, PutResult)])
 
     def _claim(self, writes: Sequence[WriteRequest]) -> dict[WriteRequest, PutResult | Reason | None]:
@@ -796,7 +797,10 @@ class RemoteWorker(IoWorker):
         def put(connection: StoreConnection) -> PutResult:
             until, rank = store.deadline(stored.nbytes), store.rank(write.stamp, write.chunk.position)
             request = PutRequest(write.namespace, write.chunk.key, self._page, stored, is_valid, rank)
-            return connection.put(request, until)
+            try:
+                return connection.put(request, until)
+            except ServerError as answer:
+                raise RefusedError(Reason.IO_ERROR, str(answer)) from None
 
         result = self._connection.call(put, "a save", store.write_breaker)
         return result if isinstance(result, Reason) else self._finish_put(write, result)

@@ -29,6 +29,10 @@ class RefusedError(Exception):
         self.contained = contained
 
 
+class ServerError(OSError):
+    """The store answered that it cannot do this now. Of a write it says nothing about reads, as when a disk is full."""
+
+
 class ListingDeadline:
     """How long a listing of all names may take: no step starts once the whole time is over. For one call."""
 

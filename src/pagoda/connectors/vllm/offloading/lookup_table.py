@@ -46,7 +46,7 @@ class LookupTable:
         self._patience = cache.config.deadline_seconds
         self._finder = ChunkFinder(cache, groups)
         self.version = ""  # of the weights
-        self.root = self._finder.root(self.version)
+        self.root = self.present_root()
         self._known: dict[bytes, AskedChunk] = {}
         self._new: dict[str, list[AskedChunk]] = {}  # by request
         self._wanted: list[AskedChunk] = []
@@ -121,7 +121,7 @@ class LookupTable:
         """Pass the questions since the last call to the threads; release chunks that no request reads."""
         self._drain()
         now = time.monotonic()
-        if self._finder.root(self.version) != self.root:  # another process has changed the weights
+        if self.present_root() != self.root:  # another process has changed the weights
             self.forget()
         for asked in self._new.values():
             if question := [one for one in asked if one.state is ChunkState.ASKED]:
@@ -254,7 +254,11 @@ class LookupTable:
         self._drop(list(self._known.values()))
         self._new, self._wanted = {}, []
         self._of.clear()
-        self.root = self._finder.root(self.version)
+        self.root = self.present_root()
+
+    def present_root(self) -> bytes:
+        """Return the root of the namespace of chunks that are stored from now on. Thread-safe."""
+        return self._finder.root(self.version)
 
     def _drop(self, dropped: Sequence[AskedChunk]) -> None:
         """Forget these; slots that are being loaded from are kept for a while."""

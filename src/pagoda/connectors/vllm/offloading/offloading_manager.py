@@ -99,7 +99,6 @@ class PagodaOffloadingManager(OffloadingManager):
         self._stored: SimpleQueue[list[bytes]] = SimpleQueue()
         self._events: StoredEvents | None = None
         self._form: VLLMEventForm
-        self._told_root = b""
         self._refused = 0
         self._failed = 0
         self._stuck = (
@@ -300,7 +299,6 @@ class PagodaOffloadingManager(OffloadingManager):
         self._stuck = False
         self._take_stored()
         self._questions.flush()
-        self._renew_events()  # another process may have changed the weights
         now = time.monotonic()
         if self._lingering and self._lingering[0][0] < now:
             given_up = [item for until, items in self._lingering if until < now for item in items]
@@ -319,7 +317,6 @@ class PagodaOffloadingManager(OffloadingManager):
             else:
                 request.stores = False
         self._questions.take_version(version)
-        self._renew_events()
         if self._storing:  # after a reset vLLM no longer reports how these end
             self._lingering.append((time.monotonic() + _LINGER_SECONDS, list(self._storing.values())))
             self._storing.clear()
@@ -331,17 +328,10 @@ class PagodaOffloadingManager(OffloadingManager):
 
         `hash_tokens`: of one of vLLM's block hashes.
         """
-        form, root = VLLMEventForm(groups, hash_tokens), self._questions.root
+        form, present = VLLMEventForm(groups, hash_tokens), self._questions.present_root
         keeps, ledgers = self._cache.config.prompt_log, self._slots.ledgers
-        self._form, self._told_root = form, root
-        self._events = StoredEvents(ledgers, root, groups, form, outlet, keeps)
+        self._form, self._events = form, StoredEvents(ledgers, present, groups, form, outlet, keeps)
         self._events.start()
-
-    def _renew_events(self) -> None:
-        """Take everything back that was told of other weights."""
-        if self._events is not None and self._told_root != self._questions.root:
-            self._told_root = self._questions.root
-            self._events.renew(self._told_root)
 
     def _keep_notes(
         self,
@@ -368,9 +358,9 @@ class PagodaOffloadingManager(OffloadingManager):
             return note if note is not None and note.hashes.endswith(digests[chunk - first][:-4]) else None
 
         if outcomes is None:
-            events.found(whole, root, first, derive_keys(digests, root))
+            events.found(whole, root, root, first, derive_keys(digests, root))
         else:
-            events.note(whole, root, first, outcomes)
+            events.note(whole, root, root, first, outcomes)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call."""
