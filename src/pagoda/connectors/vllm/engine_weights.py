@@ -181,9 +181,8 @@ def _weights_of(engine: Any) -> Iterator[EngineWeights]:
 
 
 def _add_lora(method: Callable[..., Any], engine: Any, lora_request: Any) -> Any:
-    lora_name(
-        lora_request
-    )  # of the files that are about to be loaded: others may be at the path by its first request
+    # by the files that are about to be loaded: others may be at its path when its first request comes
+    lora_name(lora_request)
     return method(lora_request)
 
 
