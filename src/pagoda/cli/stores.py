@@ -58,6 +58,14 @@ def given_size(option: str, text: str) -> int | str:
         raise UsageError(f"{option} {text}: {trouble}") from None
 
 
+def given_bytes(option: str, text: str) -> int:
+    """Return the size that an option has, more than none, in bytes. Raises UsageError."""
+    size = given_size(option, text)
+    if not isinstance(size, int) or not size:
+        raise UsageError(f"{option} {text}: a size such as 64GiB is needed")
+    return size
+
+
 def find_roots(config_file: Path | None) -> dict[Path, str]:
     """Return the roots of all local tiers known here and the tier of each: the configured, then the registered ones."""
     from pagoda.tiers import tier_registry
@@ -148,7 +156,7 @@ def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[P
         try:
             with attached(store) as ledger:
                 done[store] = work(ledger)
-        except PagodaError as trouble:
+        except (PagodaError, OSError) as trouble:
             broken[store] = str(trouble)
     return done, broken
 

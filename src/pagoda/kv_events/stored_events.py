@@ -23,8 +23,6 @@ from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Event, begin
 
-__all__ = ["MEDIA", "Outlet", "StoredEvents", "largest_message"]
-
 log = guarded_logger("pagoda.events")
 
 MEDIA = {"host": "CPU", "disk": "STORAGE"}  # what events call the tiers

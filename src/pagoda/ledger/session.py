@@ -29,7 +29,7 @@ from pagoda.fork import call_in_child
 from pagoda.ledger.clears_and_labels import load_saved
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.lmdb_tables import MEMBER, MEMBER_KEY, Tables, Txn
-from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate
+from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate, timed_out
 from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
 from pagoda.ledger.members import add_member, leave, publish_committed, reap, remove_dead
 from pagoda.ledger.slot_view_guards import PageGuards
@@ -196,9 +196,8 @@ class Session:
 
         def page(txn: Txn, tables: Tables) -> tuple[list[T], bytes | None]:
             rows = list(islice(tables.rows(txn, table(tables), start or b""), most + 1))
-            return [made(txn, tables, *row) for row in rows[:most]], rows[most][0] if len(
-                rows
-            ) > most else None
+            found = [made(txn, tables, *row) for row in rows[:most]]
+            return found, rows[most][0] if len(rows) > most else None
 
         start: bytes | None = b""
         while start is not None:
@@ -306,10 +305,8 @@ class Session:
 
     def _living(self, txn: Txn, tables: Tables) -> list[tuple[int, int]]:
         """Return counter row and process id of each living member."""
-        members = ((MEMBER_KEY.unpack(key)[0], row) for key, row in tables.rows(txn, tables.members))
-        return [
-            MEMBER.unpack(row)[:2] for member, row in members if member == self.member or self._alive(member)
-        ]
+        rows = ((MEMBER_KEY.unpack(key)[0], row) for key, row in tables.rows(txn, tables.members))
+        return [MEMBER.unpack(row)[:2] for one, row in rows if one == self.member or self._alive(one)]
 
     # ---- counters
 
@@ -342,10 +339,7 @@ class Session:
         try:
             self.gate.run(self._open, deadline_seconds, exclusive=True)
         except DeadlineMissedError as error:
-            raise StoreError(
-                f"timed out after {deadline_seconds:g} s: another process is changing {self.store.directory}; "
-                "look for a stopped process"
-            ) from error
+            raise timed_out(deadline_seconds, f"is changing {self.store.directory}") from error
         except Exception as error:
             if isinstance(error, StoreError) or not self._is_trouble(error):
                 raise

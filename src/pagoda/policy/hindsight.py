@@ -211,10 +211,8 @@ class Hindsight:
     def _census(self, stamp: int) -> Table:
         """Count the ages of chunks that were not asked for again yet, kept or not; takes a sample if there are many."""
         hints, ghosts = self._hints, self._hints.ghosts
-        uses, hits = (
-            np.concatenate([hints.last_use, ghosts.last_use]),
-            np.concatenate([hints.hits, ghosts.hits]),
-        )
+        uses = np.concatenate([hints.last_use, ghosts.last_use])
+        hits = np.concatenate([hints.hits, ghosts.hits])
         weight = 1.0
         if len(uses) > _CENSUS:
             sample = self._random.integers(0, len(uses), _CENSUS)

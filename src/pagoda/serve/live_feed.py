@@ -15,8 +15,6 @@ from pagoda.errors import PagodaError
 from pagoda.serve.blocking_calls import BlockingCallPool, OverloadedError
 from pagoda.serve.overview import Overview
 
-__all__ = ["LiveFeed", "TooManyReaders"]
-
 MOST_READERS = 16
 PERIOD_SECONDS = 1.0
 _BACKLOG = 4  # events that wait for one reader; one that has more is dropped

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["checkpoint_directory", "checkpoint_files", "snapshot"]
-
 _SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
 _PICKLED = {"auto": (".bin", ".pt"), "hf": (".bin", ".pt"), "npcache": (".bin",), "pt": (".pt",)}
 _FORMATS = {*_SAFETENSORS, *_PICKLED}
@@ -97,16 +95,7 @@ def _indexed(directory: Path, names: list[str], index: str) -> list[str]:
 
 def _below(directory: Path, suffixes: tuple[str, ...]) -> list[str]:
     """Return files in subdirectories, except hidden ones and `original/`, which vLLM does not load."""
-    found = []
-    for path in directory.rglob("*"):
-        parts = path.relative_to(directory).parts
-        hidden = any(part.startswith(".") for part in parts)
-        if (
-            len(parts) > 1
-            and parts[0] != "original"
-            and not hidden
-            and path.suffix in suffixes
-            and path.is_file()
-        ):
-            found.append("/".join(parts))
-    return found
+    files = (path for path in directory.rglob("*") if path.suffix in suffixes and path.is_file())
+    below = (path.relative_to(directory).parts for path in files if path.parent != directory)
+    shown = (parts for parts in below if not any(part.startswith(".") for part in parts))
+    return ["/".join(parts) for parts in shown if parts[0] != "original"]

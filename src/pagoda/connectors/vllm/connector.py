@@ -28,8 +28,6 @@ from pagoda.connectors.vllm.supported_engines import (
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.connectors.vllm.worker import PagodaWorker
 
-__all__ = ["PagodaConnector"]
-
 
 class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV of an engine in PagodaKV's tiers.

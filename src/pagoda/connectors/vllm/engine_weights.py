@@ -17,13 +17,10 @@ from blake3 import blake3
 from pagoda.connectors.identity.lora_adapters import lora_name
 from pagoda.metrics import guarded_logger
 
-__all__ = ["EngineWeights", "sampled_weights", "watch_engine_core"]
-
 log = guarded_logger("pagoda.vllm")
 
-_SAMPLED = (
-    65_536  # elements of each tensor that a comparison reads: a training changes far more than one in as many
-)
+# elements of each tensor that a comparison reads: a training changes far more than one in as many
+_SAMPLED = 65_536
 # what vLLM's own workers do to their weights; their end is a version, if it has a name
 _UPDATES = frozenset({"start_weight_update", "start_draft_weight_update", "reload_weights", "reset_weights"})
 
@@ -181,7 +178,7 @@ def _weights_of(engine: Any) -> Iterator[EngineWeights]:
 
 
 def _add_lora(method: Callable[..., Any], engine: Any, lora_request: Any) -> Any:
-    # by the files that are about to be loaded: others may be at its path when its first request comes
+    # of the files that are about to be loaded: others may be at the path by its first request
     lora_name(lora_request)
     return method(lora_request)
 

@@ -9,20 +9,18 @@ from typing import Any, NamedTuple
 
 from pagoda.cache import Cache, Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS
-from pagoda.connectors.vllm.identity.engine_namespace import lora_name, salt_of
+from pagoda.connectors.identity.lora_adapters import lora_name
+from pagoda.connectors.vllm.identity.engine_namespace import salt_of
 from pagoda.connectors.vllm.identity.media import MediaNames
 from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool, wait
 
-__all__ = ["LONGEST_SECONDS", "LookupAnswer", "LookupThreads", "TrackedRequest"]
-
 log = guarded_logger("pagoda.vllm")
 
 _THREADS = 2
-_MOST_LOGS = (
-    8  # calls under way beside which a prompt is still logged: logging must not keep look-ups waiting
-)
+# calls under way beside which a prompt is still logged: logging must not keep look-ups waiting
+_MOST_LOGS = 8
 _MOST = 64  # look-ups that run; the others begin when vLLM asks for them
 # waited in one pass over the waiting requests, so that it answers most of them; the second while the engine computes
 # answers, whose readers notice
@@ -84,7 +82,8 @@ class LookupThreads:
 
         `hashes_media`: whether vLLM names media by their content.
         """
-        self._cache = cache
+        assert cache.slots is not None  # an engine without a host tier was refused
+        self._cache, self._slots = cache, cache.slots
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self._chunk_tokens = cache.layout.chunk_tokens
         self._salt = salt
@@ -181,14 +180,13 @@ class LookupThreads:
 
     def _log_prompt(self, tracked: TrackedRequest, chunks: int, tokens: int) -> None:
         self.extend_keys(tracked, chunks)
-        assert tracked.found is not None and self._cache.slots is not None
+        assert tracked.found is not None
         keys = tracked.keys[:chunks]
-        self._cache.slots.log_prompt(tracked.found.root, keys, list(tracked.request.all_token_ids[:tokens]))
+        self._slots.log_prompt(tracked.found.root, keys, list(tracked.request.all_token_ids[:tokens]))
 
     def root(self) -> bytes:
         """Return the root of the namespace of requests without an adapter and a salt. Waits for no tier."""
-        assert self._cache.slots is not None
-        return self._cache.slots.namespace(weights_version=self.version)
+        return self._slots.namespace(weights_version=self.version)
 
     def next_pass(self, brief: bool = False) -> None:
         """Begin a new pass over the waiting requests. `brief`: others are being answered meanwhile."""
@@ -245,12 +243,11 @@ class LookupThreads:
                 self._lines.warn(log, Reason.IO_ERROR, text)
                 return None
         salt, version = salt_of(self._salt, request.cache_salt), self.version
-        assert self._cache.slots is not None
-        present = self._cache.slots.namespace(weights_version=version)  # before the next line
-        root = self._cache.slots.namespace(lora, salt, version)
+        present = self._slots.namespace(weights_version=version)  # before the next line
+        root = self._slots.namespace(lora, salt, version)
         keys = derive_keys(digests, root)
         if prompt is not None:
-            self._cache.slots.record_request(keys[: prompt // self._chunk_tokens], prompt)
+            self._slots.record_request(keys[: prompt // self._chunk_tokens], prompt)
         hit = self._cache.lookup(
             None, keys=keys, lora=lora, salt=salt, weights_version=version, counted=False
         )

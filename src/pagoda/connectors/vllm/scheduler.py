@@ -28,8 +28,6 @@ from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Refused, Reserved
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
-__all__ = ["PagodaScheduler"]
-
 log = guarded_logger("pagoda.vllm")
 
 # waited for all reserves of one step together; the second while the engine computes answers, whose readers notice
@@ -409,9 +407,7 @@ class PagodaScheduler:
     def _take_version(self, version: str, fresh: bool) -> None:
         """Use the chunks of other weights from now on; see EngineWeights."""
         if self._cache is not None:
-            self._lookups.version = (
-                version  # what was told of the version before, the events' thread takes back
-            )
+            self._lookups.version = version  # the thread of the events takes back what it told of the old one
         present = list(self._tracked.values())
         if fresh:
             self._tracked.clear()

@@ -10,7 +10,6 @@ import contextlib
 import re
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,9 +17,12 @@ from functools import partial
 from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from pagoda.codec import HEADER_BYTES
 from pagoda.fork import call_in_child
-from pagoda.threads import NO_THREAD, Answer, Pool, begin, complete, wait
+from pagoda.metrics import Reason
+from pagoda.threads import NO_THREAD, Answer, Pool, complete, start_thread, wait
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, LATE, abort, keep_alive, seconds_left
+from pagoda.tiers.remote.store_client import GetRequest, RefusedError
 
 _HEAD_BYTES = 64 << 10  # of status line and headers
 _STEP_BYTES = 1 << 20  # of one send or receive: the deadline is checked in between
@@ -316,6 +318,23 @@ class HttpConnectionPool:
             connection.drop()
 
 
+def read_chunk(connection: HttpConnection, response: Response, request: GetRequest, until: float) -> int:
+    """Fill the page and the destination of a request from the body; return how many bytes follow the header.
+
+    RefusedError, OSError: the rest is not read, and the connection is dropped.
+    """
+    with connection.dropped_on_error():
+        if response.length is None or response.length < HEADER_BYTES:
+            raise RefusedError(
+                Reason.FAILED_CHECK, "the value is shorter than a header, or of unknown length"
+            )
+        connection.read_into(request.page.data, until)
+        rest_bytes = response.length - HEADER_BYTES
+        connection.read_into(request.space_for(rest_bytes).data[:rest_bytes], until)
+        connection.finish(response, response.length, until)
+    return rest_bytes
+
+
 def _head_status(connection: HttpConnection, target: str, until: float, headers: Mapping[str, str]) -> int:
     response = connection.request("HEAD", target, until, headers)
     connection.finish(response, 0, until)
@@ -356,9 +375,7 @@ def resolve(host: str, port: int, until: float) -> list[_Address]:
     answer = _asked.setdefault((host, port), own)
     if answer is own:
         own.add_done_callback(lambda _: _asked.pop((host, port), None))
-        if not begin(
-            threading.Thread(target=_resolve, args=(own, host, port), name="pagoda-resolve", daemon=True)
-        ):
+        if start_thread(_resolve, "pagoda-resolve", own, host, port) is None:
             own.set_exception(OSError(NO_THREAD))
     try:
         return answer.result(seconds_left(until))

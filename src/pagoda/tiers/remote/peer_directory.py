@@ -70,9 +70,8 @@ class PeerDirectoryConnection(RedisConnection):
         asked = sorted({*range(0, len(keys), step), len(keys) - 1}) * 2
         now = self._period(until)
         names = [self._names.at(keys[at], now - (n >= len(asked) // 2)) for n, at in enumerate(asked)]
-        replies = self._execute(
-            [command(b"SRANDMEMBER", name, b"%d" % _MACHINES) for name in names], until, _URLS
-        )
+        questions = [command(b"SRANDMEMBER", name, b"%d" % _MACHINES) for name in names]
+        replies = self._execute(questions, until, _URLS)
         reach: dict[str, int] = {}
         for at, urls in zip(asked, replies, strict=True):
             for url in map(_machine, urls if isinstance(urls, list) else []):
@@ -86,10 +85,8 @@ class PeerDirectoryConnection(RedisConnection):
         for start in range(0, len(keys), _BATCH):
             now = self._period(until)
             names = [self._names.at(key, now) for key in keys[start : start + _BATCH]]
-            commands = [
-                command(b"SADD", name, url.encode()) + command(b"EXPIRE", name, life) for name in names
-            ]
-            self._send([b"".join(commands)], 2 * len(names), until)
+            adds = [command(b"SADD", name, url.encode()) + command(b"EXPIRE", name, life) for name in names]
+            self._send([b"".join(adds)], 2 * len(names), until)
             self._read_replies(2 * len(names), until, NUMBER)
 
     def local_host(self) -> str:

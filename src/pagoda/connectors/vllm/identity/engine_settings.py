@@ -10,8 +10,6 @@ from pagoda.connectors.identity.plain_values import plain, stable
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["config_facts", "draft_config"]
-
 # rotary embeddings whose angles for a position do not depend on the engine's longest context
 _LENGTH_BLIND_ROPES = frozenset({None, "default", "linear", "llama3", "yarn", "mrope", "proportional"})
 # fields of the multimodal config for memory, speed or checks; all others may change what is computed

@@ -12,8 +12,6 @@ from blake3 import blake3
 
 from pagoda.metrics import guarded_logger
 
-__all__ = ["MediaNames", "hashes_media"]
-
 log = guarded_logger("pagoda.vllm")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")  # BLAKE3 and SHA-256, SHA-512
@@ -76,6 +74,5 @@ class MediaNames:
 
 @lru_cache(4096)
 def _is_digest(identifier: str) -> bool:
-    return (
-        _DIGEST.fullmatch(identifier.rpartition(":")[2]) is not None
-    )  # an adapter's name may be before a colon
+    # an adapter's name may be before a colon
+    return _DIGEST.fullmatch(identifier.rpartition(":")[2]) is not None

@@ -23,18 +23,6 @@ from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import Generations, Slots
 from pagoda.metrics import Reason, guarded_logger
 
-__all__ = [
-    "AskedChunk",
-    "ChunkFinder",
-    "ChunkState",
-    "FoundChunk",
-    "Group",
-    "HeldSlots",
-    "HostPlace",
-    "all_found",
-    "by_group",
-]
-
 log = guarded_logger("pagoda.vllm")
 
 _HELD_SHARE = 2  # at most half of the slots are held at a time

@@ -22,8 +22,6 @@ from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool
 
-__all__ = ["LookupTable"]
-
 log = guarded_logger("pagoda.vllm")
 
 _MISS_SECONDS = 1.0  # how long a miss is valid for requests that have not seen it

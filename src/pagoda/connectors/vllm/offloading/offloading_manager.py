@@ -39,8 +39,6 @@ from pagoda.ledger import Outcome, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.threads import Pool
 
-__all__ = ["FAILED", "LATE", "REFUSED", "PagodaOffloadingManager"]
-
 REFUSED, LATE = "vllm:pagoda_refused_chunks", "vllm:pagoda_late_lookups"
 FAILED = "vllm:pagoda_failed_loads"
 _RESERVE_SECONDS = 0.02  # for one request: a chunk that has no slot by then is not stored
@@ -67,9 +65,8 @@ class _Request:
     loads: bool = True  # False: a load of it failed, so vLLM computes it
     stores: bool = True  # False: it is unknown which weights computed which part of it
     ended: bool = False  # vLLM stores the rest of it with its next step
-    kept: dict[int, int] = field(
-        default_factory=dict
-    )  # group -> so many chunks reach to the last found or reserved
+    # group -> so many chunks reach to the last found or reserved
+    kept: dict[int, int] = field(default_factory=dict)
     tails: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # group -> last chunk reserved, its key
 
 
@@ -101,9 +98,8 @@ class PagodaOffloadingManager(OffloadingManager):
         self._form: VLLMEventForm
         self._refused = 0
         self._failed = 0
-        self._stuck = (
-            False  # a request has waited for slots in vain in this step: whoever has the lock may be stopped
-        )
+        # a request has waited for slots in vain in this step: the process that has the lock may be stopped
+        self._stuck = False
         self._closed = False
 
     # ---- what is stored
@@ -112,11 +108,9 @@ class PagodaOffloadingManager(OffloadingManager):
         """Return whether a chunk can be loaded; RETRY while the look-up runs. Never waits."""
         request = self._requests.get(req_context.req_id)
         allowed = req_context.load_tier_filter
-        if (
-            request is None
-            or not (request.loads and request.stores)
-            or not allowed.allows(Medium.CPU, Locality.LOCAL)
-        ):
+        if request is None or not (request.loads and request.stores):
+            return LookupResult.MISS
+        if not allowed.allows(Medium.CPU, Locality.LOCAL):
             return LookupResult.MISS
         group, position = self._place(key, req_context)
         lower = allowed.allows(Medium.STORAGE, Locality.LOCAL)
@@ -137,13 +131,10 @@ class PagodaOffloadingManager(OffloadingManager):
             if asked is None:  # vLLM must load only hits; otherwise the worker reports that the load failed
                 spec.lost = True
                 continue
-            before = spec.chunks[-1] if spec.chunks else None
-            chained = (
-                self._groups[asked.group].window is None
-                and before is not None
-                and before.group == asked.group
-            )
-            parent = before.copy.key if before is not None and chained else None
+            before, parent = spec.chunks[-1] if spec.chunks else None, None
+            chained = self._groups[asked.group].window is None
+            if chained and before is not None and before.group == asked.group:
+                parent = before.copy.key
             copy = ChunkRef(asked.key, asked.position, parent, asked.slot, asked.generation)
             spec.chunks.append(Placed(asked.group, copy))
         if self._events is not None:
