@@ -55,6 +55,7 @@ ACCESS: web.AppKey[AccessRules] = web.AppKey("access", AccessRules)
 _SCAN_SECONDS = 2.0
 _LINGERING_SECONDS = 2.0  # for the rest of a body that is not read
 _READ_BYTES = 256 << 10
+_LOCK_SECONDS = 5.0  # for another server that starts
 # for requests that run when the server is to stop, and once more after their cancellation
 _SHUTDOWN_SECONDS = 0.7
 # for the stores then: what another process holds for long is left to the end of this one
@@ -198,9 +199,18 @@ def _unix_socket(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    lock, until = os.open(directory, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + _LOCK_SECONDS
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held for moments
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held for moments
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ConfigError(
+                        f"{directory}: another process keeps it locked: look for a stopped one"
+                    ) from None
+                time.sleep(0.02)
         yield
     finally:
         os.close(lock)
