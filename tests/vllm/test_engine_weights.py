@@ -13,8 +13,8 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
+from pagoda.connectors.identity.lora_adapters import lora_name
 from pagoda.connectors.vllm.engine_weights import EngineWeights, sampled_weights, watch_engine_core
-from pagoda.connectors.vllm.identity.engine_namespace import lora_name
 from tests.vllm.models import make_lora
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import pickle
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
@@ -431,3 +433,18 @@ def test_chunks_of_media_without_a_name_by_content_are_the_engines_own(host: Pat
     finally:
         other.close()
         one.close()
+
+
+def test_how_much_can_hit_is_told_at_the_start(host: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who has given a hybrid model too little host memory finds in the log why prompts hit no more."""
+    caplog.set_level(logging.INFO, logger="pagoda")
+    halves = Halves(config_of(host, slots=24))
+    try:
+        (line,) = [one for one in caplog.messages if one.startswith("a request hits at most")]
+        most = halves.manager._questions._finder._run_most
+        assert f"at most {most * CHUNK} tokens: each of 2 group(s)" in line and "24 slots" in line
+        halves.store_prompt("p", most + 2)
+        context = halves.request("long", "p", most + 2)
+        assert halves.answers(context, keys("p", FULL, most + 2)) == [HIT] * most + [MISS] * 2
+    finally:
+        halves.close()

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from pagoda.ledger.store_state import write_synced
+from pagoda.ledger.store_state import remove_abandoned, write_synced
 from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.tiers.register")
@@ -105,6 +105,7 @@ def _write(directory: Path, entry: Entry) -> None:
         return
     except FileNotFoundError:
         pass
+    remove_abandoned(directory, ".*-*")  # those of other entries too
     write_synced(file, json.dumps(entry._asdict()).encode())
     files = _files(directory)
     if len(files) > _MOST_ENTRIES:

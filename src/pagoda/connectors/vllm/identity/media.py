@@ -12,8 +12,6 @@ from blake3 import blake3
 
 from pagoda.metrics import guarded_logger
 
-__all__ = ["MediaNames", "hashes_media"]
-
 log = guarded_logger("pagoda.vllm")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")  # BLAKE3 and SHA-256, SHA-512

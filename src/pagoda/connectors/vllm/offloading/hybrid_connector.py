@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -133,9 +135,31 @@ class PagodaHybridConnector(OffloadingConnector):
         self._unheard.clear()
         for name in scheduler_output.finished_req_ids or ():
             self._preemptions.pop(name, None)
-        meta = super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(self._within_limits(scheduler_output))
         meta.prompt_tokens = prompt_tokens_of(scheduler_output)  # for `start_load_kv`
         return meta
+
+    def _within_limits(self, scheduler_output: Any) -> Any:
+        """Return a step's output without states beyond the `max_offload_tokens` of their requests.
+
+        vLLM compares the state at the end of a prompt, within a block, with the limit by an assertion, and takes 0 for
+        no limit.
+        """
+        state = scheduler_output.kv_connector_block_state
+        limits = {
+            name: known.max_offload_tokens
+            for name in (state.boundary_state_offloads if state else ())
+            if (known := self.scheduler._req_status.get(name)) and known.max_offload_tokens is not None
+        }
+        if not limits:
+            return scheduler_output
+        offered = {
+            name: [one for one in entries if name not in limits or one[2] <= limits[name]]
+            for name, entries in state.boundary_state_offloads.items()
+        }
+        output = copy(scheduler_output)  # others have it, too
+        output.kv_connector_block_state = replace(state, boundary_state_offloads=offered)
+        return output
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Log the prompt, for `pagoda explain`, and do what vLLM does."""
