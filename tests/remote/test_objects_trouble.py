@@ -16,14 +16,13 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
-from testbed.servers import BUCKET, free_port, moto_s3
+from testbed.servers import BUCKET, Server, free_port
 from tests.remote.chunks import walk
 from tests.remote.evil import Lie, dripping, endless, growth
 from tests.remote.evil import http as answer
 from tests.remote.object_stores import (
     BY_OBSTORE,
     ENOUGH_SECONDS,
-    KINDS,
     MALICE_BYTES,
     MIB,
     NAMESPACE,
@@ -45,12 +44,6 @@ from tests.remote.object_stores import (
 from tests.remote.proxy import STALLED, WELL, Fault, Proxy, black_hole, proxy_to
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    with KINDS[request.param][0]() as server:
-        yield Store(request.param, server)
-
-
 @pytest.fixture
 def connection(store: Store) -> Iterator[ObjectStoreConnection]:
     made = store.remote().connection().open(until())
@@ -62,12 +55,11 @@ def connection(store: Store) -> Iterator[ObjectStoreConnection]:
 # ---- bad answers
 
 
-def test_a_missing_bucket_is_refused() -> None:
-    with moto_s3() as server:
-        remote = ObjectStoreClient("s3://no-such-bucket", options=s3_options(server.url))
-        with pytest.raises(RefusedError, match="no such bucket") as refused:
-            remote.connection().open(until())
-        assert refused.value.reason is Reason.IO_ERROR
+def test_a_missing_bucket_is_refused(moto: Server) -> None:
+    remote = ObjectStoreClient("s3://no-such-bucket", options=s3_options(moto.url))
+    with pytest.raises(RefusedError, match="no such bucket") as refused:
+        remote.connection().open(until())
+    assert refused.value.reason is Reason.IO_ERROR
 
 
 @pytest.mark.parametrize("status", [401, 403])
