@@ -282,7 +282,7 @@ def test_a_server_that_stands_still_is_waited_for_no_longer_than_said(
     where: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda.cli.remote_stores.PATIENCE_SECONDS", 0.5)
-    from pagoda.cli.remote_check import pinged
+    from pagoda.cli.remote_stores import pinged
 
     with redis_server() as server:
         server.stop()
@@ -294,7 +294,7 @@ def test_a_server_that_stands_still_is_waited_for_no_longer_than_said(
 
 
 def test_a_codec_that_is_not_installed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagoda.cli.remote_check import pinged
+    from pagoda.cli.remote_stores import pinged
 
     specs = [parse(f"{url}&codec=raw"), parse(f"{url}&codec=zstd")]
     assert [asked.trouble for asked in pinged(specs)] == ["", ""]
@@ -307,7 +307,7 @@ def test_a_codec_that_is_not_installed(url: str, monkeypatch: pytest.MonkeyPatch
 def test_an_engine_whose_library_is_not_installed(
     library: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagoda.cli.remote_check import pinged
+    from pagoda.cli.remote_stores import pinged
 
     for module in [name for name in sys.modules if name.split(".")[0] == library]:
         monkeypatch.delitem(sys.modules, module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,19 +15,17 @@ from pagoda.replay import Request
 REQUESTS = [Request(float(n), 512, 1, (n,)) for n in range(20)]
 
 
-def ids_from(requests: Sequence[Request], start: int, tick: Callable[[int], None]) -> list[int]:
+def ids_from(requests: Sequence[Request], start: int) -> list[int]:
     """Return the ids of a trace's end."""
-    for _ in requests:
-        tick(1)
     return [request.hash_ids[0] for request in requests[start:]]
 
 
-def bad(requests: Sequence[Request], tick: Callable[[int], None]) -> list[int]:
+def bad(requests: Sequence[Request]) -> list[int]:
     """Fail as a policy without room does."""
     raise ValueError("no room")
 
 
-def dead(requests: Sequence[Request], tick: Callable[[int], None]) -> list[int]:
+def dead(requests: Sequence[Request]) -> list[int]:
     """Die as a process that is killed for its memory does."""
     os._exit(9)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from pagoda.cli.remote_check import pinged
+from pagoda.cli.remote_stores import pinged
 from pagoda.codec import HEADER_BYTES
 from pagoda.config.remote_urls import parse
 from pagoda.slab import aligned

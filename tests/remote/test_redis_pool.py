@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import redis as client
 
-from pagoda.cli.remote_check import pinged
+from pagoda.cli.remote_stores import pinged
 from pagoda.config.remote_urls import parse
 from pagoda.errors import StoreError
 from pagoda.metrics import Reason

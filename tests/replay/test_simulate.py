@@ -185,12 +185,6 @@ def test_no_chunks_no_requests() -> None:
     assert simulation.outcome().hit_rate == 0.0
 
 
-def test_progress_is_told() -> None:
-    told: list[int] = []
-    simulate([request(1, 2), request(), request(3)], [TierSpec("host", 5, "lru")], told.append)
-    assert told == [2, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("tiers", "wrong"),
     [

@@ -171,11 +171,9 @@ def test_one_engine_is_never_better_than_the_optimum(requests: list[Request], ch
 def test_the_sample_again_and_again() -> None:
     def play() -> TimedOutcome:
         tiers = [tier(1000, 1e10), tier(5000, 2e9, name="disk")]
-        return replay_timed(sample()[:700], tiers, Engines(20_000.0, 131_072, engines=4), told.append)
+        return replay_timed(sample()[:700], tiers, Engines(20_000.0, 131_072, engines=4))
 
-    told: list[int] = []
     done = play()
-    assert sum(told) == done.found.accesses
     assert done == play()
     assert 0 < done.hit_rate < 0.29
     assert done.ttft.median < done.cold_ttft.median

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
 import os
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.serve import access
+from pagoda.serve import server as server_module
 from pagoda.serve.access import AccessRules, RateLimit
 from testbed.servers import free_port
 from tests.cli.shelf import refused
@@ -74,6 +76,19 @@ def test_wrong_options_are_one_line_with_the_remedy(tmp_path: Path) -> None:
     assert "cannot be used" in refused(*tcp, "127.0.0.1:0", *wrong, PAGODA_SERVE_TOKEN=kit.TOKEN)
     assert "--host-size" in refused("serve", "--host-size", "much")
     assert "no such directory" in refused("serve", tmp_path / "absent")
+
+
+def test_a_socket_s_directory_that_a_stopped_process_keeps_locked_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_LOCK_SECONDS", 0.1, raising=False)
+    (tmp_path / "mine").mkdir(mode=0o700)
+    held = os.open(tmp_path / "mine", os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "stopped" in refused("serve", tmp_path, "--listen", f"unix:{tmp_path}/mine/socket")
+    finally:
+        os.close(held)
 
 
 @pytest.mark.slow

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from pagoda.connectors.identity.lora_adapters import Adapters
+from pagoda.connectors.identity.lora_adapters import Adapters, lora_name
 from pagoda.connectors.identity.weight_digests import file_digest
-from pagoda.connectors.vllm.identity.engine_namespace import lora_name
 from tests.vllm import models
 from tests.vllm.configs import flip
 

@@ -111,3 +111,32 @@ def test_the_same_after_a_restart_from_the_disk_through_a_host_tier_that_evicts(
 
 def test_the_same_if_chunks_are_cleared_once_they_are_promised(linear: Linear) -> None:
     assert max(linear.hits("clear")) == 0
+
+
+def test_a_limit_on_what_is_stored_of_a_request_ends_no_engine(
+    tmp_path: Path, session_shm: Path, logs: Path
+) -> None:
+    """vLLM also keeps states within a block, and asserts that they are within the limit."""
+    given = options(hybrid.make_qwen_next(tmp_path / "qwen"), dtype="bfloat16", max_model_len=2048)
+    given |= connector(session_shm / "limits") | {"enable_prefix_caching": True, "prefix_match_unit": 32}
+    given |= {"num_gpu_blocks_override": 240}
+    del given["kv_transfer_config"]["kv_connector_extra_config"]["chunk_tokens"]
+    engine = Engine("limits", logs / "limits.log", **given)
+    try:
+        chunk = engine.call(hybrid.block_tokens)
+        for seed, limit in enumerate((10, 0)):
+            limited = prompt(960 + seed, 2 * chunk + 77)
+            for _ in range(2):
+                (answer,) = engine.say(limited, transfer={"max_offload_tokens": limit})
+                assert answer.external == 0
+                engine.reset()
+        whole = prompt(962, 2 * chunk + 77)
+
+        def hits() -> bool:
+            engine.reset()
+            (answer,) = engine.say(whole)
+            return answer.external >= 2 * chunk
+
+        stores.wait_until(hits, "a hit of what has no limit")
+    finally:
+        engine.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import pickle
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
@@ -411,3 +413,38 @@ def _answers(manager: Any, context: ReqContext, wanted: list[bytes]) -> list[Loo
 
     wait_until(asked)
     return found
+
+
+def test_chunks_of_media_without_a_name_by_content_are_the_engines_own(host: Path) -> None:
+    """The full attention of what is before the image is shared; later chunks are another engine's by the same name."""
+    image = ("renderer0-mm-1-image-0", 2 * CHUNK + 5)
+    one, other = Halves(config_of(host)), Halves(config_of(host), seed=1)
+    try:
+        context = one.request("stores", "p", 4, image=image)
+        wanted = [*keys("p", FULL, 4), *keys("p", SLIDING, 4)]
+        blocks = {FULL: list(range(1, 9)), SLIDING: list(range(9, 17))}
+        assert len(one.store(context, wanted, blocks)) == 8
+        one.finish(context)
+        assert one.hit(one.request("again", "p", 4, image=image), "p", 4) == 4
+        elsewhere = other.request("elsewhere", "p", 4, image=image)
+        assert other.answers(elsewhere, keys("p", FULL, 4)) == [HIT, HIT, MISS, MISS]
+        assert other.hit(other.request("plain", "p", 4), "p", 4) == 2
+        assert other.store(elsewhere, wanted, blocks) == [*keys("p", FULL, 4)[2:], *keys("p", SLIDING, 4)[2:]]
+    finally:
+        other.close()
+        one.close()
+
+
+def test_how_much_can_hit_is_told_at_the_start(host: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who has given a hybrid model too little host memory finds in the log why prompts hit no more."""
+    caplog.set_level(logging.INFO, logger="pagoda")
+    halves = Halves(config_of(host, slots=24))
+    try:
+        (line,) = [one for one in caplog.messages if one.startswith("a request hits at most")]
+        most = halves.manager._questions._finder._run_most
+        assert f"at most {most * CHUNK} tokens: each of 2 group(s)" in line and "24 slots" in line
+        halves.store_prompt("p", most + 2)
+        context = halves.request("long", "p", most + 2)
+        assert halves.answers(context, keys("p", FULL, most + 2)) == [HIT] * most + [MISS] * 2
+    finally:
+        halves.close()

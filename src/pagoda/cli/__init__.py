@@ -13,11 +13,10 @@ what), 130 interrupted.
     vllm, sglang           start an engine with its connector: `engine_start`
     bench                  how fast the tiers are: `bench_tiers`, `load_speeds`
     quality                what approximate KV costs in quality: `quality_report`, `quality_plot`
-    record, replay, size   traces: `replay_inputs`, `replay_tiers`, `replay_fleet`, `replay_tables`,
-                           `hit_rate_plot`, `trace_pool`, `model_sizes`
+    record, replay, size   traces: `replay_inputs`, `replay_tiers`, `replay_fleet`, `hit_rate_plot`,
+                           `trace_pool`, `model_sizes`
     demo                   three processes, one text
-    stores, remote_stores  which stores and remote tiers a command is about
-    remote_check           whether remote tiers answer, and how they are set up
+    stores, remote_stores  which stores and remote tiers a command is about, and whether the latter answer
     printing, text_tables  how commands print
 """
 
@@ -27,6 +26,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import cast
 
 from pagoda.cli.text_tables import printable
@@ -42,12 +42,20 @@ class FailedError(Exception):
     """A command could not do its work; the message is the one line that is shown."""
 
 
+def require_transformers(what: str) -> None:
+    """Raise UsageError if a command needs Transformers, or torch, and it is not installed."""
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        raise UsageError(f"{what} needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'")
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; trouble is one line on stderr, never a traceback."""
     if sys.platform != "linux":
         return _complain(f"PagodaKV runs on Linux, this is {sys.platform}", USAGE)
     if sys.stdout is None:  # closed by the caller: the exit code tells
         sys.stdout = io.StringIO()
+    if sys.stderr is None:  # else `print` would write remarks to stdout
+        sys.stderr = io.StringIO()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every locale can write every name
     try:

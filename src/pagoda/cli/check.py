@@ -14,7 +14,7 @@ from pagoda.cli import FAILED, printing
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, Wide, attached, find_stores
 
 if TYPE_CHECKING:
-    from pagoda.cli.remote_check import RemoteCheck
+    from pagoda.cli.remote_stores import RemoteCheck
     from pagoda.ledger import ChunkRow, Ledger
     from pagoda.slab.file import FileSlab
 
@@ -65,8 +65,7 @@ def check(
     Remote tiers must answer and let themselves be read; their bytes are verified whenever they are read.
     """
     from pagoda.cli import UsageError
-    from pagoda.cli.remote_check import pinged
-    from pagoda.cli.remote_stores import remotes_of
+    from pagoda.cli.remote_stores import pinged, remotes_of
 
     if drop and not read:
         raise UsageError("--drop: what is damaged is only known after reading; add --read")

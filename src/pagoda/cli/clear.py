@@ -6,21 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagoda.cli import FAILED, FailedError, UsageError, printing
-from pagoda.cli.remote_stores import NO_SECRET, Unanswered, all_remotes, censuses, cleared
-from pagoda.cli.stores import (
-    AsJson,
-    ConfigFile,
-    Directory,
-    Model,
-    Prefix,
-    Yes,
-    agreed,
-    chosen,
-    find_stores,
-    in_each,
-    refuse_unknown,
-)
+from pagoda.cli import FAILED, FailedError, UsageError, printing, stores
+from pagoda.cli.remote_stores import NO_SECRET, all_remotes, ask_each, censuses, cleared
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
@@ -36,34 +23,36 @@ class ClearedStore(NamedTuple):
 
 
 def clear(
-    directory: Directory = None,
-    model: Model = None,
-    namespace: Prefix = None,
-    yes: Yes = False,
-    as_json: AsJson = False,
-    config: ConfigFile = None,
+    directory: stores.Directory = None,
+    model: stores.Model = None,
+    namespace: stores.Prefix = None,
+    yes: stores.Yes = False,
+    as_json: stores.AsJson = False,
+    config: stores.ConfigFile = None,
 ) -> int:
     """Forget all chunks, or those of one model or namespace, in every tier: the remote ones, for all machines, too."""
-    stores = find_stores(directory, config)
+    directories = stores.find_stores(directory, config)
     everything = model is None and namespace is None
     remotes, sealed = all_remotes(directory, config)
-    known = _known(stores)
+    known = _known(directories)
     broken = {} if everything else censuses(remotes, known)[1]
     broken |= {spec.redacted: NO_SECRET for spec in sealed}
-    if not broken or chosen(known, model, namespace):  # a tier that does not answer may know more
-        refuse_unknown(known, model, namespace)
-    roots = chosen(known, model, namespace)
+    if not broken or stores.chosen(known, model, namespace):  # a tier that does not answer may know more
+        stores.refuse_unknown(known, model, namespace)
+    roots = stores.chosen(known, model, namespace)
     if namespace is not None and len(roots) > 1:
         raise UsageError(f"--namespace {namespace}: begins {len(roots)} namespaces; write more of it")
-    question = _question(_described(roots, model, namespace), stores, [*remotes, *sealed])
-    if not yes and not agreed(question, "clear"):
+    question = _question(_described(roots, model, namespace), directories, [*remotes, *sealed])
+    if not yes and not stores.agreed(question, "clear"):
         return FAILED
     wanted = None if everything else list(roots)
-    local, failed = in_each(stores, lambda ledger: (ledger.tier, _forget(ledger, wanted)))
+    local, failed = stores.in_each(directories, lambda ledger: (ledger.tier, _forget(ledger, wanted)))
     gone = [ClearedStore(*counted, str(store)) for store, counted in local.items()]
-    more, deaf = _clear_remotes([spec for spec in remotes if spec.redacted not in broken], wanted)
+    asked = [spec for spec in remotes if spec.redacted not in broken]
+    shared, deaf = ask_each(asked, lambda spec: cleared(spec, wanted))
+    gone += [ClearedStore(spec.name, chunks, spec.redacted) for spec, chunks in shared.items()]
     broken |= {**{str(store): trouble for store, trouble in failed.items()}, **deaf}
-    _print([*gone, *more], broken, as_json)
+    _print(gone, broken, as_json)
     nameless = sum(not row.fields for row in known.values())
     if nameless and model is not None:
         printing.note(
@@ -84,12 +73,12 @@ def _print(cleared: list[ClearedStore], broken: dict[str, str], as_json: bool) -
         printing.print_table("", ("tier", "chunks cleared", "directory"), cleared)
 
 
-def _known(stores: list[Path]) -> dict[bytes, NamespaceRow]:
+def _known(directories: list[Path]) -> dict[bytes, NamespaceRow]:
     """Return the namespaces of all stores that can be opened; the others fail later, with a reason each."""
     from pagoda.ledger import admin
 
     known: dict[bytes, NamespaceRow] = {}
-    for rows in in_each(stores, admin.list_namespaces)[0].values():
+    for rows in stores.in_each(directories, admin.list_namespaces)[0].values():
         named = {root: row for root, row in known.items() if row.fields}
         known.update({**rows, **named})
     return known
@@ -102,25 +91,9 @@ def _described(roots: dict[bytes, NamespaceRow], model: str | None, prefix: str 
     return f"{len(roots)} namespace(s) of {', '.join(models)}"
 
 
-def _question(what: str, stores: list[Path], remotes: Sequence[RemoteSpec]) -> str:
+def _question(what: str, directories: list[Path], remotes: Sequence[RemoteSpec]) -> str:
     others = ", ".join(spec.redacted for spec in remotes)
-    return (
-        f"Clear {what} in {len(stores)} store(s){f' and, for all machines, in {others}' if others else ''}?"
-    )
-
-
-def _clear_remotes(
-    remotes: Sequence[RemoteSpec], roots: list[bytes] | None
-) -> tuple[list[ClearedStore], dict[str, str]]:
-    """Clear each remote tier, going on past one that fails."""
-    gone: list[ClearedStore] = []
-    broken: dict[str, str] = {}
-    for spec in remotes:
-        try:
-            gone.append(ClearedStore(spec.name, cleared(spec, roots), spec.redacted))
-        except Unanswered as trouble:
-            broken[spec.redacted] = trouble.text
-    return gone, broken
+    return f"Clear {what} in {len(directories)} store(s){f' and, for all machines, in {others}' if others else ''}?"
 
 
 def _forget(ledger: Ledger, roots: list[bytes] | None) -> int:

@@ -51,7 +51,7 @@ def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
 @app.command()
 def check(file: File = None, as_json: AsJson = False) -> int:
     """Check the configuration, whether its places can be used and whether remote tiers answer."""
-    from pagoda.cli.remote_check import pinged
+    from pagoda.cli.remote_stores import pinged
 
     config = configured(file)
     asked = pinged([spec for specs in _servers(config).values() for spec in specs])
@@ -93,9 +93,7 @@ def import_lmcache(
     ] = 1,
     peers: Annotated[
         str | None,
-        Option(
-            metavar="URL,...", help="The pagoda serve of each neighbour, for enable_p2p: the file names none."
-        ),
+        Option(metavar="URL,...", help="The neighbours' pagoda serve, for enable_p2p: the file names none."),
     ] = None,
     force: Annotated[bool, Option("--force", help="Leave out what is not supported.")] = False,
     as_json: AsJson = False,
@@ -147,11 +145,7 @@ def _write_new(file: Path, text: str) -> None:
 
 def _servers(config: Config) -> dict[str, Sequence[RemoteSpec]]:
     """Return what the options say that are URLs of servers, which may contain secrets."""
-    return {
-        "remote": config.remotes(),
-        "peers": config.peer_servers(),
-        "lookup": config.lookup_server(),
-    }
+    return {"remote": config.remotes(), "peers": config.peer_servers(), "lookup": config.lookup_server()}
 
 
 def _worded(name: str, config: Config) -> str:

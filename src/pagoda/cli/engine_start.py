@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeAlias, TypeVar, get_type_hints
+from typing import Annotated, NamedTuple, NoReturn, TypeAlias, TypeVar, get_type_hints
 
 import typer
 from typer import Option
@@ -83,12 +83,41 @@ def become(command: Sequence[str]) -> NoReturn:
         raise FailedError(f"{command[0]} cannot be run: {trouble.strerror}") from None
 
 
-def given_values(given: Mapping[str, object], config: Config) -> dict[str, object]:
-    """Return the options that were given, as a connector is to have them: sizes as they were written."""
-    return {name: given[name] if name in _SIZES else getattr(config, name) for name in given}
+class Chosen(NamedTuple):
+    """What was given before `serve`: a connector's options, and the whole configuration."""
+
+    extra: dict[str, object]
+    config: Config
+    print_only: bool
 
 
-def refuse_secrets(given: Mapping[str, object], config: Config, engine: str) -> None:
+def choose(
+    ctx: typer.Context,
+    engine: str,
+    options: Mapping[str, object],
+    own: Mapping[str, object],
+    print_only: bool,
+) -> None:
+    """Keep as `ctx.obj` what was given before `serve`; without a command, print the help.
+
+    `options`: those of `Config`; `own`: those that only the connector has. None was not given. Raises ConfigError for
+    an option that cannot stand, given here, by the environment or by the file; UsageError for a secret.
+    """
+    from pagoda.config.sources import load
+
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+        return
+    given = {name: value for name, value in options.items() if value is not None}
+    config = load(cli=given).config
+    _refuse_secrets(given, config, engine)
+    # as the connector is to have them: sizes as they were written
+    extra = {name: given[name] if name in _SIZES else getattr(config, name) for name in given}
+    extra |= {name: value for name, value in own.items() if value is not None}
+    ctx.obj = Chosen(extra, config, print_only)
+
+
+def _refuse_secrets(given: Mapping[str, object], config: Config, engine: str) -> None:
     """Raise UsageError if the command line of the engine, and its log, would show a secret."""
     for name, urls, specs in (
         ("remote", config.remote, config.remotes()),

@@ -8,22 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from pagoda.cli import FAILED, printing
+from pagoda.cli import FAILED, printing, stores
 from pagoda.cli.prompt_source import read_prompt
-from pagoda.cli.remote_check import pinged
-from pagoda.cli.remote_stores import remotes_of
-from pagoda.cli.stores import (
-    AsJson,
-    ConfigFile,
-    Directory,
-    Model,
-    Prefix,
-    Tokens,
-    all_attached,
-    chosen,
-    configured,
-    refuse_unknown,
-)
+from pagoda.cli.remote_stores import pinged, remotes_of
 
 if TYPE_CHECKING:
     from pagoda.cli.prompt_coverage import PromptExplanation, TierAnswer
@@ -32,8 +19,8 @@ _INDENT = "  "
 
 
 def explain(
-    directory: Directory = None,
-    tokens: Tokens = None,
+    directory: stores.Directory = None,
+    tokens: stores.Tokens = None,
     text: Annotated[
         str | None, Option(metavar="TEXT", help="The prompt as text, - = stdin; with --tokenizer or --url.")
     ] = None,
@@ -50,8 +37,8 @@ def explain(
     api_key_file: Annotated[
         Path | None, Option(metavar="FILE", help="The server's key; default: the variable OPENAI_API_KEY.")
     ] = None,
-    model: Model = None,
-    namespace: Prefix = None,
+    model: stores.Model = None,
+    namespace: stores.Prefix = None,
     chunk_tokens: Annotated[
         int | None, Option(min=1, metavar="N", help="Tokens in a chunk; default: as what is stored.")
     ] = None,
@@ -59,38 +46,38 @@ def explain(
         float | None,
         Option(min=1, metavar="N", help="Tokens a second that the engine computes: is loading worth it?"),
     ] = None,
-    as_json: AsJson = False,
-    config: ConfigFile = None,
+    as_json: stores.AsJson = False,
+    config: stores.ConfigFile = None,
 ) -> int:
     """Say how many leading tokens of a prompt each tier would serve, why not more, and which token differs."""
-    asked = read_prompt(tokens, text, messages, tokenizer, url, api_key_file)
-    from pagoda.cli.prompt_coverage import explanation, neighbours_of, prompt_of
+    ids, served = read_prompt(tokens, text, messages, tokenizer, url, api_key_file)
+    from pagoda.cli.prompt_coverage import explanations, neighbours_of, prompt_of
 
     # top down
-    specs = [*neighbours_of(directory, configured(config)), *remotes_of(directory, config)]
+    specs = [*neighbours_of(directory, stores.configured(config)), *remotes_of(directory, config)]
     troubles = [asked.trouble for asked in pinged(specs)]
     silent = {spec.name: trouble for spec, trouble in zip(specs, troubles, strict=True) if trouble}
     remotes = [spec for spec, trouble in zip(specs, troubles, strict=True) if not trouble]
-    with all_attached(directory, config) as tiers:
-        prompt = prompt_of(asked.tokens, tiers, remotes, configured(config), chunk_tokens, prefill)
-        refuse_unknown(prompt.known, model, namespace)
-        if model is None and chosen(prompt.known, asked.model, None):
-            model = asked.model  # that the server serves
-        elif model is None and asked.model is not None and prompt.known:
-            printing.note(f"nothing is stored of the server's model, {asked.model}: here is what others have")
-        found = [explanation(prompt, root) for root in chosen(prompt.known, model, namespace)]
-    found.sort(key=lambda one: -one.answers[-1].num_tokens)  # the best namespace first
+    with stores.all_attached(directory, config, silent) as tiers:
+        prompt = prompt_of(ids, tiers, remotes, stores.configured(config), chunk_tokens, prefill)
+        if not silent:  # what does not answer may know more
+            stores.refuse_unknown(prompt.known, model, namespace)
+        if model is None and stores.chosen(prompt.known, served, None):
+            model = served  # that the server serves
+        elif model is None and served is not None and prompt.known:
+            printing.note(f"nothing is stored of the server's model, {served}: here is what others have")
+        found = explanations(prompt, stores.chosen(prompt.known, model, namespace))
     if as_json:
         rows = [answer._asdict() for one in found for answer in one.answers]
         near = [one.nearest_row() for one in found if one.nearest is not None]
         whole = {"asked_tokens": prompt.num_tokens, "answers": rows, "nearest": near, "failed": silent}
         printing.print_json(whole)
-    elif not found:
+    elif not found and not silent:
         printing.note("nothing is stored yet, so nothing would hit")
     else:
         for one in found:
             _print(one, prompt.num_tokens)
-    for trouble in silent.values():
+    for trouble in filter(None, troubles):
         printing.note(trouble)
     return FAILED if silent else 0
 

@@ -11,6 +11,8 @@ from pagoda.cli import FailedError, UsageError
 from pagoda.cli.replay_inputs import OPTIMUM
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from pagoda.cli.replay_inputs import Cell
 
 _REMEDY = "matplotlib is not installed: pip install 'pagodakv[plot]'"
@@ -36,11 +38,9 @@ def check_png(path: Path) -> None:
 
 def save_png(path: Path, cells: Sequence[Cell], bound: float, title: str, chunk_bytes: int | None) -> None:
     """Draw a line for each policy into a file, from cells in ascending size. FailedError if it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)  # no display is needed
     axes = figure.subplots()
     scale = chunk_bytes / 2**30 if chunk_bytes else 1
     for name in dict.fromkeys(cell.policy for cell in cells):
@@ -61,6 +61,11 @@ def save_png(path: Path, cells: Sequence[Cell], bound: float, title: str, chunk_
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG; no display is needed. FailedError if it cannot be written."""
     try:
         figure.savefig(path, format="png")
     except OSError as trouble:

@@ -10,21 +10,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Option
 
-from pagoda.cli import FAILED, printing
+from pagoda.cli import FAILED, printing, stores
 from pagoda.cli.remote_stores import censuses, remotes_of
-from pagoda.cli.stores import (
-    AsJson,
-    ConfigFile,
-    Directory,
-    Model,
-    Prefix,
-    Wide,
-    attached,
-    chosen,
-    find_stores,
-    label,
-    refuse_unknown,
-)
 
 if TYPE_CHECKING:
     from pagoda.ledger import ChunkRow, NamespaceRow
@@ -66,31 +53,28 @@ class Total(NamedTuple):
 
 
 def ls(
-    directory: Directory = None,
+    directory: stores.Directory = None,
     by: Annotated[By, Option(help="One line a chunk or a namespace.")] = By.CHUNK,
-    model: Model = None,
-    namespace: Prefix = None,
+    model: stores.Model = None,
+    namespace: stores.Prefix = None,
     limit: Annotated[int, Option(min=0, help="At most so many chunks, latest used first; 0 = all.")] = 100,
-    wide: Wide = False,
-    as_json: AsJson = False,
-    config: ConfigFile = None,
+    wide: stores.Wide = False,
+    as_json: stores.AsJson = False,
+    config: stores.ConfigFile = None,
 ) -> int:
     """List the chunks that are stored, latest used first; of remote tiers only how many there are."""
     known: dict[bytes, NamespaceRow] = {}
-    listed = _listed(find_stores(directory, config), model, namespace, known)
-    totals: list[Total] = []
-    found: list[Listed] = []
-    number = 0
-    if by is By.NAMESPACE:
-        totals = _totals(listed)
-    else:
-        found, number = _latest(listed, limit)
-    counts, broken = censuses(remotes_of(directory, config), known)
+    broken: dict[str, str] = {}
+    listed = _listed(stores.find_stores(directory, config), model, namespace, known, broken)
+    totals = _totals(listed) if by is By.NAMESPACE else []
+    found, number = _latest(listed, limit)  # none where all were counted
+    counts, silent = censuses(remotes_of(directory, config), known)
+    broken |= silent
     if not broken:  # a tier that does not answer may know more
-        refuse_unknown(known, model, namespace)
-    wanted = chosen(known, model, namespace)
+        stores.refuse_unknown(known, model, namespace)
+    wanted = stores.chosen(known, model, namespace)
     shared = [
-        Total(spec.name, root.hex(), label(known[root].fields), chunks)
+        Total(spec.name, root.hex(), stores.label(known[root].fields), chunks)
         for spec, found_there in counts.items()
         for root, chunks in sorted(found_there.items(), key=lambda count: -count[1])
         if root in wanted
@@ -114,20 +98,25 @@ def ls(
 
 
 def _listed(
-    stores: list[Path], model: str | None, prefix: str | None, known: dict[bytes, NamespaceRow]
-) -> Iterator[Listed]:
-    """Yield the chunks asked for, store by store; `known` gathers every namespace met."""
+    directories: list[Path], model: str | None, prefix: str | None, known: dict[bytes, NamespaceRow],
+    broken: dict[str, str],
+) -> Iterator[Listed]:  # fmt: skip
+    """Yield the chunks asked for, store by store; `known` gets every namespace met, `broken` what cannot be listed."""
+    from pagoda.errors import PagodaError
     from pagoda.ledger import admin
 
-    for store in stores:
-        with attached(store) as ledger:
-            namespaces = admin.list_namespaces(ledger)
-            known.update(namespaces)
-            wanted = chosen(namespaces, model, prefix)
-            everything = model is None and prefix is None
-            for row in admin.list_chunks(ledger):
-                if everything or row.namespace_root in wanted:
-                    yield Listed(ledger.tier, ledger.slot_bytes, namespaces.get(row.namespace_root), row)
+    for store in directories:
+        try:
+            with stores.attached(store) as ledger:
+                namespaces = admin.list_namespaces(ledger)
+                known.update(namespaces)
+                wanted = stores.chosen(namespaces, model, prefix)
+                everything = model is None and prefix is None
+                for row in admin.list_chunks(ledger):
+                    if everything or row.namespace_root in wanted:
+                        yield Listed(ledger.tier, ledger.slot_bytes, namespaces.get(row.namespace_root), row)
+        except PagodaError as trouble:
+            broken[str(store)] = str(trouble)
 
 
 def _latest(listed: Iterator[Listed], limit: int) -> tuple[list[Listed], int]:
@@ -153,7 +142,7 @@ def _totals(listed: Iterator[Listed]) -> list[Total]:
         row = chunk.row
         at = chunk.tier, row.namespace_root
         seconds = row.last_use_age_seconds
-        name = label(chunk.namespace.fields if chunk.namespace else {})
+        name = stores.label(chunk.namespace.fields if chunk.namespace else {})
         old = totals.get(at) or Total(chunk.tier, row.namespace_root.hex(), name, 0)
         totals[at] = old._replace(
             chunks=old.chunks + 1,
@@ -196,7 +185,7 @@ def _print_chunks(found: list[Listed], wide: bool) -> None:
             "last use": printing.age(chunk.row.last_use_age_seconds),
             "hits": chunk.row.hits,
             "flags": " ".join(flag for flag in ("leased", "pinned") if getattr(chunk.row, flag)),
-            "model": label(chunk.namespace.fields if chunk.namespace else {}),
+            "model": stores.label(chunk.namespace.fields if chunk.namespace else {}),
         }
         for chunk in found
     ]

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pagoda.cli import UsageError
 from pagoda.cli.explain import in_words
+from pagoda.cli.prompt_coverage import explanations, neighbours_of, prompt_of
 from pagoda.cli.prompt_source import text_tokenizer
-from pagoda.cli.remote_check import pinged
-from pagoda.cli.remote_stores import remotes_of
+from pagoda.cli.remote_stores import pinged, remotes_of
 from pagoda.cli.stats import remote_usage
 from pagoda.cli.stores import configured
-
-if TYPE_CHECKING:
-    from pagoda.keys import TokenIds
-    from pagoda.ledger import Ledger
-    from pagoda.serve.operator_routes import PageOptions
-    from pagoda.serve.overview import RemoteUsage
+from pagoda.keys import TokenIds
+from pagoda.ledger import Ledger
+from pagoda.serve.operations import PromptTools
+from pagoda.serve.operator_routes import PageOptions
+from pagoda.serve.overview import RemoteUsage
 
 _MOST_TEXT = 4 << 20
 _MOST_NAMESPACES = 20  # in one answer
@@ -33,10 +31,6 @@ def page_options(
     directory: Path | None, config_file: Path | None, gpu_price: float | None, tokenizer: Path | None
 ) -> PageOptions:
     """Return the options of the page. Raises UsageError for a tokenizer that cannot be used."""
-    from pagoda.cli.prompt_coverage import explanation, neighbours_of, prompt_of
-    from pagoda.serve.operations import PromptTools
-    from pagoda.serve.operator_routes import PageOptions
-
     config = configured(config_file)
     tokenize = None if tokenizer is None else _bounded(text_tokenizer(str(tokenizer)))
     specs, neighbours = remotes_of(directory, config_file), neighbours_of(directory, config)
@@ -47,8 +41,6 @@ def page_options(
     def explain(tokens: TokenIds, stores: Sequence[Ledger]) -> Sequence[Mapping[str, object]]:
         there = [one for one, asked in zip(neighbours, pinged(neighbours), strict=True) if not asked.trouble]
         prompt = prompt_of(tokens, stores, [*there, *specs], config)
-        found = [explanation(prompt, root) for root in prompt.known]
-        found.sort(key=lambda one: -one.answers[-1].num_tokens)  # the best namespace first
         return [
             {
                 "namespace": one.namespace.hex(),
@@ -59,7 +51,7 @@ def page_options(
                     for answer in one.answers
                 ],
             }
-            for one in found[:_MOST_NAMESPACES]
+            for one in explanations(prompt, prompt.known)[:_MOST_NAMESPACES]
         ]
 
     def remotes() -> Sequence[RemoteUsage]:

@@ -7,21 +7,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Option
 
-from pagoda.cli import FAILED, UsageError, printing
+from pagoda.cli import FAILED, UsageError, printing, stores
 from pagoda.cli.prompt_source import read_tokens
-from pagoda.cli.stores import (
-    AsJson,
-    ConfigFile,
-    Directory,
-    Model,
-    Prefix,
-    Tokens,
-    all_attached,
-    chosen,
-    configured,
-    label,
-    refuse_unknown,
-)
 
 if TYPE_CHECKING:
     from pagoda.cli.prompt_coverage import Prompt
@@ -42,26 +29,27 @@ class PinnedPrefix(NamedTuple):
 
 
 def pin(
-    directory: Directory = None,
-    tokens: Tokens = None,
+    directory: stores.Directory = None,
+    tokens: stores.Tokens = None,
     owner: Owner = _OWNER,
-    model: Model = None,
-    namespace: Prefix = None,
-    as_json: AsJson = False,
-    config: ConfigFile = None,
+    model: stores.Model = None,
+    namespace: stores.Prefix = None,
+    as_json: stores.AsJson = False,
+    config: stores.ConfigFile = None,
 ) -> int:
     """Keep what the local tiers have of a prompt there: at most a quarter of a tier, until `pagoda unpin`."""
     from pagoda.cli.prompt_coverage import prompt_of
 
-    ids = read_tokens(tokens)
-    with all_attached(directory, config) as tiers:
-        prompt = prompt_of(ids, tiers, [], configured(config))
-        refuse_unknown(prompt.known, model, namespace)
-        roots = list(chosen(prompt.known, model, namespace))
+    ids, broken = read_tokens(tokens), dict[str, str]()
+    with stores.all_attached(directory, config, broken) as tiers:
+        prompt = prompt_of(ids, tiers, [], stores.configured(config))
+        if not broken:  # what cannot be opened may know more
+            stores.refuse_unknown(prompt.known, model, namespace)
+        roots = list(stores.chosen(prompt.known, model, namespace))
         found = [_pinned(prompt, ledger, root, owner) for ledger in prompt.tiers for root in roots]
     done = [one for one in found if one.num_tokens]
     if as_json:
-        printing.print_json({"pinned": [one._asdict() for one in done]})
+        printing.print_json({"pinned": [one._asdict() for one in done], "failed": broken})
     elif done:
         rows = [(one.tier, one.num_tokens, one.model) for one in done]
         printing.print_table("pinned", ("tier", "tokens", "model"), rows)
@@ -69,32 +57,32 @@ def pin(
         printing.note(
             "no tier has the beginning of this prompt, or as much is pinned as may be: pagoda explain tells"
         )
-    return 0 if done else FAILED
+    return FAILED if broken or not done else 0
 
 
 def unpin(
-    directory: Directory = None,
-    tokens: Tokens = None,
+    directory: stores.Directory = None,
+    tokens: stores.Tokens = None,
     owner: Owner = _OWNER,
-    as_json: AsJson = False,
-    config: ConfigFile = None,
+    as_json: stores.AsJson = False,
+    config: stores.ConfigFile = None,
 ) -> int:
     """End the pins of an owner: on one prompt, or without --tokens on everything."""
     from pagoda.cli.prompt_coverage import prompt_of
     from pagoda.ledger import admin
 
-    ids = None if tokens is None else read_tokens(tokens)
-    with all_attached(directory, config) as tiers:
+    ids, broken = None if tokens is None else read_tokens(tokens), dict[str, str]()
+    with stores.all_attached(directory, config, broken) as tiers:
         keys: Sequence[bytes] | None = None
         if ids is not None:
-            prompt = prompt_of(ids, tiers, [], configured(config))
+            prompt = prompt_of(ids, tiers, [], stores.configured(config))
             keys = [key for run in prompt.keys.values() for key in run]
         ended = {str(ledger.directory): admin.unpin(ledger, keys, owner) for ledger in tiers}
     if as_json:
-        printing.print_json({"ended": ended})
+        printing.print_json({"ended": ended, "failed": broken})
     else:
         printing.note(f"{sum(ended.values()):,} chunks are no longer pinned by {owner}")
-    return 0
+    return FAILED if broken else 0
 
 
 def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> PinnedPrefix:
@@ -105,5 +93,5 @@ def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> PinnedPr
         chunks = admin.pin(ledger, prompt.keys[root][: len(run.slots)], owner)
     except ValueError as trouble:
         raise UsageError(f"--owner {owner!r}: {trouble}") from None
-    size, model = prompt.chunk_tokens[root], label(prompt.known[root].fields)
+    size, model = prompt.chunk_tokens[root], stores.label(prompt.known[root].fields)
     return PinnedPrefix(ledger.tier, root, model, chunks * size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from pagoda.cache.lookup_call import match_tiers
 from pagoda.cache.prompt_log import LoggedPrompt, logged_prompts
 from pagoda.cache.tier_stack import peers_client
 from pagoda.cli import printing
@@ -21,7 +22,7 @@ from pagoda.cli.remote_stores import PATIENCE_SECONDS, Unanswered, leading
 from pagoda.cli.stores import label
 from pagoda.config import Config, RemoteSpec
 from pagoda.keys import Int32s, Namespace, TokenIds, as_token_ids
-from pagoda.ledger import Ledger, NamespaceRow
+from pagoda.ledger import Ledger, NamespaceRow, admin
 from pagoda.metrics import Reason
 from pagoda.slab import FileSlab, MemorySlab
 from pagoda.slab.file import aligned
@@ -114,8 +115,6 @@ def prompt_of(
     prefill: float | None = None,
 ) -> Prompt:
     """Hash the prompt under every namespace; chunks have `chunk_tokens` tokens, by default as what is stored."""
-    from pagoda.ledger import admin
-
     ids = as_token_ids(tokens)
     known: dict[bytes, NamespaceRow] = {}
     for ledger in tiers:
@@ -135,10 +134,14 @@ def prompt_of(
     return Prompt(ids, tiers, remotes, known, sizes, keys, config.min_hit_tokens, worth, logged)
 
 
-def explanation(prompt: Prompt, root: bytes) -> PromptExplanation:
-    """Return all there is to say of a prompt under one namespace. Changes nothing."""
-    said = answers(prompt, root)
-    return PromptExplanation(root, prompt.chunk_tokens[root], said, nearest(prompt, root, said[-1]))
+def explanations(prompt: Prompt, roots: Iterable[bytes]) -> list[PromptExplanation]:
+    """Return all there is to say of a prompt under these namespaces, the best first. Changes nothing."""
+    found = []
+    for root in roots:
+        said = answers(prompt, root)
+        near = nearest(prompt, root, said[-1])
+        found.append(PromptExplanation(root, prompt.chunk_tokens[root], said, near))
+    return sorted(found, key=lambda one: -one.answers[-1].num_tokens)
 
 
 def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
@@ -146,8 +149,6 @@ def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
 
     What is below the minimum counts for nothing, which only the answer for all tiers can say.
     """
-    from pagoda.ledger import admin
-
     model = label(prompt.known[root].fields)
     ledgers = [ledger for ledger in prompt.tiers if root in admin.list_namespaces(ledger)]
     here: list[_Place] = [*ledgers, *prompt.remotes]
@@ -200,8 +201,6 @@ def _name(place: _Place) -> str:
 
 def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:
     """Return the tokens in a chunk of each namespace that has any, as its first one says."""
-    from pagoda.ledger import admin
-
     found: dict[bytes, int] = {}
     for ledger in tiers:
         awaited = {root for root, row in admin.list_namespaces(ledger).items() if row.chunks} - found.keys()
@@ -226,8 +225,6 @@ def _served(
     prompt: Prompt, root: bytes, places: Sequence[_Place], minimum: int = 0
 ) -> tuple[int, Reason | None, str, int | None, tuple[str, ...]]:
     """Return what a `TierAnswer` says of these tiers together, from the top down."""
-    from pagoda.cache.lookup_call import match_tiers
-
     size, keys = prompt.chunk_tokens[root], prompt.keys[root]
     if not keys:
         return 0, Reason.SHORT_PROMPT, f"{prompt.num_tokens} tokens do not fill a chunk of {size}", None, ()

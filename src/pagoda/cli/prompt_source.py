@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 from urllib.parse import urlsplit
 
 from pagoda.cli import FailedError, UsageError
@@ -28,18 +28,14 @@ _MOST_BYTES = 64 << 20  # of its answer
 _CHAT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
-class AskedPrompt(NamedTuple):
-    """The token ids of a prompt, and the model that a server serves (None: no server was asked)."""
-
-    tokens: TokenIds
-    model: str | None = None
-
-
 def read_prompt(
     tokens: str | None, text: str | None, messages: str | None, tokenizer: str | None, url: str | None,
     api_key_file: Path | None,
-) -> AskedPrompt:  # fmt: skip
-    """Return the prompt that the options name. Raises UsageError for wrong use, FailedError for a server."""
+) -> tuple[TokenIds, str | None]:  # fmt: skip
+    """Return the token ids of the prompt that the options name, and the model of the server, if one was asked.
+
+    Raises UsageError for wrong use, FailedError for a server.
+    """
     given = [("--tokens", tokens), ("--text", text), ("--messages", messages)]
     named = [name for name, value in given if value is not None]
     if len(named) != 1:
@@ -52,20 +48,20 @@ def read_prompt(
     if tokens is not None:
         if tokenizer or url:
             raise UsageError("--tokens are token ids already: leave --tokenizer and --url out")
-        return AskedPrompt(read_tokens(tokens))
+        return read_tokens(tokens), None
     if bool(tokenizer) == bool(url):
         raise UsageError(f"{named[0]} needs either --tokenizer PATH, or --url URL of a vLLM server")
     chat = None if messages is None else _read_messages(messages)
     words = _read("--text", "-") if text == "-" else text
+    ids: TokenIds
+    model = None
     if url:
-        found = _ask_server(url, words, chat, api_key_file)
+        ids, model = _ask_server(url, words, chat, api_key_file)
     else:
-        found = AskedPrompt(
-            text_tokenizer(str(tokenizer))(str(words)) if chat is None else _chat_ids(str(tokenizer), chat)
-        )
-    if not len(found.tokens):
+        ids = text_tokenizer(str(tokenizer))(str(words)) if chat is None else _chat_ids(str(tokenizer), chat)
+    if not len(ids):
         raise UsageError(f"{named[0]}: holds no tokens")
-    return found
+    return ids, model
 
 
 def read_tokens(source: str | None) -> TokenIds:
@@ -94,11 +90,8 @@ def _read_messages(source: str) -> Json:
         raise UsageError(f"--messages {source}: not JSON: {trouble}") from None
     asked = found if isinstance(found, dict) else {"messages": found}
     listed = asked.get("messages")
-    if (
-        not isinstance(listed, list)
-        or not listed
-        or not all(isinstance(one, dict) and "role" in one for one in listed)
-    ):
+    right = isinstance(listed, list) and all(isinstance(one, dict) and "role" in one for one in listed)
+    if not right or not listed:
         raise UsageError(
             f'--messages {source}: not chat messages: a list of {{"role": ..., "content": ...}}, or a request with it'
         )
@@ -174,7 +167,7 @@ def _explained(tokenizer: str) -> Iterator[None]:
 # ---- a vLLM server
 
 
-def _ask_server(url: str, text: str | None, chat: Json | None, key_file: Path | None) -> AskedPrompt:
+def _ask_server(url: str, text: str | None, chat: Json | None, key_file: Path | None) -> tuple[TokenIds, str]:
     """Return the ids that a server gives, and the model that it serves, named as the vLLM connector names it."""
     key = _api_key(key_file)
     listed = _ask(url, key, "GET", "/v1/models").get("data")
@@ -186,17 +179,10 @@ def _ask_server(url: str, text: str | None, chat: Json | None, key_file: Path | 
     ids = _ask(url, key, "POST", "/tokenize", question).get("tokens")
     if not isinstance(ids, list):
         raise FailedError(f"{url}: /tokenize gave no tokens: is it a vLLM server?")
+    from pagoda.connectors.vllm.identity.engine_namespace import model_name
     from pagoda.keys import as_token_ids
 
-    return AskedPrompt(as_token_ids(ids), _model_name(str(models[0].get("root") or models[0]["id"])))
-
-
-def _model_name(root: str) -> str:
-    """Return a model as the vLLM connector names it: the last part of its path, or its name in a hub's cache."""
-    parts = Path(root).parts
-    if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
-        return parts[-3].split("--")[-1]
-    return Path(root).name or root
+    return as_token_ids(ids), model_name(str(models[0].get("root") or models[0]["id"]))
 
 
 def _api_key(file: Path | None) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Argument, Option
 
-from pagoda.cli import FAILED, INTERRUPTED, FailedError, UsageError, printing
+from pagoda.cli import FAILED, INTERRUPTED, FailedError, UsageError, printing, require_transformers
 from pagoda.cli.stores import AsJson, ConfigFile, configured
 
 if TYPE_CHECKING:
@@ -83,11 +82,8 @@ def quality(
 
     They start only with a passing verdict for the model. Exit code 1: no setting passes.
     """
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"pagoda quality needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'"
-        )
+    require_transformers("pagoda quality")
+    from pagoda.quality import measure_quality
     from pagoda.quality.write_verdict import check_names, check_place
     from pagoda.quality_verdict import default_directory
 
@@ -106,8 +102,8 @@ def quality(
         with printing.progress(as_json) as bars:
             task = bars.add_task("loading the model", total=None)
             with _one_line(f"{model}: cannot be used"):
-                limits, tokenizer = _described(model)
-            lines = _prompts(prompts, limits, tokenizer, new_tokens)
+                vocabulary, most, tokenizer = _described(model)
+            lines = _prompts(prompts, tokenizer, vocabulary, most and max(most - new_tokens, 1))
             if not blends and not codecs:
                 blends, codecs = _usual(lines, loaded)
             with _one_line(f"{model}: cannot be used"):
@@ -118,7 +114,7 @@ def quality(
                 bars.update(task, total=total, advance=1, description=f"measuring {name}")
 
             with _one_line(str(prompts)):
-                run = _measured(
+                run = measure_quality(
                     network,
                     lines,
                     blends=blends,
@@ -168,12 +164,6 @@ def _told(
     return 0 if any(result.passed for result in results) else FAILED
 
 
-def _measured(network: torch.nn.Module, lines: Sequence[QualityPrompt], **options: object) -> QualityRun:
-    from pagoda.quality import measure_quality
-
-    return measure_quality(network, lines, **options)  # type: ignore[arg-type]  # the caller's are right
-
-
 @contextmanager
 def _one_line(what: str) -> Iterator[None]:
     """Say what a library or a measurement refuses in one line."""
@@ -188,15 +178,8 @@ def _one_line(what: str) -> Iterator[None]:
         raise UsageError(f"{what}: {said or type(trouble).__name__}") from None
 
 
-class _Limits(NamedTuple):
-    """What a model takes."""
-
-    vocabulary: int
-    most_tokens: int | None
-
-
-def _described(model: str) -> tuple[_Limits, Tokenizer | None]:
-    """Return what a model takes, and its tokenizer, None if it has none. Loads no weights."""
+def _described(model: str) -> tuple[int, int | None, Tokenizer | None]:
+    """Return a model's vocabulary, the most tokens it takes, and its tokenizer; None: none. Loads no weights."""
     transformers = import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     text = transformers.AutoConfig.from_pretrained(model).get_text_config(decoder=True)
@@ -204,7 +187,7 @@ def _described(model: str) -> tuple[_Limits, Tokenizer | None]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError, TypeError):
         tokenizer = None  # token ids need none
-    return _Limits(text.vocab_size, getattr(text, "max_position_embeddings", None)), tokenizer
+    return text.vocab_size, getattr(text, "max_position_embeddings", None), tokenizer
 
 
 def _loaded(model: str, dtype: str, device: str | None) -> torch.nn.Module:
@@ -223,13 +206,12 @@ def _loaded(model: str, dtype: str, device: str | None) -> torch.nn.Module:
 
 
 def _prompts(
-    path: Path, limits: _Limits, tokenizer: Tokenizer | None, new_tokens: int
+    path: Path, tokenizer: Tokenizer | None, vocabulary: int, most_tokens: int | None
 ) -> list[QualityPrompt]:
     """Return the prompts of a file. Names each bad line on stderr and raises UsageError if there are any."""
     from pagoda.quality.prompt_lines import read_prompts
 
-    most = limits.most_tokens and max(limits.most_tokens - new_tokens, 1)
-    good, bad = read_prompts(path, tokenizer, vocabulary=limits.vocabulary, most_tokens=most)
+    good, bad = read_prompts(path, tokenizer, vocabulary=vocabulary, most_tokens=most_tokens)
     for line in bad[:_MOST_NAMED]:
         printing.note(f"{path}: line {line.line} {line.why}")
     if bad:

@@ -4,38 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pagoda.cli import FailedError
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from pagoda.quality.report import Judged
-    from pagoda.quality_bounds import Interval
+from pagoda.cli.hit_rate_plot import save_figure
+from pagoda.quality.report import Judged
+from pagoda.quality_bounds import Interval
 
 
 def save_png(path: Path, rows: Sequence[Judged], title: str) -> None:
     """Draw quality against cost: blending by time to first token, codecs by bytes. FailedError if it cannot be."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     groups = {
         feature: [row for row in rows if row.result is not None and row.result.setting.feature == feature]
         for feature in ("blend", "codec")
     }
     drawn = {feature: mine for feature, mine in groups.items() if mine}
     figure = Figure(figsize=(7 * len(drawn), 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)  # no display is needed
     for axes, (feature, mine) in zip(
         figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True
     ):
         _draw(axes, feature, mine)
     figure.suptitle(title)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as trouble:
-        raise FailedError(f"{path}: cannot be written: {trouble.strerror or trouble}") from None
+    save_figure(figure, path)
 
 
 def _draw(axes: Axes, feature: str, rows: Sequence[Judged]) -> None:
@@ -78,8 +69,6 @@ def _computed(row: Judged) -> float:
 
 
 def _cost(row: Judged, by_time: bool) -> Interval:
-    from pagoda.quality_bounds import Interval
-
     return row.figures.ttft if by_time else Interval(row.figures.bytes, row.figures.bytes, row.figures.bytes)
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from msgspec import to_builtins
 
 from pagoda.cli import printing
 from pagoda.cli.text_tables import RightAligned
-
-if TYPE_CHECKING:
-    from pagoda.quality.report import Judged
-    from pagoda.quality.run import QualityRun
-    from pagoda.quality_bounds import Interval
+from pagoda.quality.report import Judged
+from pagoda.quality.run import QualityRun
+from pagoda.quality_bounds import Interval
 
 
 def print_report(model: str, prompts: Path, rows: Sequence[Judged]) -> None:
@@ -32,8 +31,6 @@ def print_report(model: str, prompts: Path, rows: Sequence[Judged]) -> None:
 
 def as_json(model: str, run: QualityRun, verdict: Path, png: Path | None) -> dict[str, object]:
     """Return the whole report for programs."""
-    from msgspec import to_builtins
-
     rows = []
     for row in run.rows:
         entry: dict[str, object] = {"name": row.name, "seconds": row.seconds, **to_builtins(row.figures)}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from pagoda.cli import printing
@@ -16,7 +18,7 @@ from pagoda.url_parts import split_url
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
     from pagoda.ledger import NamespaceRow
-    from pagoda.tiers.remote.store_client import ListingDeadline, StoreConnection, Usage
+    from pagoda.tiers.remote.store_client import ListingDeadline, StoreConnection
 
 _T = TypeVar("_T")
 NO_SECRET = (
@@ -68,36 +70,20 @@ def all_remotes(
     return tuple(spec for spec in specs.values() if not spec.lacks_secret), sealed
 
 
-def census(spec: RemoteSpec) -> Mapping[bytes, int]:
-    """Return the number of chunks of each namespace (its root). Walks over all names. Raises Unanswered."""
-    return ask(spec, lambda link: link.count_by_namespace(_walk(spec)))
-
-
 def censuses(
     specs: Sequence[RemoteSpec], known: dict[bytes, NamespaceRow]
 ) -> tuple[dict[RemoteSpec, Mapping[bytes, int]], dict[str, str]]:
-    """Return what each remote tier has of each namespace, and what is wrong with those that do not answer.
+    """Return how many chunks each remote tier has of each namespace, and what is wrong with those that do not answer.
 
     `known` gets the namespaces that no local tier has: their names stay on the machines that made them.
     """
     from pagoda.ledger import NamespaceRow
 
-    found: dict[RemoteSpec, Mapping[bytes, int]] = {}
-    broken: dict[str, str] = {}
-    for spec in specs:
-        try:
-            found[spec] = census(spec)
-        except Unanswered as trouble:
-            broken[spec.redacted] = trouble.text
-            continue
-        for root, chunks in found[spec].items():
+    found, broken = ask_each(specs, lambda spec: ask(spec, lambda link: link.count_by_namespace(_walk(spec))))
+    for counts in found.values():
+        for root, chunks in counts.items():
             known.setdefault(root, NamespaceRow(root, {}, chunks))
     return found, broken
-
-
-def usage(spec: RemoteSpec) -> Usage:
-    """Return how full the engine is. Raises Unanswered."""
-    return ask(spec, lambda link: link.usage(time.monotonic() + patience(spec)))
 
 
 def leading(spec: RemoteSpec, root: bytes, keys: Sequence[bytes]) -> int:
@@ -121,6 +107,20 @@ def _walk(spec: RemoteSpec) -> ListingDeadline:
     from pagoda.tiers.remote.store_client import ListingDeadline
 
     return ListingDeadline(patience(spec), WALK_SECONDS)
+
+
+def ask_each(
+    specs: Sequence[RemoteSpec], work: Callable[[RemoteSpec], _T]
+) -> tuple[dict[RemoteSpec, _T], dict[str, str]]:
+    """Do `work` with every remote tier; return what came of it, and what is wrong with those that do not answer."""
+    done: dict[RemoteSpec, _T] = {}
+    broken: dict[str, str] = {}
+    for spec in specs:
+        try:
+            done[spec] = work(spec)
+        except Unanswered as trouble:
+            broken[spec.redacted] = trouble.text
+    return done, broken
 
 
 def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
@@ -166,3 +166,60 @@ def _masked(spec: RemoteSpec, text: str) -> str:
         if len(secret) > 3 and secret not in spec.redacted:
             text = text.replace(secret, "***")
     return text
+
+
+# ---- whether they answer, and how they are set up
+
+
+class RemoteCheck(NamedTuple):
+    """A remote tier, what is wrong with it (empty: nothing), and of a pool the nodes: on all machines the same.
+
+    `warnings`: what is wrong with how it is set up.
+    """
+
+    tier: str
+    address: str
+    trouble: str
+    nodes: str = ""
+    warnings: Sequence[str] = ()
+
+
+def pinged(specs: Sequence[RemoteSpec]) -> list[RemoteCheck]:
+    """Return for each remote tier whether it answers and can be read, and whether its codec is installed."""
+    return [_checked(spec) for spec in specs]
+
+
+def _nodes(spec: RemoteSpec) -> str:
+    """Return the nodes of a pool in one spelling, and a digest of them to compare; else an empty string."""
+    from pagoda.errors import PagodaError
+
+    if "+pool:" in spec.redacted[:12]:
+        with suppress(PagodaError):
+            place = spec.engine().address.partition("://")[2]
+            return f"{place} digest {blake2b(f'{place} {spec.prefix}'.encode(), digest_size=4).hexdigest()}"
+    return ""
+
+
+def _checked(spec: RemoteSpec) -> RemoteCheck:
+    nodes = _nodes(spec)
+    try:
+        warnings = ask(spec, partial(_ping, spec))
+    except Unanswered as trouble:
+        return RemoteCheck(spec.name, spec.redacted, str(trouble), nodes)
+    return RemoteCheck(spec.name, spec.redacted, "", nodes, [worded(spec, warning) for warning in warnings])
+
+
+def worded(spec: RemoteSpec, warning: str) -> str:
+    """Return a warning about how a remote tier is set up, with its place."""
+    return f"{spec.name} ({spec.redacted}): {warning}"
+
+
+def _ping(spec: RemoteSpec, link: StoreConnection) -> Sequence[str]:
+    from pagoda import codec
+    from pagoda.tiers.remote.store_client import RefusedError
+
+    link.ping(time.monotonic() + patience(spec))
+    codec.require(spec.codec)
+    with suppress(RefusedError):
+        return link.usage(time.monotonic() + patience(spec)).warnings
+    return ()

@@ -4,36 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated, TypeAlias
 
 from typer import Option
 
-from pagoda.cli import UsageError, printing
+from pagoda.cli import UsageError, printing, replay_inputs
 from pagoda.cli.load_speeds import speeds_of
-from pagoda.cli.replay_inputs import (
-    OPTIMUM,
-    SAMPLE,
-    Cell,
-    Jobs,
-    KVType,
-    ModelName,
-    Policies,
-    TokenBytes,
-    Trace,
-    TraceFile,
-    best,
-    bytes_of,
-    chunk_bytes_of,
-    one_of,
-    policies_of,
-    simulated,
-    trace_of,
-)
-from pagoda.cli.stores import AsJson, ConfigFile, Wide
-
-if TYPE_CHECKING:
-    from pagoda.cli.load_speeds import Speeds
-    from pagoda.cli.replay_fleet import FleetPlan
+from pagoda.cli.replay_inputs import OPTIMUM, Cell, Trace, best, simulated
+from pagoda.cli.stores import AsJson, ConfigFile, Wide, given_bytes
 
 Speed: TypeAlias = Annotated[
     float | None, Option(min=1e-3, metavar="GB/S", help="How fast chunks are loaded from there.")
@@ -44,16 +22,16 @@ _OTHERS = 3.0
 
 
 def replay(
-    trace: TraceFile = SAMPLE,
+    trace: replay_inputs.TraceFile = replay_inputs.SAMPLE,
     capacity_chunks: Annotated[
         list[int] | None, Option(min=1, metavar="N", help="One tier of that many chunks; or several.")
     ] = None,
     host: Annotated[str | None, Option(metavar="SIZE", help="Host memory, such as 64GiB.")] = None,
     disk: Annotated[str | None, Option(metavar="SIZE", help="Disk below it, such as 1TiB.")] = None,
-    policy: Policies = None,
-    model: ModelName = None,
-    bytes_per_token: TokenBytes = None,
-    kv_dtype: KVType = "bfloat16",
+    policy: replay_inputs.Policies = None,
+    model: replay_inputs.ModelName = None,
+    bytes_per_token: replay_inputs.TokenBytes = None,
+    kv_dtype: replay_inputs.KVType = "bfloat16",
     curve: Annotated[
         bool, Option("--curve", help="Hit rate against size: a table here, a plot as PNG.")
     ] = False,
@@ -73,12 +51,7 @@ def replay(
     ] = None,
     engines: Annotated[
         int | None,
-        Option(
-            min=1,
-            max=10_000,
-            metavar="N",
-            help="Engines that compute; default: what the trace needs uncached.",
-        ),
+        Option(min=1, max=10_000, metavar="N", help="Engines; default: as many as the trace needs uncached."),
     ] = None,
     remote: Annotated[
         str | None, Option(metavar="SIZE", help="A remote tier below them, which all machines share.")
@@ -102,7 +75,7 @@ def replay(
     prices: Annotated[
         Path | None, Option(metavar="FILE", help="Prices of object stores (TOML); default: list prices.")
     ] = None,
-    jobs: Jobs = None,
+    jobs: replay_inputs.Jobs = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
@@ -120,11 +93,11 @@ def replay(
         "--engines": engines,
     }  # fmt: skip
     _refuse_given(shared if remote is None else timed, remote is not None)
-    names = policies_of(policy, config)
-    found = trace_of(trace)
-    chunk_bytes = chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
+    names = replay_inputs.policies_of(policy, config)
+    found = replay_inputs.trace_of(trace)
+    chunk_bytes = replay_inputs.chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
     if tiers:
-        sizes = {name: bytes_of(f"--{name}", size) for name, size in tiers.items()}
+        sizes = {name: given_bytes(f"--{name}", size) for name, size in tiers.items()}
         if remote is not None:
             from pagoda.cli import replay_fleet
             from pagoda.replay import ROUTES, WRITE_POLICIES
@@ -134,29 +107,35 @@ def replay(
                 sizes,
                 _known(chunk_bytes),
                 machines or 1,
-                one_of(ROUTES, "--route", route or "round-robin", "route"),
-                policies_of([remote_policy or "lru"], config, "--remote-policy")[0],
-                one_of(
+                replay_inputs.one_of(ROUTES, "--route", route or "round-robin", "route"),
+                replay_inputs.policies_of([remote_policy or "lru"], config, "--remote-policy")[0],
+                replay_inputs.one_of(
                     WRITE_POLICIES, "--remote-write-policy", remote_write_policy or "write_through", "policy"
                 ),
                 replay_fleet.link_of(link),
                 replay_fleet.prices_of(prices),
             )
-            return _fleet(plan, names, jobs, as_json)
+            replay_fleet.show(plan, names, jobs, as_json)
+            return 0
+        from pagoda.cli import replay_tiers
+
         speeds = speeds_of(host_speed, disk_speed, prefill, measured, model)
-        return _tiers(found, names, sizes, _known(chunk_bytes), speeds, engines, jobs, as_json)
+        count = (engines or replay_tiers.engines_for(found, speeds.prefill)) if speeds.prefill else 0
+        alone = replay_tiers.ReplayPlan(found, sizes, _known(chunk_bytes), speeds, count)
+        replay_tiers.show(alone, names, jobs, as_json)
+        return 0
     chunks = list(dict.fromkeys(capacity_chunks or ()))
     if curve:
         from pagoda.cli.hit_rate_plot import sizes_of
 
         names = list(dict.fromkeys([*names, "lru"]))
         chunks = sorted(chunks) or sizes_of(found.distinct, points)
-    cells = _cells(found, names, chunks, jobs, as_json)
-    drawn = {"png": _png(png, cells, found, chunk_bytes)} if curve else {}
+    cells, optimum = _cells(found, names, chunks, jobs, as_json)
+    drawn = {"png": _png(png, [*cells, *optimum.values()], found, chunk_bytes)} if curve else {}
     if as_json:
-        printing.print_json({**_as_json(found, cells, chunk_bytes), **drawn})
+        printing.print_json({**_as_json(found, cells, optimum, chunk_bytes), **drawn})
         return 0
-    _print_cells(found, cells, chunk_bytes, wide)
+    _print_cells(found, cells, optimum, chunk_bytes, wide)
     if drawn.get("png"):
         print(f"\n{drawn['png']}")
     return 0
@@ -199,9 +178,9 @@ def _known(chunk_bytes: int | None) -> int:
 
 def _cells(
     trace: Trace, policies: Sequence[str], sizes: Sequence[int], jobs: int | None, quiet: bool
-) -> list[Cell]:
-    """Simulate every policy and the optimum at every size."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool, useful_jobs
+) -> tuple[list[Cell], dict[int, Cell]]:
+    """Simulate every policy at every size; return its cells, and the optimum by size."""
+    from pagoda.cli.trace_pool import TraceJob, TracePool
 
     work = [
         TraceJob(simulated, (name, trace.room(size)), _WEIGHTS.get(name, _OTHERS))
@@ -211,41 +190,37 @@ def _cells(
     work += [TraceJob(best, (trace.room(size),), _WEIGHTS[OPTIMUM]) for size in sizes]
     # the long ones first, so that no process ends long after the others
     work.sort(key=lambda piece: -piece.weight)
-    with TracePool(trace.requests, jobs or useful_jobs(trace.requests), quiet) as pool:
+    with TracePool(trace.requests, jobs, quiet) as pool:
         found = pool.run(work, f"replaying {trace.name}")
     by_room = {(cell.policy, cell.chunks): cell for cell in found}
-    return [
-        by_room[name, trace.room(size)]._replace(chunks=size)
-        for size in sizes
-        for name in (*policies, OPTIMUM)
-    ]
+    cells = [by_room[name, trace.room(size)]._replace(chunks=size) for size in sizes for name in policies]
+    return cells, {size: by_room[OPTIMUM, trace.room(size)]._replace(chunks=size) for size in sizes}
 
 
-def _as_json(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None) -> dict[str, object]:
+def _as_json(
+    trace: Trace, cells: Sequence[Cell], optimum: Mapping[int, Cell], chunk_bytes: int | None
+) -> dict[str, object]:
     """Return all cells as "runs"; if there is but one run, its keys stand beside the trace's as well."""
-    optimum = {cell.chunks: cell.hit_rate for cell in cells if cell.policy == OPTIMUM}
     runs: list[dict[str, object]] = []
     for cell in cells:
-        if cell.policy == OPTIMUM:
-            continue
-        runs.append(
-            {
-                "policy": cell.policy,
-                "capacity_chunks": cell.chunks,
-                "hit_rate": cell.hit_rate,
-                "chunks_written": cell.chunks_written,
-                "optimum": optimum[cell.chunks],
-            }
-        )
+        run: dict[str, object] = {
+            "policy": cell.policy,
+            "capacity_chunks": cell.chunks,
+            "hit_rate": cell.hit_rate,
+            "chunks_written": cell.chunks_written,
+            "optimum": optimum[cell.chunks].hit_rate,
+        }
         if chunk_bytes:
-            runs[-1]["capacity_bytes"] = cell.chunks * chunk_bytes
-            runs[-1]["bytes_written"] = cell.chunks_written * chunk_bytes
+            run["capacity_bytes"] = cell.chunks * chunk_bytes
+            run["bytes_written"] = cell.chunks_written * chunk_bytes
+        runs.append(run)
     alone = runs[0] if len(runs) == 1 else {}
     return {**trace.as_json(), **alone, "runs": runs}
 
 
-def _print_cells(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None, wide: bool) -> None:
-    optimum = {cell.chunks: cell.hit_rate for cell in cells if cell.policy == OPTIMUM}
+def _print_cells(
+    trace: Trace, cells: Sequence[Cell], optimum: Mapping[int, Cell], chunk_bytes: int | None, wide: bool
+) -> None:
     slot_bytes = chunk_bytes or 0
     rows = [
         {
@@ -253,50 +228,16 @@ def _print_cells(trace: Trace, cells: Sequence[Cell], chunk_bytes: int | None, w
             "chunks": cell.chunks,
             "bytes": printing.size(cell.chunks * slot_bytes),
             "hit rate": printing.share(cell.hit_rate, 1),
-            "optimum": printing.share(optimum[cell.chunks], 1),
+            "optimum": printing.share(optimum[cell.chunks].hit_rate, 1),
             "of what is possible": printing.share(cell.hit_rate, trace.infinite),
             "written": cell.chunks_written,
             "bytes written": printing.size(cell.chunks_written * slot_bytes),
         }
         for cell in cells
-        if cell.policy != OPTIMUM
     ]
     unknown = () if chunk_bytes else ("bytes", "bytes written")
     rare = () if wide else ("written", "bytes written")
     printing.print_dicts(trace.title, rows, without=(*unknown, *rare))
-
-
-def _tiers(
-    trace: Trace,
-    policies: Sequence[str],
-    sizes: dict[str, int],
-    chunk_bytes: int,
-    speeds: Speeds,
-    engines: int | None,
-    jobs: int | None,
-    as_json: bool,
-) -> int:
-    from pagoda.cli import replay_tables, replay_tiers
-
-    count = (engines or replay_tiers.engines_for(trace, speeds.prefill)) if speeds.prefill else 0
-    plan = replay_tiers.ReplayPlan(trace, sizes, chunk_bytes, speeds, count)
-    found = replay_tiers.results(plan, policies, jobs, as_json)
-    if as_json:
-        printing.print_json(replay_tiers.as_json(plan, found))
-    else:
-        replay_tables.print_results(plan, found)
-    return 0
-
-
-def _fleet(plan: FleetPlan, policies: Sequence[str], jobs: int | None, as_json: bool) -> int:
-    from pagoda.cli import replay_fleet
-
-    found = replay_fleet.results(plan, policies, jobs, as_json)
-    if as_json:
-        printing.print_json(replay_fleet.as_json(plan, found))
-    else:
-        replay_fleet.print_results(plan, found)
-    return 0
 
 
 def _png(png: Path | None, cells: Sequence[Cell], trace: Trace, chunk_bytes: int | None) -> str | None:

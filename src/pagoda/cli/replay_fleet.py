@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.replay_inputs import Trace
-from pagoda.cli.replay_tables import print_tiers
-from pagoda.cli.replay_tiers import specs_of
+from pagoda.cli.replay_tiers import print_tiers, specs_of
 from pagoda.cli.text_tables import RightAligned
-
-if TYPE_CHECKING:
-    from pagoda.replay import FleetOutcome, FleetSpec, Request, Traffic
+from pagoda.cli.trace_pool import TraceJob, TracePool
+from pagoda.replay import FleetOutcome, FleetSpec, Request, Traffic, simulate_fleet
 
 _RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT])bit(?:/s)?", re.IGNORECASE)
 _POWERS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -69,8 +68,6 @@ def link_of(text: str | None) -> float | None:
 
 def prices_of(file: Path | None) -> Mapping[str, StorePrices]:
     """Return the prices in a file, or the list prices of the package. Raises UsageError."""
-    from importlib.resources import files
-
     try:
         text = file.read_bytes() if file else (files("pagoda.replay") / "prices.toml").read_bytes()
         found = msgspec.toml.decode(text, type=dict[str, StorePrices])
@@ -83,25 +80,29 @@ def prices_of(file: Path | None) -> Mapping[str, StorePrices]:
     return found
 
 
-def fleet(requests: Sequence[Request], spec: FleetSpec, tick: Callable[[int], None]) -> PolicyOutcome:
+def fleet(requests: Sequence[Request], spec: FleetSpec) -> PolicyOutcome:
     """Simulate a fleet."""
-    from pagoda.replay import simulate_fleet
-
     policy = spec.own[0].policy if spec.own else spec.remote.policy
-    return PolicyOutcome(policy, simulate_fleet(requests, spec, tick))
+    return PolicyOutcome(policy, simulate_fleet(requests, spec))
 
 
-def results(plan: FleetPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[PolicyOutcome]:
+def show(plan: FleetPlan, policies: Sequence[str], jobs: int | None, as_json: bool) -> None:
+    """Simulate the fleet with each policy in the machines' own tiers and print what came of it."""
+    found = _results(plan, policies, jobs, as_json)
+    if as_json:
+        printing.print_json(_all_as_json(plan, found))
+    else:
+        _print_results(plan, found)
+
+
+def _results(plan: FleetPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[PolicyOutcome]:
     """Simulate the fleet with each policy in the machines' own tiers."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool, useful_jobs
-    from pagoda.replay import FleetSpec
-
     work = []
     for policy in policies if len(plan.sizes) > 1 else [plan.remote_policy]:
         *own, remote = specs_of(plan.trace, plan.sizes, plan.chunk_bytes, policy)
         remote = remote._replace(policy=plan.remote_policy)
         work.append(TraceJob(fleet, (FleetSpec(plan.machines, own, remote, plan.route, plan.write_policy),)))
-    with TracePool(plan.trace.requests, jobs or useful_jobs(plan.trace.requests), quiet) as pool:
+    with TracePool(plan.trace.requests, jobs, quiet) as pool:
         return pool.run(work, f"replaying {plan.trace.name}")
 
 
@@ -146,7 +147,7 @@ def _dollars_a_day(plan: FleetPlan, found: FleetOutcome, prices: StorePrices) ->
     return {**parts, "total": sum(parts.values())}
 
 
-def as_json(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> dict[str, object]:
+def _all_as_json(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> dict[str, object]:
     """Return all results as "runs"; if there is but one, its keys stand beside the trace's as well."""
     runs = [_as_json(plan, *result) for result in found]
     return {
@@ -187,7 +188,7 @@ def _as_json(plan: FleetPlan, policy: str, outcome: FleetOutcome) -> dict[str, o
     }
 
 
-def print_results(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
+def _print_results(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
     """Print what the tiers serve, what goes over the links, how often the store is asked, and what that costs."""
     _print_tiers(plan, found)
     print()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
 from typer import Argument, Option
 
 from pagoda.cli import UsageError
-from pagoda.cli.stores import configured, given_size
+from pagoda.cli.stores import configured
 from pagoda.config.did_you_mean import did_you_mean
 
 if TYPE_CHECKING:
@@ -158,23 +158,15 @@ def chunk_bytes_of(trace: Trace, model: str | None, token_bytes: int | None, dty
     return -(-trace.chunk_tokens * token_bytes // _PAGE) * _PAGE
 
 
-def bytes_of(option: str, text: str) -> int:
-    """Return a size in bytes, more than none. Raises UsageError."""
-    size = given_size(option, text)
-    if not isinstance(size, int) or not size:
-        raise UsageError(f"{option} {text}: a size such as 64GiB is needed")
-    return size
-
-
-def simulated(requests: Sequence[Request], policy: str, chunks: int, tick: Callable[[int], None]) -> Cell:
+def simulated(requests: Sequence[Request], policy: str, chunks: int) -> Cell:
     """Simulate one policy at one size."""
     from pagoda.replay import TierSpec, simulate
 
-    outcome = simulate(requests, [TierSpec("host", chunks, policy)], tick)
+    outcome = simulate(requests, [TierSpec("host", chunks, policy)])
     return Cell(policy, chunks, outcome.hit_rate, outcome.tiers[0].chunks_written)
 
 
-def best(requests: Sequence[Request], chunks: int, tick: Callable[[int], None]) -> Cell:
+def best(requests: Sequence[Request], chunks: int) -> Cell:
     """Return the best that is possible at this size."""
     from pagoda.replay import optimum
 

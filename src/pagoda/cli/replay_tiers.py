@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from pagoda.cli import UsageError, printing
+from pagoda.cli.load_speeds import Speeds
 from pagoda.cli.replay_inputs import Cell, Trace, best
-
-if TYPE_CHECKING:
-    from pagoda.cli.load_speeds import Speeds
-    from pagoda.replay import Request, SimulatedOutcome, TierSpec
-    from pagoda.replay.timed_replay import TimedOutcome
+from pagoda.cli.trace_pool import TraceJob, TracePool
+from pagoda.replay import (
+    Engines,
+    Request,
+    SimulatedOutcome,
+    Simulation,
+    TierOutcome,
+    TierSpec,
+    TimedOutcome,
+    TimedTier,
+    replay_timed,
+)  # fmt: skip
 
 _BUSY = 0.7  # the share of time that engines compute if their number is not given
 
@@ -31,18 +41,12 @@ class ReplayedTiers(NamedTuple):
 
 
 def tiered(
-    requests: Sequence[Request],
-    specs: Sequence[TierSpec],
-    chunk_bytes: int,
-    speeds: Speeds,
-    tick: Callable[[int], None],
+    requests: Sequence[Request], specs: Sequence[TierSpec], chunk_bytes: int, speeds: Speeds
 ) -> ReplayedTiers:
     """Simulate tiers below each other and say how long each prompt takes when nothing else is going on.
 
     As in the cache itself (`worth_it`), what would load more slowly than it is computed is computed.
     """
-    from pagoda.replay import Simulation
-
     simulation = Simulation(specs)
     load = [speeds.load_seconds(spec.name, chunk_bytes) for spec in specs]
     saved, cold, seconds = 0, [], []
@@ -56,31 +60,21 @@ def tiered(
             loading = sum(chunks * each for chunks, each in zip(loaded, load, strict=True))
             cold.append(request.input_length / speeds.prefill)
             seconds.append((request.input_length - tokens) / speeds.prefill + loading)
-        tick(len(request.hash_ids))
     return ReplayedTiers(specs[0].policy, simulation.outcome(), saved, _summary(cold), _summary(seconds))
 
 
 def loaded(
-    requests: Sequence[Request],
-    specs: Sequence[TierSpec],
-    chunk_bytes: int,
-    speeds: Speeds,
-    engines: int,
-    tick: Callable[[int], None],
+    requests: Sequence[Request], specs: Sequence[TierSpec], chunk_bytes: int, speeds: Speeds, engines: int
 ) -> TimedOutcome:
     """Replay in the time of the trace: prompts wait for engines, loads for loads, and writes have a bounded queue."""
-    from pagoda.replay.timed_replay import Engines, TimedTier, replay_timed
-
     assert speeds.prefill is not None
     tiers = [TimedTier(spec, 1e9 * speeds.gbps(spec.name)) for spec in specs]
     token_bytes = -(-chunk_bytes // requests[0].chunk_tokens)
-    return replay_timed(requests, tiers, Engines(speeds.prefill, token_bytes, engines), tick)
+    return replay_timed(requests, tiers, Engines(speeds.prefill, token_bytes, engines))
 
 
 def specs_of(trace: Trace, sizes: dict[str, int], chunk_bytes: int, policy: str) -> list[TierSpec]:
     """Return the tiers to simulate. Raises UsageError for one that has no room for a chunk."""
-    from pagoda.replay import TierSpec
-
     for name, size in sizes.items():
         if size < chunk_bytes:
             raise UsageError(f"--{name} {printing.size(size)}: a chunk has {printing.size(chunk_bytes)}")
@@ -112,10 +106,17 @@ class ReplayResult(NamedTuple):
     optimum: float
 
 
-def results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[ReplayResult]:
-    """Simulate the tiers under each policy."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool, useful_jobs
+def show(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, as_json: bool) -> None:
+    """Simulate the tiers under each policy and print what came of it."""
+    found = _results(plan, policies, jobs, as_json)
+    if as_json:
+        printing.print_json(_all_as_json(plan, found))
+    else:
+        _print_results(plan, found)
 
+
+def _results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[ReplayResult]:
+    """Simulate the tiers under each policy."""
     trace, chunk_bytes, speeds = plan.trace, plan.chunk_bytes, plan.speeds
     specs = [specs_of(trace, plan.sizes, chunk_bytes, policy) for policy in policies]
     room = trace.room(sum(size // chunk_bytes for size in plan.sizes.values()))
@@ -124,7 +125,7 @@ def results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: 
     if plan.engines:
         work += [TraceJob(loaded, (tiers, chunk_bytes, speeds, plan.engines), 1.3) for tiers in specs]
     work.append(TraceJob(best, (room,), 0.2))
-    with TracePool(trace.requests, jobs or useful_jobs(trace.requests), quiet) as pool:
+    with TracePool(trace.requests, jobs, quiet) as pool:
         found = pool.run(work, f"replaying {trace.name}")
     alone = [one for one in found if isinstance(one, ReplayedTiers)]
     load: list[TimedOutcome | None] = [one for one in found if not isinstance(one, ReplayedTiers | Cell)]
@@ -133,7 +134,7 @@ def results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: 
     return [ReplayResult(one, with_load, bound) for one, with_load in zip(alone, load, strict=True)]
 
 
-def as_json(plan: ReplayPlan, found: Sequence[ReplayResult]) -> dict[str, object]:
+def _all_as_json(plan: ReplayPlan, found: Sequence[ReplayResult]) -> dict[str, object]:
     """Return all results as "runs"; if there is but one, its keys stand beside the trace's as well."""
     runs = [_as_json(plan, result) for result in found]
     return {
@@ -191,9 +192,94 @@ def _load_as_json(plan: ReplayPlan, load: TimedOutcome) -> dict[str, object]:
 
 def _summary(seconds: Sequence[float]) -> dict[str, float]:
     """Return the mean and some percentiles."""
-    import numpy as np
-
     if not seconds:
         return {}
     found = dict(zip(("p50", "p90", "p99"), np.percentile(seconds, (50, 90, 99)).tolist(), strict=True))
     return {"mean": float(np.mean(seconds)), **found}
+
+
+def _print_results(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
+    """Print what the tiers serve and take in, what that saves, and what was taken for granted."""
+    runs = [(one.alone.policy, one.alone.outcome.tiers, plan.trace.accesses) for one in found]
+    print_tiers(plan.trace, plan.sizes, plan.chunk_bytes, runs)
+    print()
+    _alone(plan, found)
+    if plan.engines:
+        print()
+        _load(plan, found)
+    _assumed(plan)
+
+
+def print_tiers(
+    trace: Trace, sizes: Mapping[str, int], chunk_bytes: int, runs: Sequence[tuple[str, Sequence[TierOutcome], int]]
+) -> None:  # fmt: skip
+    """Print what each tier served of so many chunks, and took in, under each policy."""
+    rows = [
+        {
+            "policy": policy,
+            "tier": tier.name,
+            "size": printing.size(sizes[tier.name]),
+            "chunks": sizes[tier.name] // chunk_bytes,
+            "hit rate": printing.share(tier.hits, accesses),
+            "written": tier.chunks_written,
+            "bytes written": printing.size(tier.chunks_written * chunk_bytes),
+        }
+        for policy, tiers, accesses in runs
+        for tier in tiers
+    ]
+    printing.print_dicts(trace.title, rows)
+
+
+def _alone(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
+    rows: list[tuple[object, ...]] = []
+    for result in found:
+        run = result.alone
+        hits = printing.share(run.outcome.hits, plan.trace.accesses), printing.share(result.optimum, 1)
+        saved = run.saved_tokens, printing.share(run.saved_tokens, plan.trace.input_tokens)
+        rows.append((run.policy, *hits, *saved))
+    columns = ("policy", "hit rate", "optimum", "prefill tokens saved", "of all")
+    printing.print_table("each prompt by itself", columns, rows)
+    if cold := found[0].alone.cold_seconds:
+        times = {**{result.alone.policy: result.alone.seconds for result in found}, "no cache": cold}
+        first = [(name, *map(printing.wait, seconds.values())) for name, seconds in times.items()]
+        print()
+        printing.print_table("its time to first token", ("policy", "mean", "p50", "p90", "p99"), first)
+
+
+def _load(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
+    loads = [(result.alone.policy, result.load) for result in found if result.load is not None]
+    runs = [(name, load.hit_rate, load.ttft, load.busy, sum(load.dropped_writes)) for name, load in loads]
+    runs += [("no cache", 0.0, load.cold_ttft, load.cold_busy, 0) for _, load in loads[-1:]]
+    rows = [
+        {
+            "policy": name,
+            "loaded": printing.share(hit_rate, 1),
+            "first token: p50": printing.wait(ttft.median),
+            "p90": printing.wait(ttft.p90),
+            "busy": printing.share(busy, 1),
+            "not written in time": dropped,
+        }
+        for name, hit_rate, ttft, busy, dropped in runs
+    ]
+    engines = "one engine" if plan.engines == 1 else f"{plan.engines} engines"
+    printing.print_dicts(f"{engines} in the time of the trace", rows)
+
+
+def _assumed(plan: ReplayPlan) -> None:
+    speeds = plan.speeds
+    if not speeds.prefill:
+        printing.note("nothing is said of time: give --prefill, or a --model for an estimate")
+        return
+    loads = [f"{tier} {speeds.gbps(tier):.3g} GB/s ({speeds.sources[tier]})" for tier in plan.sizes]
+    print()
+    printing.print_text(
+        f"{', '.join(loads)}, prefill {speeds.prefill:,.0f} tokens/s ({speeds.sources['prefill']})"
+    )
+    computed = plan.trace.chunk_tokens / speeds.prefill
+    for tier in plan.sizes:
+        seconds = speeds.load_seconds(tier, plan.chunk_bytes)
+        if seconds > computed:
+            printing.note(
+                f"a chunk loads from {tier} in {1e3 * seconds:.3g} ms and is computed in {1e3 * computed:.3g} ms:"
+                " what it serves is computed and saves nothing"
+            )

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,23 +29,18 @@ def serve(
     ] = None,
     token_file: Annotated[
         Path | None,
-        Option(
-            metavar="FILE", help="The token of TCP clients; default: PAGODA_SERVE_TOKEN, or a file made once."
-        ),
+        Option(metavar="FILE", help="Token of TCP clients; default: PAGODA_SERVE_TOKEN or a file made once."),
     ] = None,
     allow_host: Annotated[
         list[str] | None, Option(metavar="NAME", help="A further name that clients may call this machine by.")
     ] = None,
     advertise: Annotated[
-        str | None,
-        Option(metavar="URL", help="With the option lookup: where other machines reach this one."),
+        str | None, Option(metavar="URL", help="With the option lookup: where other machines reach this one.")
     ] = None,
     read_only: Annotated[bool, Option("--read-only", help="Take no chunks and remove none.")] = False,
     host_size: Annotated[
         str | None,
-        Option(
-            metavar="SIZE", help="Make host stores of this size for chunks of layouts that have none here."
-        ),
+        Option(metavar="SIZE", help="Make host stores of this size for chunks whose layout has none here."),
     ] = None,
     tls_cert: Annotated[
         Path | None, Option(metavar="FILE", help="Certificate chain (PEM): serve https.")
@@ -52,19 +48,11 @@ def serve(
     tls_key: Annotated[Path | None, Option(metavar="FILE", help="Key of the certificate (PEM).")] = None,
     gpu_price: Annotated[
         float | None,
-        Option(
-            min=0,
-            max=1e6,
-            metavar="N",
-            help="Price of an hour of an engine's GPUs: the page shows the money saved.",
-        ),
+        Option(min=0, max=1e6, metavar="N", help="Price of an hour of an engine's GPUs, for what hits save."),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        Option(
-            metavar="PATH",
-            help="The model's tokenizer.json, or its directory: the page takes prompts as text.",
-        ),
+        Option(metavar="PATH", help="The model's tokenizer.json or its directory: prompts may be text then."),
     ] = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
@@ -98,7 +86,7 @@ def serve(
     if address is None and (tls_cert or token_file or allow_host):
         raise UsageError("--tls-cert, --token-file and --allow-host are for TCP: add --listen HOST:PORT")
     options = ServeOptions(
-        find_stores=_StoreFinder(directory, config),
+        find_stores=partial(_find_stores, directory, config),
         listen=address,
         token=read_token(token_file) if address else None,
         allow_hosts=allow_host or (),
@@ -116,6 +104,11 @@ def serve(
             f"{address[0]} is not loopback and without TLS: the network can read tokens and chunks; "
             "add --tls-cert and --tls-key, or listen inside a private network"
         )
+    if options.directory is not None and address and is_loopback(address[0]) and not advertise:
+        printing.note(
+            f"lookup: other machines are told {address[0]}, which leads each of them to itself: "
+            "listen where they reach this one, or add --advertise URL"
+        )
 
     def ready(url: str) -> None:
         print(json.dumps({"url": url, "pid": os.getpid()}) if as_json else f"pagoda serve: {url}", flush=True)
@@ -128,34 +121,16 @@ def serve(
     return 0
 
 
-class _StoreFinder:
-    """Finds the stores that exist now; a directory that holds none yet may get one. Thread-safe."""
+def _find_stores(directory: Path | None, config: Path | None) -> Sequence[Path]:
+    """Return the stores that exist now; a directory that holds none yet may get one. Raises StoreError."""
+    from pagoda.errors import StoreError
 
-    def __init__(self, directory: Path | None, config: Path | None) -> None:
-        self._directory, self._config = directory, config
-        self._said: set[Path] = set()
-
-    def __call__(self) -> Sequence[Path]:
-        """Return the stores; log once of each that is not served. Raises StoreError."""
-        from pagoda.errors import StoreError
-        from pagoda.serve.served_stores import lossy_codec_of
-
-        try:
-            found = find_stores(self._directory, self._config)
-        except UsageError as error:
-            if self._directory is not None and self._directory.is_dir():
-                return []
-            raise StoreError(str(error)) from None
-        for store in found:
-            if store not in self._said and (lossy := lossy_codec_of(store)):
-                self._said.add(store)
-                logging.getLogger("pagoda.serve").warning(
-                    "%s is not served: its codec %s is lossy; of such engines only what is in host memory is served, "
-                    "under the keys of approximate KV",
-                    store,
-                    lossy,
-                )
-        return found
+    try:
+        return find_stores(directory, config)
+    except UsageError as error:
+        if directory is not None and directory.is_dir():
+            return []
+        raise StoreError(str(error)) from None
 
 
 def _peer_directory(config: Path | None, over_tcp: bool, advertise: str | None) -> PeerDirectory | None:

@@ -8,28 +8,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 from typer import Option
 
-from pagoda.cli import FailedError, UsageError
-from pagoda.cli.engine_start import (
-    PrintOnly,
-    Salt,
-    Weights,
-    become,
-    check_tiers,
-    given_values,
-    installed_version,
-    own_flags,
-    refuse_secrets,
-    serve_command,
-    with_config_options,
-)
-from pagoda.config import Config
+from pagoda.cli import FailedError, UsageError, engine_start
 
 BACKEND, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
 STORAGE = {
@@ -44,12 +30,12 @@ app = typer.Typer(help="Start SGLang with PagodaKV as the storage of its HiCache
 
 
 @app.callback(invoke_without_command=True)
-@with_config_options
+@engine_start.with_config_options
 def root(
     ctx: typer.Context,
-    print_only: PrintOnly = False,
-    weights: Weights = None,
-    salt: Salt = None,
+    print_only: engine_start.PrintOnly = False,
+    weights: engine_start.Weights = None,
+    salt: engine_start.Salt = None,
     allow_untested_sglang: Annotated[
         bool, Option("--allow-untested-sglang", help="Start with an SGLang of a version that was not tested.")
     ] = False,
@@ -59,48 +45,36 @@ def root(
 
     Options that are not given come from the environment and pagoda.toml, as everywhere.
     """
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
-        return
-    extra, config = _checked({name: value for name, value in options.items() if value is not None})
+    from pagoda.connectors.sglang.storage_options import check_config
+
     own = {"weights": weights, "salt": salt, "allow_untested_sglang": allow_untested_sglang or None}
-    extra.update({name: value for name, value in own.items() if value is not None})
-    ctx.obj = extra, config, print_only
+    engine_start.choose(ctx, "SGLang", options, own, print_only)
+    if ctx.obj is not None:
+        if "chunk_tokens" in ctx.obj.extra:
+            raise UsageError(
+                "--chunk-tokens: a chunk is a page of SGLang; write SGLang's --page-size after serve"
+            )
+        check_config(ctx.obj.config)
 
 
-@serve_command(app, "SGLANG")
+@engine_start.serve_command(app, "SGLANG")
 def serve(ctx: typer.Context) -> None:
     """Become `python -m sglang.launch_server --model-path MODEL ...` with the flags that name PagodaKV."""
-    extra, config, print_only = ctx.obj
+    chosen: engine_start.Chosen = ctx.obj
     arguments = list(ctx.args)
     _refuse(arguments)
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--model-path", *arguments]
     arguments += [] if _ENABLE in arguments else [_ENABLE]
-    arguments += [BACKEND, "dynamic", EXTRA, json.dumps({**STORAGE, **extra})]
-    if print_only:
+    arguments += [BACKEND, "dynamic", EXTRA, json.dumps({**STORAGE, **chosen.extra})]
+    if chosen.print_only:
         print(shlex.join(["python", *_SERVER, *arguments]))
         return
-    _check_start(config, allow_untested=bool(extra.get("allow_untested_sglang")))
-    become([sys.executable, *_SERVER, *arguments])
+    _check_start(chosen)
+    engine_start.become([sys.executable, *_SERVER, *arguments])
 
 
-def _checked(given: Mapping[str, str | bool]) -> tuple[dict[str, object], Config]:
-    """Return the options that were given, as the storage is to have them, and all. Raises ConfigError, UsageError."""
-    from pagoda.config.sources import load
-    from pagoda.connectors.sglang.storage_options import check_config
-
-    if "chunk_tokens" in given:
-        raise UsageError(
-            "--chunk-tokens: a chunk is a page of SGLang; write SGLang's --page-size after serve"
-        )
-    config = load(cli=given).config
-    check_config(config)
-    refuse_secrets(given, config, "SGLang")
-    return given_values(given, config), config
-
-
-def _check_start(config: Config, *, allow_untested: bool) -> None:
+def _check_start(chosen: engine_start.Chosen) -> None:
     """Find out what would keep the engine from starting, before SGLang is imported, which takes long. Changes nothing.
 
     Raises FailedError (no SGLang is here), ConfigError (it was not tested) and what `check_tiers` raises.
@@ -109,14 +83,14 @@ def _check_start(config: Config, *, allow_untested: bool) -> None:
 
     if find_spec("sglang") is None:
         raise FailedError("SGLang is not installed beside PagodaKV: pip install 'pagodakv[sglang]'")
-    if (version := installed_version("sglang")) is not None:
-        check_version(version, allow_untested)
-    check_tiers(config)
+    if (version := engine_start.installed_version("sglang")) is not None:
+        check_version(version, bool(chosen.extra.get("allow_untested_sglang")))
+    engine_start.check_tiers(chosen.config)
 
 
 def _refuse(arguments: Sequence[str]) -> None:
     """Raise the UsageError of arguments for SGLang that cannot stand beside ours."""
-    ours = own_flags()
+    ours = engine_start.own_flags()
     for argument in arguments:
         name = argument.split("=")[0]
         # SGLang takes any unique beginning

@@ -7,23 +7,8 @@ from typing import Annotated
 
 from typer import Option
 
-from pagoda.cli import FailedError, printing
-from pagoda.cli.replay_inputs import (
-    SAMPLE,
-    Cell,
-    Jobs,
-    KVType,
-    ModelName,
-    Policies,
-    TokenBytes,
-    Trace,
-    TraceFile,
-    best,
-    chunk_bytes_of,
-    policies_of,
-    simulated,
-    trace_of,
-)
+from pagoda.cli import FailedError, printing, replay_inputs
+from pagoda.cli.replay_inputs import Cell, Trace, best, simulated
 from pagoda.cli.stores import AsJson, ConfigFile
 
 _CLOSE = 1.01  # a size is the answer if one a hundredth smaller does not do
@@ -31,22 +16,22 @@ _ROUNDING = 1e-9
 
 
 def size(
-    trace: TraceFile = SAMPLE,
+    trace: replay_inputs.TraceFile = replay_inputs.SAMPLE,
     percent: Annotated[
         float, Option(min=0.1, max=100, help="Of what a cache without bounds would serve.")
     ] = 90.0,
-    policy: Policies = None,
-    model: ModelName = None,
-    bytes_per_token: TokenBytes = None,
-    kv_dtype: KVType = "bfloat16",
-    jobs: Jobs = None,
+    policy: replay_inputs.Policies = None,
+    model: replay_inputs.ModelName = None,
+    bytes_per_token: replay_inputs.TokenBytes = None,
+    kv_dtype: replay_inputs.KVType = "bfloat16",
+    jobs: replay_inputs.Jobs = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
     """Say how large a cache must be to serve that share of what is possible."""
-    names = policies_of(policy, config)
-    found = trace_of(trace)
-    chunk_bytes = chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
+    names = replay_inputs.policies_of(policy, config)
+    found = replay_inputs.trace_of(trace)
+    chunk_bytes = replay_inputs.chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
     if not found.infinite:
         raise FailedError(f"{found.name}: no prompt begins as one before it: there is nothing to serve")
     target = found.infinite * percent / 100
@@ -60,15 +45,14 @@ def size(
 
 def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int | None, quiet: bool) -> list[Cell]:
     """Return the smallest cell that does, of each policy and then of the optimum, below which no policy can lie."""
-    from pagoda.cli.trace_pool import TraceJob, TracePool, useful_jobs
+    from pagoda.cli.trace_pool import TraceJob, TracePool
 
-    jobs = jobs or useful_jobs(trace.requests)
     with TracePool(trace.requests, jobs, quiet) as pool:
 
         def bound(sizes: Sequence[int]) -> list[Cell]:
             return pool.run([TraceJob(best, (size,)) for size in sizes], "what would do with foresight")
 
-        least = _smallest(bound, target, 0, trace.distinct, jobs)
+        least = _smallest(bound, target, 0, trace.distinct, pool.jobs)
         cells = []
         for name in policies:
 
@@ -76,7 +60,7 @@ def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int | Non
                 title = f"{name}: {sizes[0]:,} to {sizes[-1]:,} chunks"
                 return pool.run([TraceJob(simulated, (name, size)) for size in sizes], title)
 
-            cells.append(_smallest(probe, target, least.chunks - 1, trace.distinct, jobs))
+            cells.append(_smallest(probe, target, least.chunks - 1, trace.distinct, pool.jobs))
     return [*cells, least]
 
 

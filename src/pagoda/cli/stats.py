@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from pagoda.cli import FAILED, UsageError, printing
-from pagoda.cli.remote_check import worded
-from pagoda.cli.remote_stores import Unanswered, remotes_of, usage
+from pagoda.cli.remote_stores import Unanswered, ask, patience, remotes_of, worded
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, Wide, find_stores, in_each, label
+from pagoda.metrics import TIER_KINDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,12 +30,9 @@ def stats(
     config: ConfigFile = None,
 ) -> int:
     """Show what the stores hold, what hit, and what missed and why."""
-    from pagoda.ledger.store_stats import StoreStats
-
     if as_json and prometheus:
         raise UsageError("--json and --prometheus: choose one")
-    snapshots, broken = in_each(find_stores(directory, config), StoreStats.of)
-    found = [snapshot._replace(directory=store) for store, snapshot in snapshots.items()]
+    found, broken = snapshots(find_stores(directory, config))
     shared = [remote_usage(spec) for spec in remotes_of(directory, config)]
     if as_json:
         failures = [{"directory": str(store), "error": trouble} for store, trouble in broken.items()]
@@ -53,8 +51,12 @@ def stats(
     return FAILED if troubles else 0
 
 
-HIT_SOURCES = ("host", "disk", "remote")
-"""The kinds of tiers that hits are counted by."""
+def snapshots(directories: Sequence[Path]) -> tuple[list[StoreStats], dict[Path, str]]:
+    """Return what the stores say of themselves, and what is wrong with those that cannot be read."""
+    from pagoda.ledger.store_stats import StoreStats
+
+    found, broken = in_each(directories, StoreStats.of)
+    return [snapshot._replace(directory=store) for store, snapshot in found.items()], broken
 
 
 def remote_usage(spec: RemoteSpec) -> RemoteUsage:
@@ -62,7 +64,7 @@ def remote_usage(spec: RemoteSpec) -> RemoteUsage:
     from pagoda.serve.overview import RemoteUsage
 
     try:
-        found = usage(spec)
+        found = ask(spec, lambda link: link.usage(time.monotonic() + patience(spec)))
     except Unanswered as trouble:
         return RemoteUsage(spec.name, spec.redacted, None, None, str(trouble))
     warnings = [worded(spec, text) for text in found.warnings]
@@ -106,24 +108,20 @@ def hit_rows(stores: Mapping[str, StoreStats]) -> list[dict[str, object]]:
 
     A cache counts in its first local tier, for all of its tiers.
     """
-    rows: list[dict[str, object]] = []
-    for tier, snapshot in stores.items():
-        count = snapshot.counters
-        if not count["lookups"]:
-            continue
-        rows.append(
-            {
-                "counted in": tier,
-                "lookups": printing.count(count["lookups"]),
-                "hits": printing.count(count["hits"]),
-                "hit tokens": printing.share(count["hit_tokens"], count["asked_tokens"]),
-                **{
-                    f"from {source}": printing.share(count[f"hit_tokens_{source}"], count["asked_tokens"])
-                    for source in HIT_SOURCES
-                },
-            }
-        )
-    return rows
+    return [
+        {
+            "counted in": tier,
+            "lookups": printing.count(count["lookups"]),
+            "hits": printing.count(count["hits"]),
+            "hit tokens": printing.share(count["hit_tokens"], count["asked_tokens"]),
+            **{
+                f"from {source}": printing.share(count[f"hit_tokens_{source}"], count["asked_tokens"])
+                for source in TIER_KINDS
+            },
+        }
+        for tier, count in ((tier, snapshot.counters) for tier, snapshot in stores.items())
+        if count["lookups"]
+    ]
 
 
 def _print_room(stores: Mapping[str, StoreStats], wide: bool) -> None:

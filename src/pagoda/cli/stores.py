@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 from typer import Argument, Option, confirm
 
-from pagoda.cli import UsageError
+from pagoda.cli import UsageError, printing
 from pagoda.config.did_you_mean import did_you_mean
 
 if TYPE_CHECKING:
@@ -56,6 +56,14 @@ def given_size(option: str, text: str) -> int | str:
         return parse_size(text)
     except ValueError as trouble:
         raise UsageError(f"{option} {text}: {trouble}") from None
+
+
+def given_bytes(option: str, text: str) -> int:
+    """Return the size that an option has, more than none, in bytes. Raises UsageError."""
+    size = given_size(option, text)
+    if not isinstance(size, int) or not size:
+        raise UsageError(f"{option} {text}: a size such as 64GiB is needed")
+    return size
 
 
 def find_roots(config_file: Path | None) -> dict[Path, str]:
@@ -118,10 +126,24 @@ def attached(store: Path) -> AbstractContextManager[Ledger]:
 
 
 @contextmanager
-def all_attached(directory: Path | None, config_file: Path | None) -> Iterator[list[Ledger]]:
-    """Open all stores that `find_stores` finds, as long as the context lasts. Raises what both raise."""
+def all_attached(
+    directory: Path | None, config_file: Path | None, broken: dict[str, str]
+) -> Iterator[list[Ledger]]:
+    """Open all stores that `find_stores` finds, as long as the context lasts. Raises what that raises.
+
+    Those that cannot be opened hide no other: stderr and `broken` say what is wrong with each.
+    """
+    from pagoda.errors import PagodaError
+
     with ExitStack() as stack:
-        yield [stack.enter_context(attached(store)) for store in find_stores(directory, config_file)]
+        ledgers: list[Ledger] = []
+        for store in find_stores(directory, config_file):
+            try:
+                ledgers.append(stack.enter_context(attached(store)))
+            except PagodaError as trouble:
+                broken[str(store)] = str(trouble)
+                printing.note(str(trouble))
+        yield ledgers
 
 
 def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[Path, T], dict[Path, str]]:
@@ -134,7 +156,7 @@ def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[P
         try:
             with attached(store) as ledger:
                 done[store] = work(ledger)
-        except PagodaError as trouble:
+        except (PagodaError, OSError) as trouble:
             broken[store] = str(trouble)
     return done, broken
 

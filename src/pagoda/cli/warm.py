@@ -13,7 +13,7 @@ from typer import Option
 
 from pagoda.cli import FailedError, UsageError, printing
 from pagoda.cli.remote_stores import WALK_SECONDS, Unanswered, ask, patience, remotes_of
-from pagoda.cli.stores import AsJson, ConfigFile, find_stores, given_size
+from pagoda.cli.stores import AsJson, ConfigFile, find_stores, given_bytes
 
 if TYPE_CHECKING:
     from pagoda.codec import Header
@@ -59,7 +59,7 @@ def warm(
 
     For a machine that has just started: nothing is evicted for it, and it ends when an engine here begins to work.
     """
-    wanted, speed = None if most is None else _given("--bytes", most), _given("--rate", rate)
+    wanted, speed = None if most is None else given_bytes("--bytes", most), given_bytes("--rate", rate)
     specs = remotes_of(None, config)
     remotes = [spec for spec in specs if spec.kind == "redis"]
     if not remotes:
@@ -92,13 +92,6 @@ def warm(
         troubles = "; ".join(f"{where}: {trouble}" for where, trouble in broken.items())
         raise FailedError(f"not brought: {troubles}")
     return 0
-
-
-def _given(option: str, text: str) -> int:
-    size = given_size(option, text)
-    if not isinstance(size, int) or size < 1:
-        raise UsageError(f"{option} {text}: write a size, such as 64GiB")
-    return size
 
 
 @contextmanager

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from pagoda import policy as policies
+from pagoda.config import values
 from pagoda.config.remote_urls import LOSSY, MOST_PEERS, RemoteSpec, parse, parse_lookup, parse_peer
 from pagoda.config.sizes import AUTO, auto_bytes
-from pagoda.config.values import DiskCodec, LogFormat, WritePolicy, checked
+from pagoda.config.values import Check, DiskCodec, LogFormat, WritePolicy
 from pagoda.errors import ConfigError
 
 __all__ = ["Config", "ConfigOptions", "RemoteSpec", "WritePolicy", "defaults", "option_names"]
@@ -30,9 +31,12 @@ __all__ = ["Config", "ConfigOptions", "RemoteSpec", "WritePolicy", "defaults", "
 T = TypeVar("T")
 
 
-def _option(default: T, help: str) -> T:
-    """Return the dataclass field of an option, typed as the value that it stands for."""
-    return field(default=default, metadata={"help": help})
+def _option(default: T, help: str, check: Check | None = None, secret: bool = False) -> T:
+    """Return the dataclass field of an option, typed as the value that it stands for; `secret`: it is never shown.
+
+    `check`: how its value is checked, if its type does not tell.
+    """
+    return field(default=default, repr=not secret, metadata={"help": help, "check": check})
 
 
 @dataclass(frozen=True)
@@ -48,64 +52,73 @@ class Config:
         (17179869184, 'write_through')
     """
 
-    chunk_tokens: int = _option(256, "Tokens in one chunk, the unit of storing.")
+    chunk_tokens: int = _option(256, "Tokens in one chunk, the unit of storing.", values.count(1, 2**20))
     host_size: int | str = _option(
         AUTO, "Host memory of the whole machine: '64GiB', bytes, 'auto' (a quarter), 0 = off."
     )
     host_path: str = field(
         default_factory=lambda: f"/dev/shm/pagoda-{os.getuid()}",
-        metadata={"help": "Directory of the host tier; must be in memory (/dev/shm or hugetlbfs)."},
+        metadata={
+            "help": "Directory of the host tier; must be in memory (/dev/shm or hugetlbfs).",
+            "check": values.place("directory", needed=True),
+        },
     )
     host_shared: bool = _option(
         True, "Share host memory with other processes; false = private memory of one process."
     )
     disk_size: int | str = _option(0, "Disk room of the whole machine: '1.5TB', bytes, 0 = no disk tier.")
-    disk_path: str = _option("", "Directory of the disk tier, on a local file system.")
+    disk_path: str = _option(
+        "", "Directory of the disk tier, on a local file system.", values.place("directory")
+    )
     disk_direct: bool | None = _option(
         None, "Use O_DIRECT: true, false, or 'auto' (where the file system can)."
     )
     disk_codec: DiskCodec = _option(  # noqa: RUF009  # a field, as all of them
         "raw", "Form of chunks on the disk: exact ('raw'), or smaller and approximate ('q8', 'q4')."
     )
-    remote: tuple[str, ...] = field(
-        default=(),
-        repr=False,  # passwords may stand in it
-        metadata={
-            "help": "Stores that many machines share, below the disk, top down: 'redis://HOST', 's3://BUCKET'."
-        },
+    remote: tuple[str, ...] = _option(
+        (),
+        "Stores that many machines share, below the disk, top down: 'redis://HOST', 's3://BUCKET'.",
+        values.remote,
+        secret=True,
     )
-    peers: tuple[str, ...] = field(
-        default=(),
-        repr=False,  # tokens may stand in it
-        metadata={
-            "help": "Neighbours whose chunks are read, never written: the 'http://HOST:7777' of each pagoda serve."
-        },
+    peers: tuple[str, ...] = _option(
+        (),
+        "Neighbours whose chunks are read, never written: the 'http://HOST:7777' of each pagoda serve.",
+        values.peers,
+        secret=True,
     )
-    lookup: str = field(
-        default="",
-        repr=False,  # a password may stand in it
-        metadata={
-            "help": "Where machines say which chunks they have: 'redis://HOST'; only those neighbours are asked."
-        },
+    lookup: str = _option(
+        "",
+        "Where machines say which chunks they have: 'redis://HOST'; only those neighbours are asked.",
+        values.lookup,
+        secret=True,
     )
     weights_epoch: int = _option(
         0,
         "Which weights all machines have: raise it on every machine when they change; remote tiers need it.",
+        values.count(0),
     )
     durable: bool = _option(False, "Sync each batch to the disk before it counts as stored.")
     write_policy: WritePolicy = _option(  # noqa: RUF009  # a field, as all of them
         "write_through",
         "What reaches lower tiers: all, what was hit often enough, the coldest ahead of eviction.",
     )
-    selective_hits: int = _option(2, "Hits after which 'selective' writes a chunk down.")
-    min_hit_tokens: int = _option(0, "Hits of fewer tokens than this are not loaded.")
+    selective_hits: int = _option(2, "Hits after which 'selective' writes a chunk down.", values.count(1))
+    min_hit_tokens: int = _option(0, "Hits of fewer tokens than this are not loaded.", values.count(0))
     worth_it: bool = _option(True, "Load only what is expected to be faster than computing it.")
-    deadline_seconds: float = _option(1.0, "The longest that one call may wait.")
-    io_threads: int = _option(2, "Threads that read and write the disk.")
-    queue_chunks: int = _option(64, "Chunks that may wait for the lower tiers; more are dropped.")
-    policy: str = _option(policies.DEFAULT, "Which chunk is evicted first when a tier is full.")
+    deadline_seconds: float = _option(1.0, "The longest that one call may wait.", values.seconds)
+    io_threads: int = _option(2, "Threads that read and write the disk.", values.count(1, 64))
+    queue_chunks: int = _option(
+        64, "Chunks that may wait for the lower tiers; more are dropped.", values.count(1, 2**20)
+    )
+    policy: str = _option(
+        policies.DEFAULT, "Which chunk is evicted first when a tier is full.", values.one_of(policies.NAMES)
+    )
     record: str = _option(
-        "", "Record requests in this file, for pagoda replay: hashed ids, no text. Empty: off."
+        "",
+        "Record requests in this file, for pagoda replay: hashed ids, no text. Empty: off.",
+        values.place("file"),
     )
     prompt_log: bool = _option(
         True, "Keep the token ids of stored prompts beside the host tier, for pagoda explain."
@@ -120,13 +133,17 @@ class Config:
     blend_recompute: float = _option(
         0.15,
         "Blending: the share of later documents' tokens that is computed again, where a call names none.",
+        values.share,
     )
     blend_min_tokens: int = _option(
-        0, "Blending: later documents with fewer tokens than this are computed, where a call names no other."
+        0,
+        "Blending: later documents with fewer tokens than this are computed, where a call names no other.",
+        values.count(0),
     )
     quality_verdicts: str = _option(
         "",
         "Where the verdicts of pagoda quality are: a directory or a file. Empty: ~/.config/pagoda/quality.",
+        values.place("path"),
     )
     unchecked: bool = _option(
         False, "Let blending and lossy codecs start without a passing verdict of pagoda quality."
@@ -137,7 +154,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            object.__setattr__(self, option.name, checked(option.name, getattr(self, option.name)))
+            object.__setattr__(self, option.name, values.checked(option, getattr(self, option.name)))
         if len(self.peers) > MOST_PEERS and not self.lookup:
             raise ConfigError(
                 f"peers: {len(self.peers)} servers, and at most {MOST_PEERS} are asked at once; set lookup = "

@@ -318,8 +318,8 @@ def _parsed(url: str) -> RemoteSpec:
         prefix=_prefix(ours.get("prefix", RemoteSpec.prefix)),
         ttl_seconds=_seconds("ttl", ours.get("ttl", "7d"), 1.0, _MOST_TTL_SECONDS),
         evict=_evict(ours.get("evict", "")),
-        write_policy=_write_policy(ours.get("write_policy", RemoteSpec.write_policy)),
-        codec=_codec(ours.get("codec", RemoteSpec.codec)),
+        write_policy=_word("write_policy", ours, _WRITE_POLICIES, " or ".join(_WRITE_POLICIES)),
+        codec=_word("codec", ours, _CODECS, f"one of {', '.join(_CODECS)}"),
         connections=_count("connections", ours.get("connections", "4"), 64),
         deadline_seconds=_seconds("deadline", ours.get("deadline", "1"), 0.001, 3600.0),
         look_seconds=_seconds("look", ours.get("look", _LOOKS[kind]), 0.0001, 3600.0),
@@ -409,10 +409,7 @@ def _check_redis(scheme: str, given: Mapping[str, str]) -> None:
         if name in _TLS and not is_encrypted:
             kind = scheme.partition("redis")[2]
             raise ValueError(f"{name}: is for encrypted connections; write rediss{kind}:// for one")
-        if name not in known:
-            raise ValueError(
-                f"{name}: no such parameter{did_you_mean(name, known)} (known are {', '.join(known)})"
-            )
+        _refuse_unknown([name], known)
         if name == "credential_provider" and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", given[name]):
             raise ValueError(f"credential_provider={given[name]}: write package.module:Class")
         if name == "db" and not re.fullmatch(r"\d{1,9}", given[name]):
@@ -420,11 +417,8 @@ def _check_redis(scheme: str, given: Mapping[str, str]) -> None:
 
 
 def _check_objects(scheme: str, ours: Mapping[str, str]) -> None:
-    for name in ("ttl", "evict"):
-        if name in ours:
-            raise ValueError(
-                f"{name}: an object store deletes by rules of its own (lifecycle); set one there instead"
-            )
+    why = "an object store deletes by rules of its own (lifecycle); set one there instead"
+    _refuse_ours(ours, ("ttl", "evict"), why)
     if ours.get("write_policy", RemoteSpec.write_policy) != RemoteSpec.write_policy:
         raise ValueError("write_policy: only a Redis can remember what was asked for once; leave it out here")
     if "password_file" in ours and scheme not in ("http", "https"):
@@ -457,9 +451,7 @@ def _check_server(server: str, parts: SplitResult) -> None:
 
 
 def _check_pagoda(ours: Mapping[str, str], given: Mapping[str, str]) -> None:
-    for name in _OF_REDIS:
-        if name in ours:
-            raise ValueError(f"{name}: a pagoda serve has none; remove it")
+    _refuse_ours(ours, _OF_REDIS, "a pagoda serve has none; remove it")
     _refuse_unknown(given, [name for name in _OURS if name not in _OF_REDIS])
 
 
@@ -467,9 +459,7 @@ def _check_mooncake(parts: SplitResult, ours: Mapping[str, str], given: dict[str
     """Raise ValueError for what a Mooncake pool has not; replace the size of the segment by its bytes."""
     if parts.path.strip("/") or parts.username is not None:
         raise ValueError("a Mooncake pool has neither path nor user; write mooncake://host:50051")
-    for name in _NOT_OF_MOONCAKE:
-        if name in ours:
-            raise ValueError(f"{name}: a Mooncake pool has none; remove it")
+    _refuse_ours(ours, _NOT_OF_MOONCAKE, "a Mooncake pool has none; remove it")
     _refuse_unknown(given, [*(name for name in _OURS if name not in _NOT_OF_MOONCAKE), *_OF_MOONCAKE])
     if "segment" in given:
         size = parse_size(given["segment"])
@@ -507,6 +497,12 @@ def _parsed_lookup(url: str) -> RemoteSpec:
     return replace(spec, name="lookup")
 
 
+def _refuse_ours(ours: Mapping[str, str], names: Iterable[str], why: str) -> None:
+    for name in names:
+        if name in ours:
+            raise ValueError(f"{name}: {why}")
+
+
 def _refuse_unknown(given: Iterable[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
@@ -528,17 +524,11 @@ def _prefix(prefix: str) -> str:
     return prefix
 
 
-def _codec(codec: str) -> str:
-    if codec not in _CODECS:
-        raise ValueError(f"codec={codec}: must be one of {', '.join(_CODECS)}{did_you_mean(codec, _CODECS)}")
-    return codec
-
-
-def _write_policy(policy: str) -> str:
-    if policy not in _WRITE_POLICIES:
-        hint = did_you_mean(policy, _WRITE_POLICIES)
-        raise ValueError(f"write_policy={policy}: must be {' or '.join(_WRITE_POLICIES)}{hint}")
-    return policy
+def _word(name: str, ours: Mapping[str, str], known: Sequence[str], needed: str) -> str:
+    """Return a parameter that is a known word, by default the first. Raises ValueError."""
+    if (word := ours.get(name, known[0])) not in known:
+        raise ValueError(f"{name}={word}: must be {needed}{did_you_mean(word, known)}")
+    return word
 
 
 def _evict(evict: str) -> str:

@@ -66,13 +66,13 @@ def load(
     variables = _environment(environ)
     given = {**_file(_find_file(file, environ)), **variables, **options, **arguments}
     origins = {name: given[name][1] if name in given else DEFAULT for name in option_names()}
-    kinds = {option.name: str(option.type) for option in fields(Config) if option.name in given}
-    values = {name: _converted(name, kind, *given[name]) for name, kind in kinds.items()}
-    for name, value in values.items():
+    named = [option for option in fields(Config) if option.name in given]
+    values = {one.name: _converted(one.name, str(one.type), *given[one.name]) for one in named}
+    for option in named:
         try:
-            checked(name, value)
+            checked(option, values[option.name])
         except ConfigError as trouble:
-            raise ConfigError(f"{trouble} ({origins[name]})") from None
+            raise ConfigError(f"{trouble} ({origins[option.name]})") from None
     return Loaded(Config(**values), origins)  # type: ignore[arg-type]
 
 
@@ -94,11 +94,8 @@ def _converted(name: str, kind: str, value: object, origin: str) -> object:
 
 def _arguments(kwargs: Mapping[str, object]) -> _Given:
     _refuse_unknown(kwargs, "argument")
-    return {name: (_text(value), f"argument {name}") for name, value in kwargs.items()}
-
-
-def _text(value: object) -> object:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    values = {name: os.fspath(one) if isinstance(one, os.PathLike) else one for name, one in kwargs.items()}
+    return {name: (value, f"argument {name}") for name, value in values.items()}
 
 
 def _options(given: Mapping[str, object]) -> _Given:

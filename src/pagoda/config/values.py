@@ -9,10 +9,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
-from pagoda import policy as policies
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
 from pagoda.config.remote_urls import parse_lookup, peers_of, split, tuple_of
@@ -28,18 +27,20 @@ DiskCodec = Literal["raw", "q8", "q4"]  # a slot has one size, so what zstd woul
 Check = Callable[[str, object], object]
 
 
-def checked(name: str, value: object) -> object:
-    """Return `value` as the option `name` keeps it (sizes in bytes, paths absolute). Changes nothing.
+def checked(option: Field[object], value: object) -> object:
+    """Return `value` as an option keeps it (sizes in bytes, paths absolute). Changes nothing.
 
     Raises:
         ConfigError: it cannot stand; the message names the option, the value and what to do.
     """
     try:
-        return _CHECKS[name](name, value)
+        check: Check | None = option.metadata["check"] or _TYPES[str(option.type)][2]
+        assert check is not None  # an option whose type does not tell names one
+        return check(option.name, value)
     except ConfigError:
         raise
     except ValueError as trouble:
-        raise ConfigError(f"{name} = {value!r}: {trouble}") from None
+        raise ConfigError(f"{option.name} = {value!r}: {trouble}") from None
 
 
 def converted(kind: str, value: object) -> object:
@@ -64,7 +65,7 @@ def properties(config: type[Config], preset: dict[str, object]) -> dict[str, obj
     }
 
 
-# ---- checking, one function a kind of value
+# ---- checking, one function a kind of value; `Config` names those that the type of an option does not tell
 
 
 def _size(name: str, value: object) -> object:
@@ -76,7 +77,9 @@ def _size(name: str, value: object) -> object:
     return size
 
 
-def _place(what: Literal["directory", "file", "path"], needed: bool) -> Check:
+def place(what: Literal["directory", "file", "path"], needed: bool = False) -> Check:
+    """Return the check of a path, which may be empty unless it is `needed`."""
+
     def check(name: str, value: object) -> object:
         if not isinstance(value, str | os.PathLike):
             raise ValueError(f"a {what}, as text")
@@ -101,7 +104,9 @@ def _flag(name: str, value: object) -> object:
     return value
 
 
-def _count(least: int, most: int) -> Check:
+def count(least: int, most: int = 2**31 - 1) -> Check:
+    """Return the check of a whole number."""
+
     def check(name: str, value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError("a whole number is needed")
@@ -112,7 +117,8 @@ def _count(least: int, most: int) -> Check:
     return check
 
 
-def _seconds(name: str, value: object) -> object:
+def seconds(name: str, value: object) -> object:
+    """Return a time span."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError("a number of seconds is needed")
     if not 0 < value <= 3600:
@@ -120,13 +126,16 @@ def _seconds(name: str, value: object) -> object:
     return float(value)
 
 
-def _share(name: str, value: object) -> object:
+def share(name: str, value: object) -> object:
+    """Return a share from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ValueError("a share from 0 to 1 is needed")
     return float(value)
 
 
-def _one_of(known: Sequence[str]) -> Check:
+def one_of(known: Sequence[str]) -> Check:
+    """Return the check of a word."""
+
     def check(name: str, value: object) -> object:
         if value not in known:
             raise ValueError(f"must be one of {', '.join(known)}{did_you_mean(str(value), known)}")
@@ -135,54 +144,23 @@ def _one_of(known: Sequence[str]) -> Check:
     return check
 
 
-def _remote(name: str, value: object) -> object:
+def remote(name: str, value: object) -> object:
+    """Return the URLs of remote tiers."""
     return tuple_of(value)
 
 
-def _peers(name: str, value: object) -> object:
+def peers(name: str, value: object) -> object:
+    """Return the URLs of neighbours."""
     return peers_of(value)
 
 
-def _lookup(name: str, value: object) -> object:
+def lookup(name: str, value: object) -> object:
+    """Return the URL of a directory of neighbours, or an empty text."""
     if not isinstance(value, str):
         raise ValueError("a URL such as 'redis://host:6379/0' is needed, as text")
     if value.strip():
         parse_lookup(value.strip())
     return value.strip()
-
-
-_CHECKS: dict[str, Check] = {
-    "chunk_tokens": _count(1, 2**20),
-    "host_size": _size,
-    "host_path": _place("directory", needed=True),
-    "host_shared": _flag,
-    "disk_size": _size,
-    "disk_path": _place("directory", needed=False),
-    "disk_direct": _flag,
-    "disk_codec": _one_of(get_args(DiskCodec)),
-    "durable": _flag,
-    "write_policy": _one_of(get_args(WritePolicy)),
-    "selective_hits": _count(1, 2**31 - 1),
-    "min_hit_tokens": _count(0, 2**31 - 1),
-    "worth_it": _flag,
-    "deadline_seconds": _seconds,
-    "io_threads": _count(1, 64),
-    "queue_chunks": _count(1, 2**20),
-    "policy": _one_of(policies.NAMES),
-    "record": _place("file", needed=False),
-    "prompt_log": _flag,
-    "profile": _flag,
-    "otel": _flag,
-    "blend_recompute": _share,
-    "blend_min_tokens": _count(0, 2**31 - 1),
-    "quality_verdicts": _place("path", needed=False),
-    "unchecked": _flag,
-    "log_format": _one_of(get_args(LogFormat)),
-    "remote": _remote,
-    "peers": _peers,
-    "lookup": _lookup,
-    "weights_epoch": _count(0, 2**31 - 1),
-}
 
 
 # ---- converting, one function a type
@@ -272,20 +250,19 @@ def _texts(value: object) -> tuple[str, ...]:
     return tuple(map(_text, value))
 
 
-# by type annotation: what reads a value of it, and its JSON schema
-_TYPES: dict[str, tuple[Callable[[object], object], dict[str, object]]] = {
-    "int": (_integer, {"type": "integer"}),
-    "float": (_number, {"type": "number"}),
-    "bool": (_flag_of, {"type": "boolean"}),
-    "bool | None": (_flag_or_auto, {"anyOf": [{"type": "boolean"}, {"type": "null"}]}),
-    "str": (_text, {"type": "string"}),
-    "int | str": (_size_of, {"anyOf": [{"type": "integer"}, {"type": "string"}]}),
+# by type annotation: what reads a value of it, its JSON schema, and its check unless the option names another
+_TYPES: dict[str, tuple[Callable[[object], object], dict[str, object], Check | None]] = {
+    "int": (_integer, {"type": "integer"}, None),
+    "float": (_number, {"type": "number"}, None),
+    "bool": (_flag_of, {"type": "boolean"}, _flag),
+    "bool | None": (_flag_or_auto, {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, _flag),
+    "str": (_text, {"type": "string"}, None),
+    "int | str": (_size_of, {"anyOf": [{"type": "integer"}, {"type": "string"}]}, _size),
     **{
-        name: (_word_of(get_args(words)), {"enum": list(get_args(words)), "type": "string"})
+        name: (_word_of(get_args(words)), {"enum": list(get_args(words)), "type": "string"}, one_of(get_args(words)))
         for name, words in (("WritePolicy", WritePolicy), ("LogFormat", LogFormat), ("DiskCodec", DiskCodec))
     },
     "tuple[str, ...]": (
-        _texts,
-        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        _texts, {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, None,
     ),
-}
+}  # fmt: skip

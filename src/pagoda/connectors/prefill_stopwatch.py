@@ -10,66 +10,53 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
-
-__all__ = ["PrefillTimes", "Stopwatch", "watch_for"]
+from typing import Any
 
 _MOST_WAITING = 16  # measurements not yet read; if there are more, the oldest is dropped
 
 
-class Stopwatch(Protocol):
-    """A time measurement that begins when the object is made."""
+class Stopwatch:
+    """Time of the CPU, from when the object is made."""
+
+    def __init__(self) -> None:
+        self._began = self._ended = time.perf_counter()
 
     def stop(self) -> None:
         """End the measurement."""
-        ...
-
-    def seconds(self) -> float | None:
-        """Return the measured time; None if the device has not reached the end yet. Does not wait."""
-        ...
-
-
-class _HostWatch:
-    """Time of the CPU."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._ended = self._began
-
-    def stop(self) -> None:
         self._ended = time.perf_counter()
 
     def seconds(self) -> float | None:
+        """Return the measured time; None if the device has not reached the end yet. Does not wait."""
         return self._ended - self._began
 
 
-class _EventWatch:
+class _EventWatch(Stopwatch):
     """Time of a CUDA device, between two points of this thread's current stream: calls return before work is done."""
 
     def __init__(self, device: Any) -> None:
         import torch
 
         self._device = device
-        self._began: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._ended: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._began.record(torch.cuda.current_stream(device))
+        self._begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begin.record(torch.cuda.current_stream(device))
 
     def stop(self) -> None:
         import torch
 
-        self._ended.record(torch.cuda.current_stream(self._device))
+        self._end.record(torch.cuda.current_stream(self._device))
 
     def seconds(self) -> float | None:
-        if not self._ended.query():
+        if not self._end.query():
             return None
-        return float(self._began.elapsed_time(self._ended)) / 1e3
+        return float(self._begin.elapsed_time(self._end)) / 1e3
 
 
 def watch_for(devices: Sequence[Any]) -> Callable[[], Stopwatch] | None:
     """Return the stopwatch class for a model with layers on these devices; None for several, and for other kinds."""
     kinds = {device.type for device in devices}
     if kinds == {"cpu"}:
-        return _HostWatch
+        return Stopwatch
     if kinds == {"cuda"} and len(set(devices)) == 1:
         device = devices[0]
         return lambda: _EventWatch(device)

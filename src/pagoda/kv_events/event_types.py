@@ -9,8 +9,6 @@ import numpy as np
 
 from pagoda.kv_events.notes import LOCAL, BlockFacts, ChunkNote
 
-__all__ = ["BlockRemoved", "BlockStored", "BlocksCleared", "ChunkEventForm"]
-
 _HASH_BYTES = 8
 
 

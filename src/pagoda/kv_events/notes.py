@@ -10,18 +10,6 @@ import msgspec
 
 from pagoda.keys import KEY_BYTES
 
-__all__ = [
-    "LOCAL",
-    "BlockFacts",
-    "ChunkNote",
-    "EventForm",
-    "Groups",
-    "NoteMaker",
-    "packed",
-    "runs",
-    "unpacked",
-]
-
 LOCAL = "LOCAL"  # an event's locality: stored on the machine of the engine that tells it
 _LONGEST_RUN = 4096  # tokens of one event
 _DEFLATED = b"\x78"  # begins what zlib has packed; no note in msgpack does

@@ -22,8 +22,6 @@ try:
 except ImportError as missing:
     raise ConfigError(f"KV events need pyzmq: pip install 'pagodakv[events]' ({missing})") from None
 
-__all__ = ["EventPublisher"]
-
 _MOST_BEHIND_BYTES = 128 << 20  # that wait for one slow router; it misses what comes then
 _FEWEST_BEHIND = 256  # messages
 _SUBSCRIBES = b"\1"  # begins what an XPUB socket receives of a subscription; the end of one begins with zero

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
     from pagoda.connectors.transformers import CachedModel
     from pagoda.connectors.transformers.supported_models import ProbedModel
     from pagoda.quality.prompt_lines import QualityPrompt
-
-__all__ = [
-    "PLAIN_REUSE", "Approach", "Blend", "Codec", "Exact", "KVCache", "Prepared", "SwappedValues", "ZeroedKV",
-]  # fmt: skip
 
 PLAIN_REUSE = "plain reuse"
 
@@ -70,23 +65,6 @@ class Approach(Protocol):
 
     def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
         """Store what is stored of the prompt."""
-
-
-class Exact:
-    """Everything is computed."""
-
-    name, setting = "exact", None
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def prepare(self, prompt: QualityPrompt, exact_kv: KVCache | None) -> Prepared:
-        """Nothing is stored: a cache without tokens."""
-        return Prepared(self._empty)
-
-    def _empty(self) -> KVCache:
-        kv: KVCache = import_module("transformers").DynamicCache(config=self._model.config)
-        return kv
 
 
 class Blend:

@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from pagoda.quality_bounds import Interval
 
-__all__ = ["DRAWS", "difference_interval", "ratio_interval"]
-
 DRAWS = 10_000
 _AT_ONCE = 1 << 20  # numbers in memory
 

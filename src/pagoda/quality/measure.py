@@ -10,16 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from pagoda.quality.approaches import Approach, Exact, KVCache, Prepared
+from pagoda.quality.approaches import Approach, KVCache, Prepared
 
 if TYPE_CHECKING:
     import torch
 
     from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer
-
-__all__ = ["QualitySample", "measured"]
 
 _HUGE_KL = 1e3  # instead of what is no finite number: nothing that has it passes
 
@@ -42,7 +41,6 @@ class _Exact(NamedTuple):
 
     answer: list[int]
     logprobs: torch.Tensor  # [tokens of the answer, vocabulary]
-    right: bool
     kv: KVCache  # of all tokens of the prompt but the last
     sample: QualitySample
 
@@ -112,7 +110,7 @@ class _Runner:
     def exact(self, prompt: QualityPrompt) -> _Exact:
         """Answer with exact KV."""
         began = time.perf_counter()
-        kv = Exact(self._model).prepare(prompt, None).fill()
+        kv: KVCache = import_module("transformers").DynamicCache(config=self._model.config)
         logits = self._forward(prompt.tokens, kv)
         answer = [int(logits[-1].argmax())]  # waits for the device
         seconds = time.perf_counter() - began
@@ -123,7 +121,7 @@ class _Runner:
         _cut(kv, tokens - 1)
         right = self._is_right(prompt, answer)
         sample = QualitySample(len(answer), 0.0, len(answer), True, right, seconds, 1, 1)
-        return _Exact(answer, logprobs, right, kv, sample)
+        return _Exact(answer, logprobs, kv, sample)
 
     def sample(self, prompt: QualityPrompt, exact: _Exact, prepared: Prepared) -> QualitySample:
         """Answer over the KV of an approach."""
@@ -136,7 +134,7 @@ class _Runner:
         chosen: list[int] = logprobs.argmax(-1).tolist()
         same = (logprobs.argmax(-1) == exact.logprobs.argmax(-1)).sum()
         same_text = chosen == exact.answer
-        right = exact.right
+        right = exact.sample.right
         if not same_text and prompt.expected is not None:
             place = next(n for n, token in enumerate(chosen) if token != exact.answer[n])
             _cut(kv, len(prompt.tokens) + place)
@@ -153,11 +151,8 @@ class _Runner:
         import torch
 
         ids = torch.tensor([list(tokens)], device=self._device)
-        keep = (
-            {}
-            if all_logits or not getattr(self._model, "_supports_logits_to_keep", bool)()
-            else {"logits_to_keep": 1}
-        )
+        last = not all_logits and getattr(self._model, "_supports_logits_to_keep", bool)()
+        keep = {"logits_to_keep": 1} if last else {}
         out = self._model(input_ids=ids, past_key_values=kv, use_cache=True, **keep)
         return cast("torch.Tensor", out.logits[0] if all_logits else out.logits[0, -1:])
 

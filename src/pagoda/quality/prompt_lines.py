@@ -16,8 +16,6 @@ from typing import NamedTuple, Protocol
 import msgspec
 from blake3 import blake3
 
-__all__ = ["BadLine", "ExpectedAnswer", "QualityPrompt", "Tokenizer", "prompts_digest", "read_prompts"]
-
 _MOST_TOKENS = 2**20  # of one prompt
 _MORE_TOKENS = 2  # than an expected text has: in its place it may be divided in another way
 

@@ -13,8 +13,6 @@ from pagoda.quality.measure import QualitySample
 from pagoda.quality_bounds import Bounds, Figures, Interval, is_surely_noticed, objections
 from pagoda.quality_verdict import Result, Setting
 
-__all__ = ["Judged", "figures_of", "judged"]
-
 
 class Judged(NamedTuple):
     """One row of the report. A setting has a result; exact KV and controls have none."""
@@ -24,15 +22,6 @@ class Judged(NamedTuple):
     seconds: float  # to the first token, a prompt
     result: Result | None = None
     over_reuse: Interval | None = None  # nats a token by which it is nearer to exact KV than plain reuse
-
-
-class _Basis(NamedTuple):
-    """What is the same for all rows."""
-
-    exact: Sequence[QualitySample]
-    has_answers: bool
-    confidence: float
-    seed: int
 
 
 def judged(
@@ -64,13 +53,11 @@ def judged(
         seed: of the bootstrap.
         made: when.
     """
-    run = _Basis(samples["exact"], has_answers, confidence, seed)
-    figures = {
-        name: figures_of(mine, run.exact, has_answers, confidence, seed) for name, mine in samples.items()
-    }
-    rows = [Judged("exact", figures["exact"], _seconds(run.exact))]
+    exact = samples["exact"]
+    figures = {name: figures_of(mine, exact, has_answers, confidence, seed) for name, mine in samples.items()}
+    rows = [Judged("exact", figures["exact"], _seconds(exact))]
     for name, setting in settings.items():
-        limit, prompts = bounds[setting.feature], len(run.exact)
+        limit, prompts = bounds[setting.feature], len(exact)
         noticed = {control: is_surely_noticed(figures[control], limit) for control in controls}
         reasons = objections(figures[name], limit, noticed, prompts, confidence)
         result = Result(
@@ -79,7 +66,7 @@ def judged(
         )  # fmt: skip
         over = None
         if setting.feature == "blend" and PLAIN_REUSE in samples and name != PLAIN_REUSE:
-            over = _difference(samples[PLAIN_REUSE], samples[name], run)
+            over = _difference(samples[PLAIN_REUSE], samples[name], confidence, seed)
         rows.append(Judged(name, figures[name], _seconds(samples[name]), result, over))
     return [*rows, *(Judged(name, figures[name], _seconds(samples[name])) for name in controls)]
 
@@ -107,14 +94,13 @@ def figures_of(
     )
 
 
-def _difference(reuse: Sequence[QualitySample], samples: Sequence[QualitySample], run: _Basis) -> Interval:
+def _difference(
+    reuse: Sequence[QualitySample], samples: Sequence[QualitySample], confidence: float, seed: int
+) -> Interval:
     return difference_interval(
-        [one.kl for one in reuse],
-        [one.kl for one in samples],
-        [one.tokens for one in samples],
-        confidence=run.confidence,
-        seed=run.seed,
-    )
+        [one.kl for one in reuse], [one.kl for one in samples], [one.tokens for one in samples],
+        confidence=confidence, seed=seed,
+    )  # fmt: skip
 
 
 def _seconds(samples: Sequence[QualitySample]) -> float:

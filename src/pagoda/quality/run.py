@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from pagoda.quality.report import Judged
     from pagoda.quality_bounds import Bounds
 
-__all__ = ["QualityRun", "measure_quality"]
-
 _SPARE_BYTES = 16 << 20  # of the memory for the documents of a prompt: tables
 
 

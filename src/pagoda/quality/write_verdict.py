@@ -15,8 +15,6 @@ import msgspec
 from pagoda.errors import ConfigError
 from pagoda.quality_verdict import FORMAT, VERSION, Result, Verdict, read_verdict
 
-__all__ = ["check_names", "check_place", "write_verdict"]
-
 _LOCK_SECONDS = 10.0  # it is held for moments
 
 

@@ -7,7 +7,7 @@ once, and no two machines compute the same chunk at the same time. What loading 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pagoda.replay.simulate import Simulation, TierOutcome, TierSpec
@@ -77,18 +77,14 @@ class FleetOutcome(NamedTuple):
         return sum(tier.hits for tier in self.tiers) / self.accesses if self.accesses else 0.0
 
 
-def simulate_fleet(
-    requests: Iterable[Request], spec: FleetSpec, progress: Callable[[int], None] | None = None
-) -> FleetOutcome:
-    """Play all requests; `progress` is told the number of chunks of each.
+def simulate_fleet(requests: Iterable[Request], spec: FleetSpec) -> FleetOutcome:
+    """Play all requests.
 
     Raises ValueError for an unknown policy or route, no machine, or a tier without room.
     """
     fleet = _Fleet(spec)
     for request in requests:
         fleet.request(request)
-        if progress is not None:
-            progress(len(request.hash_ids))
     return fleet.outcome()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pagoda.ledger.store_state import FIRST_OFFSET
@@ -188,13 +188,9 @@ class Simulation:
         return runs
 
 
-def simulate(
-    requests: Iterable[Request], tiers: Sequence[TierSpec], progress: Callable[[int], None] | None = None
-) -> SimulatedOutcome:
-    """Play all requests; `progress` is told the number of chunks of each."""
+def simulate(requests: Iterable[Request], tiers: Sequence[TierSpec]) -> SimulatedOutcome:
+    """Play all requests."""
     simulation = Simulation(tiers)
     for request in requests:
         simulation.request(request)
-        if progress is not None:
-            progress(len(request.hash_ids))
     return simulation.outcome()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,21 +71,14 @@ class TimedOutcome(NamedTuple):
         return sum(self.loaded) / self.found.accesses if self.found.accesses else 0.0
 
 
-def replay_timed(
-    requests: Iterable[Request],
-    tiers: Sequence[TimedTier],
-    engines: Engines,
-    progress: Callable[[int], None] | None = None,
-) -> TimedOutcome:
-    """Play all requests in the time of the trace; `progress` is told the number of chunks of each.
+def replay_timed(requests: Iterable[Request], tiers: Sequence[TimedTier], engines: Engines) -> TimedOutcome:
+    """Play all requests in the time of the trace.
 
     Raises ValueError for engines or tiers that do nothing, or wrong tiers (see Simulation).
     """
     run = _TimedRun(tiers, engines)
     for request in requests:
         run.request(request)
-        if progress is not None:
-            progress(len(request.hash_ids))
     return run.outcome()
 
 

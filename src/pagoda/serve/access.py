@@ -32,7 +32,7 @@ _SHORTEST_TOKEN, _LONGEST_TOKEN = 16, 1024
 _WRONG_TOKENS_A_SECOND, _WRONG_BURST = 1.0, 20.0
 _MOST_CLIENTS = 1024
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class AccessRules:
         self._wrong_tokens = RateLimit(_WRONG_TOKENS_A_SECOND, _WRONG_BURST)
 
     @web.middleware
-    async def middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer requests that are not allowed; pass on the others."""
         refused = self._refused(request)
         if refused is None:

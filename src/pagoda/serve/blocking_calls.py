@@ -37,9 +37,8 @@ class BlockingCallPool:
         except RuntimeError as error:  # no thread starts
             raise OverloadedError from error
         called = asyncio.wrap_future(future)
-        called.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # also if nobody waits any more
+        # also if nobody waits any more
+        called.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(called)
 
     def close(self) -> None:

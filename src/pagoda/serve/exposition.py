@@ -20,8 +20,6 @@ from pagoda.ledger.store_stats import StoreStats
 from pagoda.metrics import LOAD_BUCKETS, TIER_KINDS, Reason
 from pagoda.tiers.remote.store_client import Usage
 
-__all__ = ["COUNTED", "FAMILIES", "Exposition", "MetricFamily", "StoreCollector", "exposition"]
-
 MOST_NAMESPACES = 50
 """Namespaces with a series of their own, those with most chunks; the others are counted together as "other"."""
 MODEL_CHARS = 80
@@ -111,17 +109,9 @@ _REMOTE_REACHABLE, _REMOTE_USED, _REMOTE_LIMIT = (
 )
 _SERVE_EVENTS, _SERVE_SENT = (
     MetricFamily(
-        "pagoda_serve_events",
-        "counter",
-        ("event",),
-        "Chunks sent, finds, puts by outcome and the like.",
+        "pagoda_serve_events", "counter", ("event",), "Chunks sent, finds, puts by outcome and the like."
     ),
-    MetricFamily(
-        "pagoda_serve_sent_bytes",
-        "counter",
-        (),
-        "Bytes of the chunks that pagoda serve sent.",
-    ),
+    MetricFamily("pagoda_serve_sent_bytes", "counter", (), "Bytes of the chunks that pagoda serve sent."),
 )
 _COUNTER_FAMILIES = {
     name: MetricFamily(f"pagoda_{name}", "counter", _STORE, text.replace("`", ""))

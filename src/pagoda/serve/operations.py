@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from pagoda.keys import TokenIds
     from pagoda.serve.served_stores import ServedStores
 
-__all__ = ["Operations", "PromptTools"]
-
 MOST_TOKENS = 1 << 20
 OWNER = "pagoda"
 

@@ -12,7 +12,7 @@ import base64
 import contextlib
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -20,15 +20,13 @@ from aiohttp import web
 
 from pagoda.errors import PagodaError
 from pagoda.ledger import Ledger
-from pagoda.serve.access import COOKIE, AccessRules, refusal
+from pagoda.serve.access import COOKIE, AccessRules, Handler, refusal
 from pagoda.serve.blocking_calls import BlockingCallPool
-from pagoda.serve.chunk_routes import LIMITS
+from pagoda.serve.chunk_routes import small_body
 from pagoda.serve.live_feed import LiveFeed, TooManyReaders
 from pagoda.serve.operations import Operations, PromptTools
 from pagoda.serve.overview import Overview, RemoteUsage
 from pagoda.serve.served_stores import ServedStores
-
-__all__ = ["OperatorRoutes", "PageOptions"]
 
 MOST_BODY_BYTES = 8 << 20  # a million token ids
 _MOST_LOGIN_BYTES = 4096
@@ -47,7 +45,6 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Operation = Callable[[Mapping[str, object]], Mapping[str, object]]
 
 
@@ -100,7 +97,8 @@ class OperatorRoutes:
             name: folder.joinpath(name).read_bytes()
             for name in ("index.html", "page.css", "page.js", "icon.svg")
         }
-        self._form, self._form_policy = _login_form(self._files["page.css"].decode())
+        css = self._files["page.css"].decode()
+        self._form, self._form_policy = _login_form(folder.joinpath("login.html").read_text(), css)
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes; `/` and `/login` are open, and tell nothing without the token."""
@@ -122,16 +120,15 @@ class OperatorRoutes:
 
         app.on_shutdown.append(close)
 
-    def _own(self, handler: _Handler) -> _Handler:
+    def _own(self, handler: Handler) -> Handler:
         """Refuse a change that a browser sends for a page of another site."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             headers = request.headers
             origin, host = headers.get("Origin"), headers.get("Host", "")
             from_here = origin is None or origin.partition("://")[2] == host
-            if request.method == "POST" and not (
-                from_here and headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none")
-            ):
+            from_here &= headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none")
+            if request.method == "POST" and not from_here:
                 return refusal(403, "other_site", "use the page of this server")
             return await handler(request)
 
@@ -187,17 +184,15 @@ class OperatorRoutes:
 
     async def _log_in(self, request: web.Request) -> web.StreamResponse:
         """Take the token, as JSON or from the form, and set the cookie of the page."""
-        body = await _body(request, _MOST_LOGIN_BYTES)
+        body = await small_body(request, _MOST_LOGIN_BYTES)
         is_form = request.content_type == "application/x-www-form-urlencoded"
         cookie = self._access.cookie_for(request, _token_in(body, is_form))
         if cookie is None:
             wrong = "this is not the token, or there were too many wrong ones: wait a while"
             return self._login_page(wrong) if is_form else refusal(401, "token", wrong)
-        response = (
-            web.Response(status=303, headers={"Location": "/"})
-            if is_form
-            else web.json_response({"ok": True})
-        )
+        response = web.json_response({"ok": True})
+        if is_form:
+            response = web.Response(status=303, headers={"Location": "/"})
         response.set_cookie(
             COOKIE, cookie, max_age=_COOKIE_SECONDS, httponly=True, samesite="Strict", secure=request.secure
         )
@@ -207,12 +202,12 @@ class OperatorRoutes:
     async def _refuse_change(self, _: web.Request) -> web.StreamResponse:
         return refusal(403, "read_only", "start the server without --read-only")
 
-    def _operating(self, operation: _Operation) -> _Handler:
+    def _operating(self, operation: _Operation) -> Handler:
         async def handle(request: web.Request) -> web.Response:
             if request.content_type != "application/json":
                 return refusal(415, "content_type", "send application/json")
             try:
-                asked = json.loads(await _body(request, MOST_BODY_BYTES))
+                asked = json.loads(await small_body(request, MOST_BODY_BYTES))
             except (ValueError, RecursionError):
                 asked = None
             if not isinstance(asked, dict):
@@ -237,20 +232,6 @@ class OperatorRoutes:
         return handle
 
 
-async def _body(request: web.Request, most_bytes: int) -> bytes:
-    """Return the body. Raises HTTPRequestTimeout, HTTPRequestEntityTooLarge."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(request.app[LIMITS].seconds(most_bytes)):
-            async for piece in request.content.iter_chunked(1 << 16):
-                body += piece
-                if len(body) > most_bytes:
-                    raise web.HTTPRequestEntityTooLarge(most_bytes, len(body))
-    except TimeoutError:
-        raise web.HTTPRequestTimeout from None
-    return bytes(body)
-
-
 def _token_in(body: bytes, is_form: bool) -> str:
     from urllib.parse import parse_qs
 
@@ -265,19 +246,10 @@ def _token_in(body: bytes, is_form: bool) -> str:
     return token if isinstance(token, str) else ""
 
 
-def _login_form(css: str) -> tuple[bytes, str]:
+def _login_form(form: str, css: str) -> tuple[bytes, str]:
     """Return a page that needs no other file, because those need the token, and the policy that allows its style."""
     digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
-    html = f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>PagodaKV: log in</title><link rel="icon" href="data:,"><style>{css}</style></head>
-<body><header><h1>PagodaKV</h1></header><main><section class="wide"><form method="post" action="login">
-<p><label for="token">Token of this server</label></p>
-<p><input id="token" name="token" type="password" autocomplete="current-password" required autofocus></p>
-<p class="note">The file <code>~/.local/state/pagoda/serve-token</code> has it, unless the server was given another.</p>
-<p class="actions"><button class="primary">Log in</button></p></form></section></main></body></html>
-"""
     policy = _POLICY.replace("style-src 'self'", f"style-src 'sha256-{digest}'").replace(
         "img-src 'self'", "img-src data:"
     )
-    return html.encode(), policy
+    return form.replace("/* page.css */", css).encode(), policy

@@ -27,8 +27,6 @@ from pagoda.threads import begin
 if TYPE_CHECKING:
     from pagoda.ledger import Ledger
 
-__all__ = ["Overview", "RemoteUsage", "Sample"]
-
 MOST_SAMPLES = 300
 MOST_NAMESPACES = 50
 MOST_PINS = 50
@@ -48,6 +46,33 @@ class RemoteUsage(NamedTuple):
     limit_bytes: int | None
     error: str
     warnings: Sequence[str] = ()  # about how it is set up
+
+
+class LatelyAsked:
+    """What remote tiers said last: the local stores do not wait for one that is slow or away. For one thread.
+
+    `ask` may wait; it runs on a thread of its own, once in `every_seconds` at most.
+    """
+
+    def __init__(self, ask: Callable[[], Sequence[RemoteUsage]], every_seconds: float) -> None:
+        self._ask, self._every_seconds = ask, every_seconds
+        self._said: Sequence[RemoteUsage] = ()
+        self._asked_at = float("-inf")
+        self._asking: threading.Thread | None = None
+
+    def known(self, patience_seconds: float) -> Sequence[RemoteUsage]:
+        """Return what was said; ask again if it is time, and wait a moment for the answer."""
+
+        def ask() -> None:
+            self._said = self._ask()
+
+        asks = self._asking is not None and self._asking.is_alive()
+        if not asks and time.monotonic() - self._asked_at > self._every_seconds:
+            self._asked_at = time.monotonic()
+            self._asking = threading.Thread(target=ask, name="pagoda-remotes", daemon=True)
+            if begin(self._asking):
+                self._asking.join(patience_seconds)
+        return self._said
 
 
 class Sample(TypedDict):
@@ -80,13 +105,10 @@ class Overview:
         tokenizer: bool = False,
     ) -> None:
         self._ledgers = ledgers
-        self._ask_remotes = remotes
+        self._remotes = LatelyAsked(remotes, _REMOTES_SECONDS)
         self._settings = settings
         self._gpu_price = gpu_price
         self._tokenizer = tokenizer
-        self._remotes: Sequence[RemoteUsage] = ()
-        self._asked_at = float("-inf")
-        self._asking: threading.Thread | None = None
         self._before: tuple[float, dict[Path, StoreStats]] | None = None
         self.history: deque[Sample] = deque(maxlen=MOST_SAMPLES)
 
@@ -99,7 +121,7 @@ class Overview:
                 stores.append(StoreStats.of(ledger, deadline.last()))
             except PagodaError as trouble:
                 troubles.append(str(trouble))
-        remotes = self._known_remotes()
+        remotes = self._remotes.known(_REMOTES_PATIENCE_SECONDS)
         totals = _totals(stores)
         shown = {name: totals[name] for name in ("lookups", "hits", "asked_tokens", "hit_tokens")}
         namespaces, pins = _namespaces(stores), _pins(stores)
@@ -122,20 +144,6 @@ class Overview:
             "tokenizer": self._tokenizer,
             "sample": self._sample(now, stores),
         }
-
-    def _known_remotes(self) -> Sequence[RemoteUsage]:
-        """Return what the remote tiers said last: the local stores do not wait for one that is slow or away."""
-
-        def ask() -> None:
-            self._remotes = self._ask_remotes()
-
-        asks = self._asking is not None and self._asking.is_alive()
-        if not asks and time.monotonic() - self._asked_at > _REMOTES_SECONDS:
-            self._asked_at = time.monotonic()
-            self._asking = threading.Thread(target=ask, name="pagoda-remotes", daemon=True)
-            if begin(self._asking):
-                self._asking.join(_REMOTES_PATIENCE_SECONDS)
-        return self._remotes
 
     def _sample(self, now: float, stores: Sequence[StoreStats]) -> Sample | None:
         """Return, and keep, what happened since the last call; a store that was not there then adds nothing."""
@@ -170,23 +178,20 @@ def _by_reason(counts: Mapping[str, int], prefix: str, reasons: Iterable[Reason]
 
 def _local_tiers(stores: Sequence[StoreStats], totals: Mapping[str, int]) -> list[dict[str, object]]:
     """Return one row for each kind of tier that this machine has, from the top down."""
-    rows: list[dict[str, object]] = []
-    for kind in TIER_KINDS:
-        own = [store for store in stores if store.tier == kind]
-        if own:
-            rows.append(
-                {
-                    "kind": kind,
-                    "title": _TITLES[kind],
-                    "chunks": sum(store.gauges["ready"] for store in own),
-                    "used_bytes": sum(store.used_bytes for store in own),
-                    "size_bytes": sum(store.size_bytes for store in own),
-                    "hit_tokens": totals[f"hit_tokens_{kind}"],
-                    "address": "",
-                    "trouble": "",
-                }
-            )
-    return rows
+    return [
+        {
+            "kind": kind,
+            "title": _TITLES[kind],
+            "chunks": sum(store.gauges["ready"] for store in own),
+            "used_bytes": sum(store.used_bytes for store in own),
+            "size_bytes": sum(store.size_bytes for store in own),
+            "hit_tokens": totals[f"hit_tokens_{kind}"],
+            "address": "",
+            "trouble": "",
+        }
+        for kind in TIER_KINDS
+        if (own := [store for store in stores if store.tier == kind])
+    ]
 
 
 def _remote_tiers(remotes: Sequence[RemoteUsage], hit_tokens: int) -> list[dict[str, object]]:
@@ -214,9 +219,8 @@ def _saved(stores: Sequence[StoreStats], gpu_price: float | None) -> dict[str, o
         count = store.counters
         if count["prefill_tokens"] and count["prefill_microseconds"]:
             known_tokens += count["hit_tokens"]
-            compute_seconds += (
-                count["hit_tokens"] * count["prefill_microseconds"] / 1e6 / count["prefill_tokens"]
-            )
+            token_seconds = count["prefill_microseconds"] / 1e6 / count["prefill_tokens"]
+            compute_seconds += count["hit_tokens"] * token_seconds
             load_seconds += sum(count[f"load_microseconds_{kind}"] for kind in TIER_KINDS) / 1e6
         else:
             unknown_tokens += count["hit_tokens"]
@@ -226,28 +230,20 @@ def _saved(stores: Sequence[StoreStats], gpu_price: float | None) -> dict[str, o
             if unknown_tokens
             else "nothing has hit yet"
         )
-        return {
-            "engine_seconds": None,
-            "engine_words": remedy,
-            "first_token_seconds": None,
-            "first_token_words": remedy,
-            "money": None,
-            "money_words": remedy,
-        }
-    rest = (
-        f"; not {unknown_tokens:,} tokens of engines that do not report their speed" if unknown_tokens else ""
+        unknown = dict.fromkeys(("engine_seconds", "first_token_seconds", "money"))
+        return unknown | dict.fromkeys(("engine_words", "first_token_words", "money_words"), remedy)
+    rest = f"; not {unknown_tokens:,} tokens of engines that do not report their speed" * bool(unknown_tokens)
+    money_words = (
+        "start the server with --gpu-price" if gpu_price is None else f"at {gpu_price:g} an hour of an engine"
     )
     speed = f"{known_tokens:,} tokens at {known_tokens / compute_seconds:,.0f} tokens/s, as engines reported{rest}"
-    priced = gpu_price is not None
     return {
         "engine_seconds": compute_seconds,
         "engine_words": f"an estimate: {speed}",
         "first_token_seconds": compute_seconds - load_seconds,
         "first_token_words": "an estimate: the time to compute what hit, less the time it took to load",
         "money": compute_seconds / 3600 * gpu_price if gpu_price is not None else None,
-        "money_words": f"at {gpu_price:g} an hour of an engine"
-        if priced
-        else "start the server with --gpu-price",
+        "money_words": money_words,
     }
 
 

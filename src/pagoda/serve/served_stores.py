@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagoda import codec
-from pagoda.clock import Clock, Deadline
+from pagoda.clock import Deadline
 from pagoda.codec import HEADER_BYTES
 from pagoda.errors import ClosedError, NoRoomError, PagodaError
 from pagoda.layout import KVLayout
@@ -162,9 +162,7 @@ class ServedStores:
     The header of a chunk is computed once for a (store, slot, generation) and kept: generations are never reused.
     """
 
-    def __init__(
-        self, find: Callable[[], Sequence[Path]], host: HostRoom | None = None, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, find: Callable[[], Sequence[Path]], host: HostRoom | None = None) -> None:
         """`find` returns the directories of the stores that exist, host tier first. `host`: where to make new ones."""
         self._find, self._host = find, host
         self._stores: dict[Path, ServedStore] = {}
@@ -173,8 +171,9 @@ class ServedStores:
         self._headers: OrderedDict[tuple[bytes, int, int], bytes] = OrderedDict()
         self._labels: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         self._runs: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+        self._lossy: set[Path] = set()  # which are not served, and were logged
         self._ending = False
-        self._log = RateLimitedLog(clock)
+        self._log = RateLimitedLog()
 
     # ---- which stores there are ----------------------------------------------------------------------------------
 
@@ -198,6 +197,10 @@ class ServedStores:
                     store.close()
 
     def _opened(self, path: Path, deadline_seconds: float) -> ServedStore | None:
+        if (lossy := lossy_codec_of(path)) and path not in self._lossy:
+            self._lossy.add(path)
+            why = "of such engines only what is in host memory is served, under the keys of approximate KV"
+            _logger.warning("%s is not served: its codec %s is lossy; %s", path, lossy, why)
         try:
             return ServedStore.open(path, deadline_seconds)
         except (PagodaError, OSError) as trouble:
@@ -238,9 +241,8 @@ class ServedStores:
         """
         until = time.monotonic() + _FIND_SECONDS
         at, before = 0, -1
-        while (
-            before < at < len(keys) and time.monotonic() < until
-        ):  # again while a store continues another's run
+        # again while a store continues another's run
+        while before < at < len(keys) and time.monotonic() < until:
             before = at
             for store in self.stores():
                 match = store.ledger.match_prefix(
@@ -356,9 +358,8 @@ class ServedStores:
     ) -> tuple[bool, Reason | None]:
         """Verify a value, its header page and all bytes after it, and do what `put` does."""
         payload = stored if header.codec == "raw" else aligned(store.ledger.slot_bytes)
-        word_bytes = (
-            int(stored[1]) if stored.nbytes > 1 else 0
-        )  # as encoded bytes say themselves; a wrong one fails
+        # as encoded bytes say themselves; a wrong one fails
+        word_bytes = int(stored[1]) if stored.nbytes > 1 else 0
         if codec.restore(page, stored, header, word_bytes, payload) is not None:
             return False, Reason.FAILED_CHECK
         return self.put(store, header, payload, stamp)

@@ -33,6 +33,7 @@ from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.serve import chunk_routes, metrics_routes
 from pagoda.serve.access import (
     AccessRules,
+    Handler,
     ServeLimits,
     break_connection,
     default_socket,
@@ -54,12 +55,11 @@ ACCESS: web.AppKey[AccessRules] = web.AppKey("access", AccessRules)
 _SCAN_SECONDS = 2.0
 _LINGERING_SECONDS = 2.0  # for the rest of a body that is not read
 _READ_BYTES = 256 << 10
-_SHUTDOWN_SECONDS = (
-    0.7  # for requests that run when the server is to stop, and once more after their cancellation
-)
-_CLOSING_SECONDS = (
-    0.7  # for the stores then: what another process holds for long is left to the end of this one
-)
+_LOCK_SECONDS = 5.0  # for another server that starts
+# for requests that run when the server is to stop, and once more after their cancellation
+_SHUTDOWN_SECONDS = 0.7
+# for the stores then: what another process holds for long is left to the end of this one
+_CLOSING_SECONDS = 0.7
 
 _logger = guarded_logger("pagoda.serve")
 
@@ -199,9 +199,18 @@ def _unix_socket(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    lock, until = os.open(directory, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + _LOCK_SECONDS
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held for moments
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held for moments
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ConfigError(
+                        f"{directory}: another process keeps it locked: look for a stopped one"
+                    ) from None
+                time.sleep(0.02)
         yield
     finally:
         os.close(lock)
@@ -251,9 +260,8 @@ class _Connection(RequestHandler):
         self.late_since: float | None = time.monotonic()
         self.used = time.monotonic()  # when something arrived
         self.is_broken = False
-        self.wire = (
-            transport  # the other reference is dropped at a close, which waits for what is not sent yet
-        )
+        # the other reference is dropped at a close, which waits for what is not sent yet
+        self.wire = transport
         if transport.get_extra_info("sslcontext") is None:
             # A drain waits until all is sent and the buffer may be used again. TLS encrypts, so copies, at once.
             transport.set_write_buffer_limits(0)
@@ -346,10 +354,8 @@ class Connections:
                 assert isinstance(connection, _Connection)
                 if connection.late_since is None and connection.wire.is_closing():
                     connection.late_since = now
-                if (
-                    connection.late_since is not None
-                    and connection.late_since < now - self.limits.header_seconds
-                ):
+                since = connection.late_since
+                if since is not None and since < now - self.limits.header_seconds:
                     connection.end()
 
 
@@ -359,7 +365,7 @@ _log = RateLimitedLog()
 
 
 @web.middleware
-async def _in_time(request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
+async def _in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Note that the header has arrived, and send the answer: a client that does not read it is disconnected.
 
     A client that leaves in the middle is counted and no error.
@@ -367,7 +373,7 @@ async def _in_time(request: web.Request, handler: Callable[[web.Request], object
     if isinstance(request.protocol, _Connection):
         request.protocol.late_since = None
     try:
-        answer: web.StreamResponse = await handler(request)  # type: ignore[misc]
+        answer = await handler(request)
         if isinstance(answer, web.Response):  # the others were sent
             try:
                 async with asyncio.timeout(request.app[LIMITS].seconds(answer.content_length or 0)):
@@ -384,11 +390,10 @@ async def _in_time(request: web.Request, handler: Callable[[web.Request], object
 
 
 @web.middleware
-async def _failures(request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
+async def _failures(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer a request that fails with its reason."""
     try:
-        answer: web.StreamResponse = await handler(request)  # type: ignore[misc]
-        return answer
+        return await handler(request)
     except web.HTTPException as error:
         return _refused(error)
     except OverloadedError:
@@ -401,7 +406,8 @@ async def _failures(request: web.Request, handler: Callable[[web.Request], objec
 
 
 def _refused(error: web.HTTPException) -> web.Response:
-    answer = refusal(error.status, error.reason.lower().replace(" ", "_"))
+    remedy = error.text or "" if error.status == 413 else ""
+    answer = refusal(error.status, error.reason.lower().replace(" ", "_"), remedy)
     if "Allow" in error.headers:
         answer.headers["Allow"] = error.headers["Allow"]
     if error.status in (408, 413):  # the rest of the body is not read

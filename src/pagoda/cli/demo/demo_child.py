@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -112,20 +113,6 @@ class _Model(Protocol):
     def parameters(self) -> Iterator[torch.Tensor]: ...
 
 
-class _FirstToken:
-    """A streamer that notes when the first token came. Used by one `generate`."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        """Called once with the prompt, then with each token."""
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Called when all tokens are there."""
-
-
 class _Asker:
     """A model and its prompts. Not thread-safe."""
 
@@ -176,17 +163,19 @@ class _Asker:
     ) -> DemoAnswer:
         import torch
 
-        first, began = _FirstToken(), time.perf_counter()
+        times: list[float] = []  # of the prompt, then of each token
+        streamer = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
+        began = time.perf_counter()
         out = generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new_tokens or self.task.size.new_tokens,
             do_sample=False,
-            streamer=first,
+            streamer=streamer,
             **kwargs,
         )
         tokens: list[int] = out[0, ids.shape[1] :].tolist()
-        return DemoAnswer(ids.shape[1], tokens, first.times[1] - began, text=self.tokenizer.decode(tokens))
+        return DemoAnswer(ids.shape[1], tokens, times[1] - began, text=self.tokenizer.decode(tokens))
 
 
 def _random(size: Size) -> tuple[_Model, _Tokenizer]:

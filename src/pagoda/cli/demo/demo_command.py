@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from pagoda.cli import FAILED, INTERRUPTED, UsageError, printing
+from pagoda.cli import FAILED, INTERRUPTED, printing, require_transformers
 from pagoda.cli.stores import AsJson
 
 if TYPE_CHECKING:
@@ -39,11 +38,7 @@ def demo(
 
     from pagoda.cli.demo.demo_child import Size
 
-    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"the demo needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'"
-        )
+    require_transformers("the demo")
     try:
         shown = _ran(Size(), model, host_path, disk_path or Path(tempfile.gettempdir()), as_json)
     except KeyboardInterrupt:

@@ -12,8 +12,6 @@ from blake3 import blake3
 from pagoda.connectors.identity.checkpoint_files import snapshot
 from pagoda.connectors.identity.weight_digests import file_digest
 
-__all__ = ["Adapters", "lora_name"]
-
 _CONFIG = "adapter_config.json"
 # the first is what vLLM reads
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")

@@ -9,8 +9,6 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["plain", "stable"]
-
 # fields of a model's config that do not affect a forward pass; all other fields distinguish models
 _VOLATILE = frozenset(
     {

@@ -12,8 +12,6 @@ from blake3 import blake3
 
 from pagoda.threads import Pool
 
-__all__ = ["WHOLE_BYTES", "file_digest", "files_digest"]
-
 WHOLE_BYTES = 64 << 20  # a file up to this size is read whole
 _EDGE_BYTES = 1 << 20
 _PIECES = 256  # evenly spaced pieces of a large file, in addition to those of each tensor

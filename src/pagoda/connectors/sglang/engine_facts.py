@@ -19,8 +19,6 @@ from pagoda.connectors.sglang.storage_options import StorageOptions
 from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
 
-__all__ = ["EngineFacts", "engine_facts", "namespace_of"]
-
 _REMEDY = "give the checkpoint's hash as `weights` in --hicache-storage-backend-extra-config"
 _CONFIGS = ("config.json", "hf_quant_config.json")
 # settings of SGLang's ServerArgs that change what KV is computed for the same tokens, or may
@@ -184,8 +182,5 @@ def _adapters(listed: Any) -> str:
             raise ConfigError(
                 f"--lora-paths: {path}: its files cannot be read here, so its KV cannot be named"
             )
-    return (
-        blake3(json.dumps(found).encode(), derive_key_context="PagodaKV adapters").hexdigest(16)
-        if found
-        else ""
-    )
+    named = blake3(json.dumps(found).encode(), derive_key_context="PagodaKV adapters").hexdigest(16)
+    return named if found else ""

@@ -8,36 +8,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import sglang
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransferResult,
-)
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
 from pagoda.clock import Deadline
+from pagoda.connectors.extra_options import unused_options
 from pagoda.connectors.sglang.engine_facts import EngineFacts, engine_facts, namespace_of
 from pagoda.connectors.sglang.pool_pages import PoolPages
 from pagoda.connectors.sglang.storage_options import check_version, read_options
-from pagoda.connectors.unused_options import unused_options
 from pagoda.errors import StoreError
 from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.transfer.pages_kv import PagesKV
 
-__all__ = ["PagodaHiCache"]
-
 log = guarded_logger("pagoda.sglang")
 T = TypeVar("T")
 
 _MOST_LOOKS = 256  # at windows of a pool in one question
-_REPLICATED = (
-    "MLATokenToKVPoolHost",
-    "DSAIndexerPoolHost",
-)  # pools of which all tensor-parallel ranks hold the same
+# pools of which all tensor-parallel ranks hold the same
+_REPLICATED = ("MLATokenToKVPoolHost", "DSAIndexerPoolHost")
 
 
 class _Pool(NamedTuple):

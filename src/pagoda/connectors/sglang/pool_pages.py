@@ -18,8 +18,6 @@ from pagoda.layout import KVLayout
 from pagoda.transfer.base import Bytes, Ids
 from pagoda.transfer.pages_kv import PagesKV
 
-__all__ = ["PoolPages"]
-
 
 class PoolPages:
     """The pages of one pool, which is kept alive. Immutable, so thread-safe as `PagesKV` is.

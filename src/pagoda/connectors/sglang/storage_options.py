@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagoda.config import Config, option_names
-from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.sources import load
+from pagoda.connectors.extra_options import ExtraOptions
 from pagoda.errors import ConfigError
-
-__all__ = ["OF_SGLANG", "TESTED", "StorageOptions", "check_config", "check_version", "read_options"]
 
 TESTED = ("0.5.23",)  # SGLang changes this interface in any release
 _OWN = ("weights", "salt", "allow_untested_sglang")
@@ -43,22 +41,16 @@ def read_options(extra_config: Mapping[str, Any]) -> StorageOptions:
     Raises ConfigError for an unknown key (with the nearest known one) or an invalid value.
     """
     known = (*(name for name in option_names() if name != "chunk_tokens"), *_OWN)
-    for name in extra_config:
-        if name == "chunk_tokens":
-            raise ConfigError(f"{_WHERE}: chunk_tokens: a chunk is a page of SGLang; set its --page-size")
-        if name not in (*known, *OF_SGLANG):
-            raise ConfigError(
-                f"{_WHERE}: {name}: no such option{did_you_mean(str(name), known)} "
-                f"(known are {', '.join(sorted(known))})"
-            )
+    if "chunk_tokens" in extra_config:
+        raise ConfigError(f"{_WHERE}: chunk_tokens: a chunk is a page of SGLang; set its --page-size")
+    extra = ExtraOptions(_WHERE, extra_config)
+    extra.refuse_unknown(known, OF_SGLANG)
     config = load(
         **{name: extra_config[name] for name in known if name in extra_config and name not in _OWN}
     ).config
     check_config(config)
-    allow = extra_config.get("allow_untested_sglang", False)
-    if not isinstance(allow, bool):
-        raise ConfigError(f"{_WHERE}: allow_untested_sglang = {allow!r}: write true or false")
-    return StorageOptions(config, _text(extra_config, "weights"), _text(extra_config, "salt") or "", allow)
+    allow = extra.flag("allow_untested_sglang")
+    return StorageOptions(config, extra.text("weights"), extra.text("salt") or "", allow)
 
 
 def check_config(config: Config) -> None:
@@ -81,10 +73,3 @@ def check_version(version: str, allow_untested: bool) -> None:
             f"SGLang {version}: this release was tested with {', '.join(TESTED)}, and SGLang may change what a storage "
             "is asked for in any release; install that one, or set allow_untested_sglang"
         )
-
-
-def _text(extra_config: Mapping[str, Any], name: str) -> str | None:
-    value = extra_config.get(name)
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f"{_WHERE}: {name} = {value!r}: a text that is not empty is needed")
-    return value

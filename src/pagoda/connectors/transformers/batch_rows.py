@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BatchRow", "grown_mask", "mask_of", "rows_of"]
-
 
 class BatchRow(NamedTuple):
     """One prompt of a batch: columns [pad, pad + len(tokens)) of the row; the columns before are padding."""

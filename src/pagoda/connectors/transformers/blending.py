@@ -44,8 +44,6 @@ from pagoda.keys import Int32s
 from pagoda.metrics import Reason
 from pagoda.quality_verdict import QualityState
 
-__all__ = ["Blended", "BlendedHit", "Blender", "hit_of"]
-
 # seconds for each document, once others of the call have waited in vain as long as one call may
 _MOMENT_SECONDS = 0.01
 
@@ -216,15 +214,11 @@ class Blender:
         """Load a document's own chain; the first document also from the prompts' chain if that has more of it."""
         length, items = chain.num_tokens, chain.items
         if not start:
-            exact = self._exact.lookup(chain.tokens[:length], counted=False, **options)
-            if (
-                exact.num_tokens
-                and exact.num_tokens
-                > self.cache.lookup(chain.tokens, items=items, counted=False, **options).num_tokens
-            ):
-                return self._exact.retrieve(
-                    chain.tokens[:length], kv_of_row(planes, 0, 0, length, self._plain), **options
-                )
+            prompt = chain.tokens[:length]
+            exact = self._exact.lookup(prompt, counted=False, **options).num_tokens
+            own = self.cache.lookup(chain.tokens, items=items, counted=False, **options) if exact else None
+            if own is not None and exact > own.num_tokens:
+                return self._exact.retrieve(prompt, kv_of_row(planes, 0, 0, length, self._plain), **options)
         kv = kv_of_row(planes, 0, start, start + len(chain.tokens), self._seen)
         return chain.without_padding(self.cache.retrieve(chain.tokens, kv, items=items, **options))
 

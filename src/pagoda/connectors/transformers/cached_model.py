@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from pagoda.blend import SelectionPolicy, as_documents, blend_setting, policy_named
@@ -45,8 +43,6 @@ from pagoda.transfer import DenseKV
 if TYPE_CHECKING:
     from pagoda.connectors.transformers.blending import Blended, Blender
     from pagoda.connectors.transformers.layerwise import LayerLoad, LayerLoads
-
-__all__ = ["CachedModel", "Prefix", "layout_of"]
 
 _log = guarded_logger("pagoda.connectors")
 
@@ -77,9 +73,7 @@ class Prefix:
     def __enter__(self) -> Prefix:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.past_key_values = None
 
 
@@ -144,10 +138,9 @@ class CachedModel:
         self._loads: LayerLoads | None = None  # made at the first use
         self._named: dict[str, Any] = {"revision": revision, "weights": weights, "salt": salt}
         namespace = namespace_of(model, self._seen.layout, **self._named)
-        self._open: Callable[[Namespace, KVLayout], Cache] | None = None
+        self._config = config if cache is None else None  # of the caches that are opened here
         if cache is None:
-            self._open = partial(_opened, config)
-            cache = self._open(namespace, self._seen.layout)
+            cache = Cache(config, namespace=namespace, layout=self._seen.layout)
         else:
             _check_made_for(cache, namespace)
         self.cache = cache
@@ -398,15 +391,13 @@ class CachedModel:
             loads.close(timeout)  # before the slots from which they copy are unmapped
         if blender is not None:
             blender.cache.close(max(0.0, until - time.monotonic()))
-        if self._open is not None:
+        if self._config is not None:
             self.cache.close(max(0.0, until - time.monotonic()))
 
     def __enter__(self) -> CachedModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- loading
@@ -569,7 +560,7 @@ class CachedModel:
     def _weights_changed(self) -> None:
         """Change to the namespace and the device of the present weights, after a weight was written to or moved."""
         forms = forms_of(self.model)
-        if self._named["weights"] is not None or self._open is None:
+        if self._named["weights"] is not None or self._config is None:
             how = "the weights were changed" if forms == self._forms else "the model was moved or converted"
             raise ValueError(f"{how}: make a new CachedModel, so that old KV is not used with them")
         old = self.cache
@@ -579,12 +570,13 @@ class CachedModel:
             self._seen, self._forms = _looked_at(self.model, self.layout.chunk_tokens), forms
         namespace = namespace_of(self.model, self._seen.layout, **self._named)
         try:
-            self.cache = self._open(namespace, self._seen.layout)
+            self.cache = Cache(self._config, namespace=namespace, layout=self._seen.layout)
         except ConfigError as refusal:
             if not old.config.lossy_codecs():
                 raise
             _log.warning("tiers with a lossy codec are left out, as the weights have changed: %s", refusal)
-            self.cache = _opened(old.config.without_lossy_tiers(), namespace, self._seen.layout)
+            exact = old.config.without_lossy_tiers()
+            self.cache = Cache(exact, namespace=namespace, layout=self._seen.layout)
         old.close()
         if self._events is not None:
             try:
@@ -621,10 +613,6 @@ def _configured(config: Config | None, options: ConfigOptions) -> Config:
     from pagoda.config.sources import load
 
     return load(None, None, None, **options).config
-
-
-def _opened(config: Config, namespace: Namespace, layout: KVLayout) -> Cache:
-    return Cache(config, namespace=namespace, layout=layout)
 
 
 def _check_made_for(cache: Cache, namespace: Namespace) -> None:

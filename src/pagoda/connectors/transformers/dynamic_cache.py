@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from pagoda.transfer.gpu.copy_engine import CopyEngine
     from pagoda.transfer.gpu.layer_events import LayerEvents
 
-__all__ = ["Planes", "copy_engine_for", "dynamic_cache", "kv_of_row", "room_for"]
-
 log = guarded_logger("pagoda.connectors")
 
 Planes = list[list[Any]]  # a tensor [batch, heads, columns, dim] for each layer and plane

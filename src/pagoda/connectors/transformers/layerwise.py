@@ -27,8 +27,6 @@ from pagoda.threads import Pool
 from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.gpu.layer_events import LayerEvents
 
-__all__ = ["LayerLoad", "LayerLoads", "LoadShort", "Resumed"]
-
 _THREADS = 4  # concurrent loads: as many as a copy engine runs
 _SLOWEST_BYTES_PER_SECOND = 50e6  # a slower load counts as hung; as in the cache's own deadlines
 

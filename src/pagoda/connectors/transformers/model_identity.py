@@ -19,8 +19,6 @@ from blake3 import blake3
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
-__all__ = ["Stamp", "adapters_digest", "namespace_of", "stamp_of", "weights_digest"]
-
 Stamp = tuple[tuple[int, int], ...]
 
 # fields of a config that do not affect a forward pass; all other fields distinguish models
@@ -93,11 +91,8 @@ def adapters_digest(model: Any) -> str:
     at_work = []
     for name, module in model.named_modules():
         merged = list(getattr(module, "merged_adapters", ()) or ())
-        active = (
-            []
-            if getattr(module, "disable_adapters", False)
-            else _names(getattr(module, "active_adapters", ()))
-        )
+        off = getattr(module, "disable_adapters", False)
+        active = [] if off else _names(getattr(module, "active_adapters", ()))
         if merged or active:
             scaling = getattr(module, "scaling", {})
             scales = {key: scaling.get(key) for key in active} if isinstance(scaling, dict) else str(scaling)

@@ -11,9 +11,8 @@ from typing import Any
 from blake3 import blake3
 
 from pagoda.blend.rotary_move import RotaryMove
+from pagoda.connectors.transformers.supported_models import probed_kv
 from pagoda.layout import KVLayout, Rotary
-
-__all__ = ["check_attention", "rotary_of"]
 
 _PROBE_TOKENS = 5
 _PROBE_SHIFT = 37
@@ -29,10 +28,8 @@ def rotary_of(model: Any, layout: KVLayout) -> RotaryMove:
     latents (MLA), positions that V depends on, an attention that takes no mask.
     """
     check_attention(model)
-    name, advice = (
-        type(model).__name__,
-        "leave out documents=, and only prefixes of its prompts are reused, exactly",
-    )
+    name = type(model).__name__
+    advice = "leave out documents=, and only prefixes of its prompts are reused, exactly"
     parts = [part for part in model.modules() if getattr(part, "inv_freq", None) is not None]
     if len(parts) != 1:
         raise ValueError(
@@ -74,7 +71,7 @@ def _error(model: Any, mover: RotaryMove) -> float:
     """Return the largest error of moved K, and of V, against those computed at the other position; relative."""
     import torch
 
-    here, there = _forward(model, 0), _forward(model, _PROBE_SHIFT)
+    here, there = (probed_kv(model, _PROBE_TOKENS, first) for first in (0, _PROBE_SHIFT))
     worst = 0.0
     for (keys, values), (wanted, same) in zip(here, there, strict=True):
         mover.move(keys, _PROBE_SHIFT)
@@ -82,16 +79,3 @@ def _error(model: Any, mover: RotaryMove) -> float:
             error = (got.float() - want.float()).abs().max() / want.float().abs().max().clamp_min(1e-12)
             worst = max(worst, float(torch.nan_to_num(error, nan=torch.inf)))
     return worst
-
-
-def _forward(model: Any, first: int) -> list[tuple[Any, Any]]:
-    import torch
-    from transformers import DynamicCache
-
-    cache: Any = DynamicCache(config=model.config)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.arange(1, _PROBE_TOKENS + 1, device=model.device)[None] % vocabulary
-    positions = torch.arange(first, first + _PROBE_TOKENS, device=model.device)[None]
-    with torch.no_grad():
-        model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-    return [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]

@@ -10,8 +10,6 @@ from pagoda.layout import KVLayout, Plane
 if TYPE_CHECKING:
     from pagoda.transfer.gpu.copy_engine import CopyEngine
 
-__all__ = ["ProbedModel", "check_call", "check_model", "forms_of", "is_compiled", "probe_model"]
-
 _WHY = {
     "DynamicSlidingWindowLayer": "a sliding window forgets tokens, so its KV cannot be cut at a chunk",
     "DynamicIndexedLayer": "it keeps an index beside K and V that is not stored yet",
@@ -69,7 +67,7 @@ def probe_model(model: Any, chunk_tokens: int) -> ProbedModel:
     Raises ValueError if layers differ, if the cache is not K and V of each token, or if the KV of a token
     depends on tokens after it.
     """
-    two, three = _forward(model, 2), _forward(model, 3)
+    two, three = probed_kv(model, 2), probed_kv(model, 3)
     planes = {tuple(_plane(model, tensor) for tensor in layer) for layer in three}
     if len(planes) != 1:
         raise ValueError(
@@ -151,15 +149,22 @@ def _generation_config(model: Any, kwargs: dict[str, Any]) -> Any:
     return config
 
 
-def _forward(model: Any, tokens: int) -> list[tuple[Any, Any]]:
+def probed_kv(model: Any, tokens: int, first: int | None = None) -> list[tuple[Any, Any]]:
+    """Return K and V of each layer for so many tokens, at the positions from `first` on if that is given.
+
+    Raises ValueError if they are not K and V of each token.
+    """
     import torch
     from transformers import DynamicCache
 
     cache: Any = DynamicCache(config=model.config)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(1, tokens + 1, device=model.device)[None] % vocabulary
-    with torch.inference_mode():
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    more = {}
+    if first is not None:
+        more["position_ids"] = torch.arange(first, first + tokens, device=model.device)[None]
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **more)
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     if any(
         plane is None or plane.ndim != 4 or plane.shape[2] != tokens for layer in layers for plane in layer

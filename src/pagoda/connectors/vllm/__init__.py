@@ -32,10 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PagodaConnector", "PagodaOffloadingSpec", "register"]
 
-_MODULES = {
-    "PagodaConnector": "connector",
-    "PagodaOffloadingSpec": "offloading.spec",
-}
+_MODULES = {"PagodaConnector": "connector", "PagodaOffloadingSpec": "offloading.spec"}
 
 
 def register() -> None:

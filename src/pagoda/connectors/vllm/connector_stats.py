@@ -15,8 +15,6 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-__all__ = ["COUNTERS", "PREFIX", "TIERS", "PagodaPromMetrics", "PagodaStats"]
-
 PREFIX = "vllm:pagoda_"  # by "vllm:", a second engine in one process finds and unregisters those of the first
 
 COUNTERS: Mapping[str, str] = MappingProxyType(
@@ -52,7 +50,7 @@ class PagodaStats(KVConnectorStats):
         super().__init__({})
         self._lock = threading.Lock()
         for name, number in (data or {}).items():
-            self._add(name, number)
+            self.count(name, number)
 
     def __reduce__(self) -> tuple[type[PagodaStats], tuple[dict[str, Any]]]:
         with self._lock:
@@ -60,7 +58,11 @@ class PagodaStats(KVConnectorStats):
 
     def count(self, name: str, number: float) -> None:
         """Add to a counter; its names are those of `COUNTERS`. Numbers that are not above zero are ignored."""
-        self._add(name, number)
+        if not number > 0:
+            return
+        plain = float(number)  # numpy's own numbers cannot be serialised
+        with self._lock:
+            self.data[name] = self.data.get(name, 0) + (int(plain) if plain.is_integer() else plain)
 
     def take(self) -> PagodaStats | None:
         """Return the counts and start again at zero; None if there are none. The result belongs to the caller alone."""
@@ -76,7 +78,7 @@ class PagodaStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> PagodaStats:
         """Add another's counts to these, and return these."""
         for name, number in list(other.data.items()):
-            self._add(name, number)
+            self.count(name, number)
         return self
 
     def is_empty(self) -> bool:
@@ -99,13 +101,6 @@ class PagodaStats(KVConnectorStats):
             elif number:
                 line[name] = round(number, 3)
         return line
-
-    def _add(self, name: str, number: float) -> None:
-        if not number > 0:
-            return
-        plain = float(number)  # numpy's own numbers cannot be serialised
-        with self._lock:
-            self.data[name] = self.data.get(name, 0) + (int(plain) if plain.is_integer() else plain)
 
 
 class PagodaPromMetrics(KVConnectorPromMetrics):

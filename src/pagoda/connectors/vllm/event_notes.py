@@ -17,8 +17,6 @@ from vllm.v1.core.kv_cache_utils import (
 
 from pagoda.kv_events.notes import LOCAL, ChunkNote, Groups, NoteMaker
 
-__all__ = ["VLLMEventForm"]
-
 _NAME_BYTES = 8  # of a hash, if events name blocks by numbers
 
 

@@ -28,8 +28,6 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
-__all__ = ["EventOutlet", "outlet_of"]
-
 _MOST_WAITING = 4096
 _PIECE = 64  # blocks of one message
 _SUBSCRIBES = b"\1"  # begins what an XPUB socket receives of a subscription; the end of one begins with zero

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 # On CPUs K is packed for the vector unit; for these, within each head (tests/vllm/test_ranks.py).
 _PACKED_BY_HEAD = {"amx", "vec", "vec16"}
 
-__all__ = ["KVMemory", "inspect_kv_caches", "layer_specs", "paged_kv"]
-
 
 class KVMemory(NamedTuple):
     """The KV cache of one worker.

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Page", "check_apart", "page_of"]
-
 _REMEDY = "start vLLM with VLLM_KV_CACHE_LAYOUT=LBNHC, or LBHNC on a CPU"
 
 

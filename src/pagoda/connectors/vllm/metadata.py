@@ -16,8 +16,6 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 
-__all__ = ["Handshake", "Later", "Load", "PagodaMetadata", "PagodaWorkerMetadata", "Save"]
-
 
 class Load(NamedTuple):
     """Chunks to load into blocks of one request, which waits for them."""
@@ -70,9 +68,8 @@ class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
     unsaved: set[Reserved] = field(default_factory=set)
     # requests with more to save than there was memory for: to be tried again
     later: dict[str, Later] = field(default_factory=dict)
-    described: tuple[
-        Handshake, ...
-    ] = ()  # of each rank, once, where no handshake reaches the scheduler's half
+    # of each rank, once, where no handshake reaches the scheduler's half
+    described: tuple[Handshake, ...] = ()
     ended: int = 0  # the last step of `PagodaMetadata.loads_of_others` that has ended
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PagodaWorkerMetadata:

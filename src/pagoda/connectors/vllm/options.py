@@ -7,19 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pagoda.config import Config, option_names
-from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.sources import DEFAULT, load
+from pagoda.connectors.extra_options import ExtraOptions
 from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-__all__ = ["ConnectorOptions", "chunk_of", "chunk_options", "flag", "read_options"]
-
 # A hit ends with a chunk: the tokens after the last whole chunk of a prompt are computed again each time. On a CPU this
 # is expensive, so a chunk is one block, as in the engine's own cache. On a GPU it is cheap; there the processor time of
 # a chunk, 0.1 to 0.4 ms with all tiers, is the scarce resource.
 _CPU_TOKENS, _GPU_TOKENS = 32, 256
+EXTRA = "kv_connector_extra_config"
+"""What vLLM calls the options that it hands to a connector."""
 _OWN = ("weights", "weights_run", "salt", "store_output", "canonical_layout", "allow_untested_vllm")
 # keys that vLLM's own OffloadingConnector reads from the same mapping
 _OF_VLLM = (
@@ -66,13 +66,8 @@ def read_options(
     """
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
-    known = (*option_names(), *_OWN, *_OF_VLLM)
-    for name in extra_config:
-        if name not in known:
-            raise ConfigError(
-                f"kv_connector_extra_config: {name}: no such option{did_you_mean(str(name), known)}"
-                f" (known are {', '.join(sorted((*option_names(), *_OWN)))})"
-            )
+    extra = ExtraOptions(EXTRA, extra_config)
+    extra.refuse_unknown((*option_names(), *_OWN), _OF_VLLM)
     given = {name: extra_config[name] for name in option_names() if name in extra_config}
     loaded = load(**given)
     config, origin = loaded.config, loaded.origins["chunk_tokens"]
@@ -90,14 +85,17 @@ def read_options(
         config = replace(config, chunk_tokens=chunk_of(block_tokens, current_platform.is_cpu()))
     elif config.chunk_tokens % block_tokens:
         raise ConfigError(_uneven(config.chunk_tokens, origin, block_tokens))
+    run = extra.text("weights_run")
+    if run is not None and "/" in run:  # which ends the run's name, before the version
+        raise ConfigError(f"{EXTRA}: weights_run = {run!r}: write a name without a slash")
     return ConnectorOptions(
         config=config,
-        weights=_text(extra_config, "weights"),
-        weights_run=_run(extra_config),
-        salt=_text(extra_config, "salt") or "",
-        store_output=flag(extra_config, "store_output", True),
-        canonical_layout=flag(extra_config, "canonical_layout", False),
-        allow_untested_vllm=flag(extra_config, "allow_untested_vllm", False),
+        weights=extra.text("weights"),
+        weights_run=run,
+        salt=extra.text("salt") or "",
+        store_output=extra.flag("store_output", True),
+        canonical_layout=extra.flag("canonical_layout"),
+        allow_untested_vllm=extra.flag("allow_untested_vllm"),
     )
 
 
@@ -132,29 +130,3 @@ def _uneven(chunk_tokens: int, origin: str, block_tokens: int) -> str:
         f"chunk_tokens = {chunk_tokens} ({origin}): vLLM's blocks have {block_tokens} tokens and a chunk is whole"
         f" blocks; set chunk_tokens to {near}, or leave it out"
     )
-
-
-def _text(extra_config: Mapping[str, Any], name: str) -> str | None:
-    value = extra_config.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value:
-        raise ConfigError(
-            f"kv_connector_extra_config: {name} = {value!r}: a text that is not empty is needed"
-        )
-    return value
-
-
-def _run(extra_config: Mapping[str, Any]) -> str | None:
-    run = _text(extra_config, "weights_run")
-    if run is not None and "/" in run:  # which ends the run's name, before the version
-        raise ConfigError(f"kv_connector_extra_config: weights_run = {run!r}: write a name without a slash")
-    return run
-
-
-def flag(extra_config: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Return an option that is true or false. Raises ConfigError if it is something else."""
-    value = extra_config.get(name, default)
-    if not isinstance(value, bool):
-        raise ConfigError(f"kv_connector_extra_config: {name} = {value!r}: write true or false")
-    return value

@@ -10,12 +10,9 @@ from typing import Any
 from pagoda.cache import Cache
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, Stopwatch, watch_for
 
-__all__ = ["PrefillSteps", "computes_answers", "prompt_tokens_of"]
-
 _FEW = 8  # with at least as many, the tokens of one request in a step are of its prompt: a draft is shorter
-_MOST_OTHERS = (
-    8  # times as many tokens of prompts as others: with more answers beside them, a step says little
-)
+# times as many tokens of prompts as others: with more answers beside them, a step says little
+_MOST_OTHERS = 8
 
 
 def prompt_tokens_of(scheduler_output: Any) -> int:

@@ -13,8 +13,6 @@ from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
-__all__ = ["agreed", "let_go", "opened"]
-
 T = TypeVar("T")
 
 _lock = threading.Lock()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pagoda.connectors.unused_options import unused_options
+from pagoda.connectors.extra_options import unused_options
 from pagoda.metrics import guarded_logger
 
 if TYPE_CHECKING:
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from pagoda.connectors.vllm.options import ConnectorOptions
-
-__all__ = ["TESTED", "check_engine", "check_vllm", "has_states", "is_hybrid", "log_choices", "may_be_hybrid"]
 
 log = guarded_logger("pagoda.vllm")
 

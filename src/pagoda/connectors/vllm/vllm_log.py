@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["join_vllm_log"]
-
 
 def join_vllm_log() -> None:
     """Give the logger "pagoda" the handlers and the level of vLLM's logger, unless somebody configured it. Idempotent.

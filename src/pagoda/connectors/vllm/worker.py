@@ -33,8 +33,6 @@ from pagoda.transfer.base import Bytes
 from pagoda.transfer.gpu.device_pages import DevicePagesKV, DeviceSnapshot, SnapshotBuffer
 from pagoda.transfer.pages_kv import PagesKV
 
-__all__ = ["PagodaWorker"]
-
 log = guarded_logger("pagoda.vllm")
 
 _LOAD_THREADS = 4

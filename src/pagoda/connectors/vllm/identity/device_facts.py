@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-__all__ = ["machine_facts"]
-
 
 def machine_facts(
     device: torch.device, vllm_config: VllmConfig, layer_names: Sequence[str], *, by_head: bool = False

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from pagoda.connectors.identity.checkpoint_files import checkpoint_directory, checkpoint_files
-from pagoda.connectors.identity.lora_adapters import lora_name
 from pagoda.connectors.identity.plain_values import plain
 from pagoda.connectors.identity.weight_digests import files_digest
 from pagoda.connectors.vllm.identity.engine_settings import config_facts, draft_config
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from pagoda.connectors.vllm.options import ConnectorOptions
-
-__all__ = ["lora_name", "namespace_of", "salt_of", "weights_digest"]
 
 # a path in the hub's cache, as vLLM finds it offline
 _SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/[^/]+/?$")
@@ -38,7 +35,7 @@ def namespace_of(
     """
     revision = str(vllm_config.model_config.revision or "") if options.weights else ""
     return Namespace(
-        model=_name(vllm_config.model_config.model),
+        model=model_name(vllm_config.model_config.model),
         revision=revision,
         weights=weights_digest(vllm_config, options.weights),
         kv_dtype=kv_dtype,
@@ -82,7 +79,7 @@ def _checkpoints(vllm_config: VllmConfig) -> list[tuple[str, Any, Any]]:
 
 def _named(model_config: Any, load_config: Any, weights: str | None) -> object:
     if weights is not None:
-        return ["given", weights, _name(model_config.model), model_config.revision]
+        return ["given", weights, model_name(model_config.model), model_config.revision]
     if load_config.load_format == "dummy":
         raise ValueError(
             'load_format "dummy": these weights are placeholders, and the weights that replace them are unknown;'
@@ -100,8 +97,8 @@ def _named(model_config: Any, load_config: Any, weights: str | None) -> object:
         ) from None
 
 
-def _name(model: str) -> str:
-    """Return the last part of a model's id or path; for a snapshot in a hub's cache, the model's name as online."""
+def model_name(model: str) -> str:
+    """Return the last part of a model's id or path; for a snapshot in a hub's cache, the model's name online."""
     snapshot = _SNAPSHOT.search(model)
     if snapshot:
         return snapshot["name"].split("--")[-1]

@@ -21,19 +21,9 @@ import numpy as np
 from pagoda.cache import Cache
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import Generations, Slots
-from pagoda.metrics import Reason
+from pagoda.metrics import Reason, guarded_logger
 
-__all__ = [
-    "AskedChunk",
-    "ChunkFinder",
-    "ChunkState",
-    "FoundChunk",
-    "Group",
-    "HeldSlots",
-    "HostPlace",
-    "all_found",
-    "by_group",
-]
+log = guarded_logger("pagoda.vllm")
 
 _HELD_SHARE = 2  # at most half of the slots are held at a time
 _WINDOW_SHARE = 4  # a quarter of those, or one window of each group, is for windows: without them no run hits
@@ -155,6 +145,14 @@ class ChunkFinder:
             -(-group.window // group.chunk_tokens) + 1 for group in groups if group.window is not None
         )
         self._run_most = max(1, self.holds.most - max(self.holds.most // _WINDOW_SHARE, windows))
+        if runs := [group.chunk_tokens for group in groups if group.window is None]:
+            log.info(
+                "a request hits at most %d tokens: each of %d group(s) has a slot for each chunk, and at most half of "
+                "the host tier's %d slots are held; raise host_size if this is too few",
+                int(self._run_most / sum(1 / size for size in runs)),
+                len(groups),
+                cache.slots.count,
+            )
         self.news: SimpleQueue[list[FoundChunk]] = SimpleQueue()
         self._piece = max(1, min(_PIECE, _PIECE_BYTES // cache.layout.slot_bytes))
         self.moved = 0.0  # when something was last found: requests wait longer while there is progress

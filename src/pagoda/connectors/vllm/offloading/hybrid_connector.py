@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -12,9 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+from pagoda.connectors.extra_options import ExtraOptions
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
 from pagoda.connectors.vllm.event_publisher import EventOutlet, outlet_of
-from pagoda.connectors.vllm.options import chunk_options, flag
+from pagoda.connectors.vllm.identity.media import MediaNames, hashes_media
+from pagoda.connectors.vllm.options import EXTRA, chunk_options
 from pagoda.connectors.vllm.prefill_steps import prompt_tokens_of
 from pagoda.connectors.vllm.supported_engines import check_engine, has_states, log_choices
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
@@ -23,8 +27,6 @@ from pagoda.kv_events.notes import BlockFacts, Groups
 if TYPE_CHECKING:
     from pagoda.connectors.vllm.offloading.offloading_manager import PagodaOffloadingManager
     from pagoda.connectors.vllm.offloading.offloading_worker import PagodaOffloadingWorker
-
-__all__ = ["PagodaHybridConnector"]
 
 _NEED_ALL = ("full_attention", "mla_attention")  # kinds of which a hit needs all tokens
 _SPEC = {"spec_name": "PagodaOffloadingSpec", "spec_module_path": "pagoda.connectors.vllm"}
@@ -47,6 +49,7 @@ class PagodaHybridConnector(OffloadingConnector):
         if role is KVConnectorRole.SCHEDULER:
             log_choices(vllm_config, kv_cache_config)
             watch_engine_core()
+            self.scheduler.manager.media = MediaNames(hashes_media(vllm_config))
             self._outlet = outlet_of(vllm_config)
             if self._outlet is not None:
                 groups = _event_groups(vllm_config, kv_cache_config)
@@ -77,11 +80,8 @@ class PagodaHybridConnector(OffloadingConnector):
 
     def wait_for_save(self) -> None:
         """End the measurement, and do what vLLM does."""
-        if (
-            (copies := self.worker.worker) is not None
-            and copies.prefills is not None
-            and not sys.exc_info()[1]
-        ):
+        copies = self.worker.worker
+        if copies is not None and copies.prefills is not None and not sys.exc_info()[1]:
             copies.prefills.end()
         super().wait_for_save()
 
@@ -101,14 +101,17 @@ class PagodaHybridConnector(OffloadingConnector):
     @property
     def engine_weights(self) -> EngineWeights:
         """Which weights the engine computes with."""
-        weights: EngineWeights = self.scheduler.manager.weights
-        return weights
+        return self._manager.weights
+
+    @property
+    def _manager(self) -> PagodaOffloadingManager:
+        manager: PagodaOffloadingManager = self.scheduler.manager
+        return manager
 
     def on_new_request(self, request: Any) -> None:
         """Remember the request."""
         super().on_new_request(request)
-        manager: PagodaOffloadingManager = self.scheduler.manager
-        manager.request_arrived(request)
+        self._manager.request_arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded; None once after each preemption.
@@ -132,14 +135,35 @@ class PagodaHybridConnector(OffloadingConnector):
         self._unheard.clear()
         for name in scheduler_output.finished_req_ids or ():
             self._preemptions.pop(name, None)
-        meta = super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(self._within_limits(scheduler_output))
         meta.prompt_tokens = prompt_tokens_of(scheduler_output)  # for `start_load_kv`
         return meta
 
+    def _within_limits(self, scheduler_output: Any) -> Any:
+        """Return a step's output without states beyond the `max_offload_tokens` of their requests.
+
+        vLLM compares the state at the end of a prompt, within a block, with the limit by an assertion, and takes 0 for
+        no limit.
+        """
+        state = scheduler_output.kv_connector_block_state
+        limits = {
+            name: known.max_offload_tokens
+            for name in (state.boundary_state_offloads if state else ())
+            if (known := self.scheduler._req_status.get(name)) and known.max_offload_tokens is not None
+        }
+        if not limits:
+            return scheduler_output
+        offered = {
+            name: [one for one in entries if name not in limits or one[2] <= limits[name]]
+            for name, entries in state.boundary_state_offloads.items()
+        }
+        output = copy(scheduler_output)  # others have it, too
+        output.kv_connector_block_state = replace(state, boundary_state_offloads=offered)
+        return output
+
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Log the prompt, for `pagoda explain`, and do what vLLM does."""
-        manager: PagodaOffloadingManager = self.scheduler.manager
-        manager.request_ended(request, self.scheduler.config.tokens_per_hash)
+        self._manager.request_ended(request, self.scheduler.config.tokens_per_hash)
         late, parameters = super().request_finished(request, block_ids)
         return late, parameters
 
@@ -150,9 +174,8 @@ class PagodaHybridConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' messages."""
         super().update_connector_output(connector_output)
-        manager: PagodaOffloadingManager = self.scheduler.manager
         for name in connector_output.failed_recving:
-            manager.load_failed(name)
+            self._manager.load_failed(name)
 
     def take_events(self) -> Iterable[Any]:
         """Return the KV events that wait for a step: none with vLLM's publisher over ZMQ, which gets them at once."""
@@ -173,7 +196,7 @@ def _set_options(vllm_config: Any, kv_cache_config: Any) -> None:
     """Tell vLLM in its words what to store, and the size of a chunk: 0.33 derives from it the chunks of a window."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     if "store_output" in extra:
-        extra["offload_prompt_only"] = not flag(extra, "store_output", False)
+        extra["offload_prompt_only"] = not ExtraOptions(EXTRA, extra).flag("store_output")
         del extra["store_output"]
     extra["self_describing_kv_events"] = False  # vLLM would keep for its own events what it never tells
     config = build_offloading_config(vllm_config, kv_cache_config)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +22,6 @@ from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.shared_caches import agreed
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-
-__all__ = ["Placed", "SlotsSpec", "WorkerGreeting", "greet", "greeted"]
 
 _OLD_SECONDS = 3600.0  # longer than any start of an engine
 
@@ -81,10 +80,7 @@ def greet(root: Path, engine_id: str, rank: int, greeting: WorkerGreeting) -> No
                 old.unlink()
     path = _path(root, engine_id, rank)
     written = path.with_name(f"{path.name}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        written.unlink()
-    descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    with open(written, "wb", opener=partial(os.open, mode=0o600)) as file:
         file.write(msgspec.json.encode(greeting))
     written.replace(path)
 

@@ -30,8 +30,6 @@ from pagoda.threads import Event, Pool
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from pagoda.transfer.pages_kv import PagesKV
 
-__all__ = ["EnginePages", "PagodaOffloadingWorker"]
-
 log = guarded_logger("pagoda.vllm")
 
 _LOAD_THREADS = 2

@@ -40,8 +40,6 @@ from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.metrics import guarded_logger
 from pagoda.transfer.pages_kv import merged
 
-__all__ = ["PagodaOffloadingSpec"]
-
 log = guarded_logger("pagoda.vllm")
 
 _WINDOWS = {  # by spec class: the attribute with the number of tokens before the end of a hit that are needed
