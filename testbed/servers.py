@@ -23,6 +23,7 @@ from pathlib import Path
 __all__ = [
     "Server",
     "authority",
+    "emptied_s3",
     "free_port",
     "lacking",
     "mooncake_master",
@@ -399,18 +400,30 @@ def moto_s3() -> Iterator[Server]:
     program = need("moto")
 
     def answers(port: int) -> bool:
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        try:
-            client.request("PUT", f"/{BUCKET}", headers={"Authorization": _ANYBODY, "Content-Length": "0"})
-            return client.getresponse().status == 200
-        finally:
-            client.close()
+        return _moto_status(port, "PUT", f"/{BUCKET}") == 200
 
     def command(port: int) -> list[str]:
         return [program, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
 
     with _running(lambda root: Server(root, command, answers, "http")) as server:
         yield server
+
+
+def emptied_s3(server: Server) -> Server:
+    """Bring a server of `moto_s3` back to its first state, with an empty bucket, and return it."""
+    for method, path in (("POST", "/moto-api/reset"), ("PUT", f"/{BUCKET}")):
+        if (status := _moto_status(server.port, method, path)) != 200:
+            raise RuntimeError(f"moto: {method} {path}: {status}")
+    return server
+
+
+def _moto_status(port: int, method: str, path: str) -> int:
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        client.request(method, path, headers={"Authorization": _ANYBODY, "Content-Length": "0"})
+        return client.getresponse().status
+    finally:
+        client.close()
 
 
 _ANYBODY = (

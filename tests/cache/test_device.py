@@ -41,7 +41,7 @@ from tests.cache.kit import (
     wait_until,
 )
 from tests.cache.test_retrieve_call import Watching
-from tests.ledger.support import in_child
+from tests.children import in_child
 from tests.slab.libcuda import OUT_OF_MEMORY, Stub, called
 
 

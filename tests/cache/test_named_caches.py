@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -18,6 +16,7 @@ from pagoda.cache.weights_epoch import WeightsEpoch
 from pagoda.errors import StoreError
 from pagoda.metrics import Reason
 from tests.cache.kit import LAYOUT, NAMESPACE, config_of, prompt, served, stored
+from tests.children import in_child
 from tests.thread_limits import no_threads
 
 
@@ -91,11 +90,11 @@ def test_a_fork_while_another_thread_opens_a_cache_and_yet_another_changes_weigh
     for thread in threads:
         thread.start()
     inside.wait(60)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)  # instead of a deadlock
-        os._exit(0 if Cache.get("one") is None and weights.raise_epoch() == (1, {}) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def work() -> None:
+        assert Cache.get("one") is None and weights.raise_epoch() == (1, {})
+
+    in_child(work)
     leave.set()
     for thread in threads:
         thread.join(60)

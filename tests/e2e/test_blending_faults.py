@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,6 +18,7 @@ from pagoda.metrics import Reason
 from pagoda.transfer import DenseKV
 from testbed.servers import redis_server
 from tests.cache.kit import wait_until
+from tests.children import in_child
 from tests.e2e.test_blending import LENGTHS, WhileComputing, logits_after, pieces
 from tests.e2e.test_transformers import CHUNK, House, house  # noqa: F401  # a fixture
 from tests.e2e.tiny import llama
@@ -39,22 +39,6 @@ def answer(model: torch.nn.Module) -> torch.Tensor:
 
 def same(model: torch.nn.Module, found, want: torch.Tensor) -> bool:
     return torch.allclose(logits_after(model, found), want, atol=CLOSE)
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked child, which may not hang; return its exit status."""
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(60)
-        try:
-            work()
-        except BaseException:  # noqa: BLE001
-            import traceback
-
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
 
 
 def test_a_forked_child_blends_whatever_other_threads_were_doing(house: House) -> None:  # noqa: F811
@@ -78,7 +62,7 @@ def test_a_forked_child_blends_whatever_other_threads_were_doing(house: House) -
         assert same(model, again, want)
 
     want = answer(model)
-    assert in_child(check) == 0
+    in_child(check)
     for work in (hold, lambda: found.append(cached.blend(documents, question))):
         reached.clear()
         go_on.clear()
@@ -88,7 +72,7 @@ def test_a_forked_child_blends_whatever_other_threads_were_doing(house: House) -
         thread.start()
         assert reached.wait(LONG)
         try:
-            assert in_child(check) == 0
+            in_child(check)
         finally:
             go_on.set()
             thread.join(LONG)
@@ -189,7 +173,7 @@ def test_a_process_that_is_killed_while_it_stores_the_same_documents(house: Hous
         DenseKV.to_slots = die  # its slots are reserved
         cached.blend(documents, question)
 
-    assert in_child(store) == signal.SIGKILL
+    in_child(store, -signal.SIGKILL)
     assert same(model, cached.blend(documents, question), want)
     again = cached.blend(documents, question)
     assert again.hit.num_tokens == TOKENS

@@ -22,7 +22,7 @@ def opened(house: House, model: torch.nn.Module, is_private: bool) -> CachedMode
     """With private memory alone there is no file that tells another cache of changed weights."""
     if not is_private:
         return house.open(model, unchecked=True)
-    config = Config(chunk_tokens=CHUNK, host_size="64MiB", host_shared=False, worth_it=False, unchecked=True)
+    config = Config(chunk_tokens=CHUNK, host_size="8MiB", host_shared=False, worth_it=False, unchecked=True)
     return CachedModel(model, config)
 
 

@@ -40,7 +40,7 @@ class House:
     def open(self, model, **options) -> tuple[CachedModel, SlowDevice]:
         settings = {
             "chunk_tokens": CHUNK,
-            "host_size": "16MiB",
+            "host_size": "4MiB",
             "host_path": str(self.host / "host"),
             "deadline_seconds": LONG,
             "worth_it": False,

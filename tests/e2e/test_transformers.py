@@ -31,9 +31,9 @@ class House:
     def open(self, model, **options) -> CachedModel:
         settings = {
             "chunk_tokens": CHUNK,
-            "host_size": "8MiB",
+            "host_size": "2MiB",
             "host_path": str(self.host / "host"),
-            "disk_size": "16MiB",
+            "disk_size": "4MiB",
             "disk_path": str(self.disk / "disk"),
             "deadline_seconds": 20.0,
             "worth_it": False,
@@ -335,7 +335,7 @@ def test_tenants_do_not_share(house: House) -> None:
 def test_a_cache_of_ones_own(house: House) -> None:
     model = llama()
     layout = layout_of(model, CHUNK)
-    options = {"host_size": "8MiB", "host_path": str(house.host / "own"), "chunk_tokens": CHUNK}
+    options = {"host_size": "2MiB", "host_path": str(house.host / "own"), "chunk_tokens": CHUNK}
     options |= {"deadline_seconds": 20.0, "worth_it": False}
     with Cache(namespace=namespace_of(model, layout, salt="x"), layout=layout, **options) as cache:
         cached = CachedModel(model, cache=cache)

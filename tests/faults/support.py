@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from pagoda.ledger import Ledger, Present, Reserved, StoreSpec
 from pagoda.slab.memory import MemorySlab
 from pagoda.tiers.base import Chunk
 from pagoda.tiers.disk import DiskTier
+from tests.children import child, wait
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = blake3(b"a namespace").digest()
@@ -102,7 +102,9 @@ class Store:
 def environment() -> dict[str, str]:
     """What a child needs so that it can import this module as `support`."""
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)])
+        "PYTHONPATH": os.pathsep.join(
+            [os.environ.get("PYTHONPATH", ""), str(ROOT), str(Path(__file__).parent)]
+        )
     }
 
 
@@ -136,19 +138,12 @@ def own_mounts() -> list[str]:
 def apart(work: Callable[[], object]) -> str:
     """Return what `work` returned in a forked child, as text: a separate process, and much faster than `python`."""
     receive, send = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(send, str(work()).encode())
-        except BaseException:  # noqa: BLE001
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
+    pid = child(lambda: os.write(send, str(work()).encode()))
     os.close(send)
     with os.fdopen(receive) as pipe:
         said = pipe.read()
-    status = os.waitpid(pid, 0)[1]
-    assert status == 0, f"status {status}, said {said!r}"
+    code = wait(pid)
+    assert code == 0, f"exit code {code}, said {said!r}"
     return said
 
 

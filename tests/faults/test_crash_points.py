@@ -18,6 +18,7 @@ from pagoda.clock import Clock
 from pagoda.ledger import admin, rebuild
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.transaction import Transaction
+from tests.children import child, wait
 from tests.faults.support import AfterReboot, Store, apart, disk, keys, load_from, save_to
 from tests.ledger.support import absorb_nothing
 from tests.ledger.test_space_sharing import LIMIT, Room
@@ -43,20 +44,9 @@ STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 7  # odd: be
 
 def killed_at(number: int, work: Callable[[], object], doomed: Path) -> bool:
     """Runs `work` in a child that is killed before or after its call `number`; whether it was. Its tree is `doomed`."""
-    pid = os.fork()
-    if pid == 0:
-        arm(number)
-        try:
-            work()
-        except BaseException:  # noqa: BLE001
-            import traceback
-
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    status = os.waitpid(pid, 0)[1]
-    assert status in (0, signal.SIGKILL), f"status {status} at call {number} in {doomed}"
-    return status == signal.SIGKILL
+    code = wait(child(lambda: (arm(number), work())))
+    assert code in (0, -signal.SIGKILL), f"exit code {code} at call {number} in {doomed}"
+    return code != 0
 
 
 def arm(number: int) -> None:
@@ -201,7 +191,7 @@ def test_a_rebuild_that_dies_between_commit_and_publication_loses_nothing(shm_ro
         Transaction.publish = last_words  # type: ignore[method-assign]
         use(root, 40)()
 
-    with pytest.raises(AssertionError, match="status 9"):
+    with pytest.raises(AssertionError, match="exit code -9"):
         apart(doomed)
     apart(look_at_disk(root, 40, None, 12))
 

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from threading import Thread
@@ -16,6 +15,7 @@ import pytest
 from pagoda.finalizers import settle
 from pagoda.ledger import Busy, Ledger, Reserved, admin
 from tests.cache.kit import cache_at
+from tests.children import in_child
 from tests.faults.support import NAMESPACE, Store, keys, memory_spec, python, succeeded
 
 OUTLIVES = """
@@ -43,21 +43,6 @@ Path(sys.argv[2]).write_text("fine")
 """
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Runs `work` in a forked child and returns its exit status."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException:  # noqa: BLE001
-            import traceback
-
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
-
-
 @pytest.mark.slow
 def test_a_child_outlives_its_killed_parent(shm_root: Path, tmp_path: Path) -> None:
     done = python(OUTLIVES, shm_root, tmp_path / "said")
@@ -82,7 +67,7 @@ def test_a_child_is_a_member_of_its_own_without_reservations(shm_root: Path) -> 
         assert store.ledger.session.member != number
         store.ledger.abort([mine])
 
-    assert in_child(child) == 0
+    in_child(child)
     assert store.ledger.commit([mine]) == [True]
     admin.check(store.ledger)
     store.close()
@@ -101,7 +86,7 @@ def test_what_a_killed_child_reserved_and_held_comes_back(shm_root: Path) -> Non
         )
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert in_child(child) == signal.SIGKILL
+    in_child(child, -signal.SIGKILL)
     outcomes = store.ledger.reserve(keys(range(10, 14)), namespace=NAMESPACE)
     assert all(isinstance(one, Reserved) for one in outcomes), (
         "the dead child's reservations are taken back when they are met"

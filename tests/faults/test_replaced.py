@@ -22,7 +22,8 @@ from pagoda.ledger.session import UnavailableError
 from pagoda.ledger.store_state import Kind
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
-from tests.ledger.support import TENANT, in_child, keys, opened, put, spec, there
+from tests.children import in_child
+from tests.ledger.support import TENANT, keys, opened, put, spec, there
 
 
 def fork(ledger: Ledger) -> None:

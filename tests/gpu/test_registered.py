@@ -12,8 +12,8 @@ import torch
 from pagoda.slab import MemorySlab, pinned
 from pagoda.slab.cuda_driver import Driver, DriverError
 from pagoda.slab.pinned import check, copying, device_address
+from tests.children import in_child
 from tests.gpu.ready import ON_CPU
-from tests.ledger.support import in_child
 
 SLOT = 3 << 20
 PIECE = 8 << 20  # two slots a piece

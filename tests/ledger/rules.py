@@ -70,21 +70,6 @@ def present(ledger: Ledger, wanted: Sequence[bytes]) -> list[bool]:
     return [key in there for key in wanted]
 
 
-def in_child(work: Callable[[], None], wait: bool = True) -> int:
-    """Run `work` in a forked child that ends without cleanup; return its exit status, or its process id."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException:  # noqa: BLE001
-            import traceback
-
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(pid, 0)[1] if wait else pid
-
-
 class Peer:
     """Another process that does `work`, reports whether it succeeded, and continues until it is ended."""
 

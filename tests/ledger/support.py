@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ from pagoda.ledger.locks import GATE, INTENT, LockFile
 from pagoda.ledger.store_state import LOCKS, Kind
 from pagoda.policy.hindsight import _SharedValues
 from pagoda.testing import FakeClock
+from tests.children import child
 
 TENANT, OTHER = blake3(b"tenant").digest(), blake3(b"other tenant").digest()
 SLOT_BYTES = 4096
@@ -98,31 +98,6 @@ def places(stored: Sequence[Reserved]) -> tuple[np.ndarray, np.ndarray]:
         np.array([one.slot for one in stored], np.int64),
         np.array([one.generation for one in stored], np.uint64),
     )
-
-
-def child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked child and return its process id. It exits with 0, or 1 and a trace."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:  # noqa: BLE001 - told by the exit status
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return pid
-
-
-def wait(pid: int) -> int:
-    """Return the exit status of a child."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def in_child(work: Callable[[], None]) -> None:
-    """Run `work` in a forked child, which must succeed."""
-    assert wait(child(work)) == 0
 
 
 class Other:

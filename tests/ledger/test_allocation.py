@@ -12,20 +12,8 @@ import pytest
 from pagoda.ledger import Busy, CommitResult, Ledger, Present, Refused, Reserved, admin
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
-from tests.ledger.support import (
-    OTHER,
-    TENANT,
-    Other,
-    child,
-    in_child,
-    keys,
-    opened,
-    places,
-    put,
-    reserved,
-    there,
-    wait,
-)
+from tests.children import child, in_child, wait
+from tests.ledger.support import OTHER, TENANT, Other, keys, opened, places, put, reserved, there
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 from pagoda.ledger import Ledger, Reserved, admin
 from pagoda.ledger.lmdb_tables import HOLD, SLOT_KEY
 from pagoda.metrics import Reason
-from tests.ledger.support import TENANT, Other, in_child, keys, opened, places, put, reserved, there
+from tests.children import in_child
+from tests.ledger.support import TENANT, Other, keys, opened, places, put, reserved, there
 
 SLOTS = 32
 

@@ -20,7 +20,8 @@ from typing import BinaryIO
 import pytest
 
 from pagoda.ledger.locks import GATE, INTENT, DeadlineMissedError, Gate, LockFile, barrier
-from tests.ledger.support import Other, child, holding, in_child, wait
+from tests.children import child, in_child, wait
+from tests.ledger.support import Other, holding
 
 
 @pytest.fixture

@@ -16,19 +16,8 @@ from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.members import DEVICE_GRACE_NS
 from pagoda.ledger.transaction import BATCH
 from pagoda.testing import FakeClock
-from tests.ledger.support import (
-    TENANT,
-    Other,
-    child,
-    in_child,
-    keys,
-    opened,
-    places,
-    put,
-    reserved,
-    there,
-    wait,
-)
+from tests.children import child, in_child, wait
+from tests.ledger.support import TENANT, Other, keys, opened, places, put, reserved, there
 
 GRACE_SECONDS = DEVICE_GRACE_NS / 1e9
 

@@ -11,7 +11,8 @@ from pagoda.ledger import Ledger
 from pagoda.ledger.request_ring import MOST_REQUESTS, NAMESPACE_BYTES, RecentRequest, RequestRing
 from pagoda.ledger.store_state import REQUESTS
 from pagoda.metrics import TIER_KINDS, Reason
-from tests.ledger.support import TENANT, child, opened, wait
+from tests.children import child, wait
+from tests.ledger.support import TENANT, opened
 
 NO_HITS = dict.fromkeys(TIER_KINDS, 0)
 

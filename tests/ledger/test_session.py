@@ -21,13 +21,12 @@ from pagoda.ledger.session import UnavailableError
 from pagoda.ledger.store import OpenStore
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import Reason
+from tests.children import child, in_child, wait
 from tests.ledger.support import (
     OTHER,
     TENANT,
     Other,
-    child,
     gate_taken,
-    in_child,
     keys,
     opened,
     places,
@@ -35,7 +34,6 @@ from tests.ledger.support import (
     reserved,
     spec,
     there,
-    wait,
 )
 
 

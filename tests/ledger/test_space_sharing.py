@@ -33,17 +33,9 @@ from pagoda.ledger.store_state import Kind, TableMark, set_mark
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import Transaction
 from pagoda.slab import FileSlab, MemorySlab, aligned
+from tests.children import child, in_child, wait
 from tests.faults.support import ROOT, AfterReboot, own_mounts, python, succeeded
-from tests.ledger.support import (
-    PATIENT_SECONDS,
-    TENANT,
-    Other,
-    absorb_nothing,
-    child,
-    in_child,
-    keys,
-    wait,
-)
+from tests.ledger.support import PATIENT_SECONDS, TENANT, Other, absorb_nothing, keys
 
 PAGE = 4096
 LIMIT = 64 * PAGE

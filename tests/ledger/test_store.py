@@ -14,14 +14,13 @@ from pagoda.errors import ClosedError, NoRoomError, StoreError
 from pagoda.ledger import Ledger, admin, rebuild, store
 from pagoda.ledger.locks import OPEN
 from pagoda.ledger.store_state import LOCKS, read_state, write_synced
+from tests.children import child, in_child, wait
 from tests.ledger.support import (
     TENANT,
     Other,
     absorb_nothing,
-    child,
     gate_taken,
     holding,
-    in_child,
     keys,
     open_once,
     opened,
@@ -29,7 +28,6 @@ from tests.ledger.support import (
     rebuilt,
     spec,
     there,
-    wait,
 )
 
 

@@ -20,7 +20,7 @@ from pagoda.ledger.store_state import (
     set_mark,
     write_state,
 )
-from tests.ledger.support import in_child
+from tests.children import in_child
 
 PAGE = 4096
 

@@ -14,12 +14,11 @@ from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.store_state import read_state, write_state
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
+from tests.children import child, in_child, wait
 from tests.ledger.support import (
     TENANT,
     Other,
     absorb_nothing,
-    child,
-    in_child,
     keys,
     open_once,
     opened,
@@ -27,7 +26,6 @@ from tests.ledger.support import (
     put,
     rebuilt,
     there,
-    wait,
 )
 
 

@@ -16,19 +16,8 @@ from pagoda.ledger.clears_and_labels import read_labels
 from pagoda.ledger.lmdb_tables import NAMESPACE
 from pagoda.ledger.store_state import Kind
 from pagoda.testing import FakeClock
-from tests.ledger.support import (
-    OTHER,
-    TENANT,
-    child,
-    gate_taken,
-    in_child,
-    keys,
-    opened,
-    put,
-    reserved,
-    there,
-    wait,
-)
+from tests.children import child, in_child, wait
+from tests.ledger.support import OTHER, TENANT, gate_taken, keys, opened, put, reserved, there
 
 MANY = _SPARE + 200  # more clears than one file holds before the other one is written
 

@@ -14,7 +14,7 @@ import pytest
 from pagoda.codec import HEADER_BYTES
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult, RefusedError
-from testbed.servers import BUCKET, Server, moto_s3, nginx_dav
+from testbed.servers import BUCKET, Server
 from tests.remote.evil import Lie, LyingHttp
 
 Array = npt.NDArray[np.uint8]
@@ -84,11 +84,13 @@ def s3_options(url: str) -> dict[str, str]:
     return {"endpoint": url, "region": "us-east-1", "access_key_id": "AKIA", "secret_access_key": "HUSHHUSH"}
 
 
-KINDS = {  # of servers; "by obstore" has an option with which chunks do not go over a connection of our own
-    "s3": (moto_s3, {}),
-    "s3 by obstore": (moto_s3, {"request_payer": "false"}),
-    "dav": (nginx_dav, {}),
-    "dav by obstore": (nginx_dav, BY_OBSTORE),
+KINDS: dict[
+    str, dict[str, str]
+] = {  # of servers, and their options; "by obstore" has one with which chunks do not go over a connection of our own
+    "s3": {},
+    "s3 by obstore": {"request_payer": "false"},
+    "dav": {},
+    "dav by obstore": BY_OBSTORE,
 }
 
 
@@ -98,7 +100,7 @@ class Store:
     def __init__(self, kind: str, server: Server) -> None:
         self.kind = kind.split()[0]
         self.server = server
-        self._options = KINDS[kind][1]
+        self._options = KINDS[kind]
 
     def remote(self, port: int | None = None, prefix: str = "pagoda") -> ObjectStoreClient:
         at = f"http://127.0.0.1:{port or self.server.port}"

@@ -13,7 +13,7 @@ import redis as client
 from pagoda.cache import Cache
 from pagoda.keys import Namespace
 from pagoda.metrics import Reason
-from testbed.servers import BUCKET, Server, moto_s3, redis_server
+from testbed.servers import BUCKET, Server, emptied_s3, redis_server
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -43,9 +43,8 @@ def redis() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[Server]:
-    with moto_s3() as running:
-        yield running
+def s3(moto: Server) -> Server:
+    return emptied_s3(moto)
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ from pagoda.tiers.remote.store_client import StoreClient
 from testbed.servers import (
     BUCKET,
     Server,
+    emptied_s3,
     mooncake_master,
     mooncake_peer,
-    moto_s3,
     nginx_dav,
     pagoda_server,
     redis_cluster,
@@ -66,9 +66,8 @@ def sentinel(redis: Server) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[Server]:
-    with moto_s3() as server:
-        yield server
+def s3(moto: Server) -> Server:
+    return emptied_s3(moto)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def dav() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")  # its processes are never idle
 def pool() -> Iterator[Server]:
     with mooncake_master() as master, mooncake_peer(master):
         yield master

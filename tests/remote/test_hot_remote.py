@@ -13,7 +13,7 @@ import redis as client
 
 from pagoda.cache import Cache
 from pagoda.testing import FakeClock
-from testbed.servers import BUCKET, moto_s3, redis_server
+from testbed.servers import BUCKET, Server, emptied_s3, redis_server
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -200,23 +200,22 @@ def test_who_may_only_read_is_told_once_and_reads_on(
 
 
 def test_objects_are_looked_for_again_once_in_a_while(
-    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch, moto: Server
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
     clock = FakeClock()
-    with moto_s3() as s3:
-        url = f"s3://{BUCKET}/?endpoint={s3.url}&region=us-east-1"
-        with machine(url, shm_root / "a", clock) as cache:
-            stored(cache, HOT)
-            tier = cache._tiers.lower[0]
-            keys = keys_of(cache, HOT)
-            for key in keys[4:12]:
-                assert tier.remove(key)
-            use(cache, clock, 60)  # too soon for a request that is paid for
-            assert tier.find(keys, namespace=cache.namespace.root) == 4
-            use(cache, clock, 600)
-            assert tier.touch(keys, namespace=cache.namespace.root) == [True] * 20
+    url = f"s3://{BUCKET}/?endpoint={emptied_s3(moto).url}&region=us-east-1"
+    with machine(url, shm_root / "a", clock) as cache:
+        stored(cache, HOT)
+        tier = cache._tiers.lower[0]
+        keys = keys_of(cache, HOT)
+        for key in keys[4:12]:
+            assert tier.remove(key)
+        use(cache, clock, 60)  # too soon for a request that is paid for
+        assert tier.find(keys, namespace=cache.namespace.root) == 4
+        use(cache, clock, 600)
+        assert tier.touch(keys, namespace=cache.namespace.root) == [True] * 20
 
 
 def test_what_only_the_disk_served_is_kept_alive_further_down(shm_root: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Done
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult
-from testbed.servers import BUCKET, Server, moto_s3, redis_server
+from testbed.servers import BUCKET, Server, emptied_s3, redis_server
 from tests.cache.kit import CHUNK, cache_at, kv_of, prompt, served, stored
 from tests.remote.chunks import PATIENT_SECONDS, ROOT, chunks_of, ends, keys_of, soon, tier_on, wait_until
 from tests.remote.evil import LyingRedis
@@ -29,9 +29,8 @@ KEYS = "region=us-east-1&access_key_id=a&secret_access_key=b&allow_http=true"
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[Server]:
-    with moto_s3() as running:
-        yield running
+def s3(moto: Server) -> Server:
+    return emptied_s3(moto)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from tests.remote.evil import LyingHttp, growth
 from tests.remote.evil import http as answer
 from tests.remote.object_stores import (
     ENOUGH_SECONDS,
-    KINDS,
     MIB,
     NAMESPACE,
     PAGE,
@@ -32,12 +31,6 @@ from tests.remote.object_stores import (
     s3_options,
     until,
 )
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    with KINDS[request.param][0]() as server:
-        yield Store(request.param, server)
 
 
 @pytest.fixture

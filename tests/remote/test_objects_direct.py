@@ -14,7 +14,7 @@ import pytest
 from pagoda.tiers.remote import http, s3_requests
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import ListingDeadline, ListingTimeout, PutResult, RefusedError
-from testbed.servers import BUCKET, moto_s3, nginx_dav
+from testbed.servers import BUCKET, Server, emptied_s3, nginx_dav
 from tests.remote.chunks import fresh_prefix, keys_of, load, saved, tier_on, walk
 from tests.remote.evil import Lie, LyingHttp
 from tests.remote.evil import http as answer
@@ -165,35 +165,33 @@ def test_what_was_not_deleted_is_said() -> None:
         assert "AccessDenied" in str(trouble(lambda: connection.clear(None, walk(ENOUGH_SECONDS))))
 
 
-def test_without_the_secret_the_bucket_is_listed_by_obstore() -> None:
+def test_without_the_secret_the_bucket_is_listed_by_obstore(moto: Server) -> None:
     """As where the machine's own role signs: there is nothing that we could sign with."""
-    with moto_s3() as server:
-        remote = ObjectStoreClient(f"s3://{BUCKET}/x", options=s3_options(server.url))
-        with contextlib.closing(remote.connection().open(until())) as connection:
-            connection._secret = None
-            for key in keys(3):
-                assert put(connection, key, noise(10)) is PutResult.STORED
-            assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 3}
-            assert connection.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 3
+    remote = ObjectStoreClient(f"s3://{BUCKET}/x", options=s3_options(emptied_s3(moto).url))
+    with contextlib.closing(remote.connection().open(until())) as connection:
+        connection._secret = None
+        for key in keys(3):
+            assert put(connection, key, noise(10)) is PutResult.STORED
+        assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 3}
+        assert connection.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 3
 
 
-def test_pages_of_a_true_bucket() -> None:
+def test_pages_of_a_true_bucket(moto: Server) -> None:
     """More chunks than a page has; two that clear at once do not disturb each other."""
-    with moto_s3() as server:
-        remote = ObjectStoreClient(f"s3://{BUCKET}", options=s3_options(server.url))
-        with (
-            contextlib.closing(remote.connection().open(until())) as connection,
-            contextlib.closing(remote.connection().open(until())) as other,
-        ):
-            for key in keys(40):
-                assert put(connection, key, noise(1)) is PutResult.STORED
-            original, s3_requests._NAMES = s3_requests._NAMES, 7
-            try:
-                assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 40}
-                thread = threading.Thread(target=lambda: other.clear(None, walk(ENOUGH_SECONDS)))
-                thread.start()
-                connection.clear(None, walk(ENOUGH_SECONDS))
-                thread.join(ENOUGH_SECONDS)
-            finally:
-                s3_requests._NAMES = original
-            assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {}
+    remote = ObjectStoreClient(f"s3://{BUCKET}", options=s3_options(emptied_s3(moto).url))
+    with (
+        contextlib.closing(remote.connection().open(until())) as connection,
+        contextlib.closing(remote.connection().open(until())) as other,
+    ):
+        for key in keys(40):
+            assert put(connection, key, noise(1)) is PutResult.STORED
+        original, s3_requests._NAMES = s3_requests._NAMES, 7
+        try:
+            assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 40}
+            thread = threading.Thread(target=lambda: other.clear(None, walk(ENOUGH_SECONDS)))
+            thread.start()
+            connection.clear(None, walk(ENOUGH_SECONDS))
+            thread.join(ENOUGH_SECONDS)
+        finally:
+            s3_requests._NAMES = original
+        assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {}

@@ -23,7 +23,6 @@ from tests.remote.chunks import walk
 from tests.remote.evil import http as answer
 from tests.remote.object_stores import (
     ENOUGH_SECONDS,
-    KINDS,
     Room,
     Store,
     get,
@@ -34,12 +33,6 @@ from tests.remote.object_stores import (
     s3_options,
     until,
 )
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    with KINDS[request.param][0]() as server:
-        yield Store(request.param, server)
 
 
 @pytest.fixture

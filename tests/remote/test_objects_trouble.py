@@ -18,14 +18,13 @@ from pagoda.metrics import Reason
 from pagoda.tiers.remote.http import HttpConnection, resolve
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
-from testbed.servers import BUCKET, free_port, moto_s3
+from testbed.servers import BUCKET, Server, free_port
 from tests.remote.chunks import begun_since, walk
 from tests.remote.evil import FolderedHttp, HastyHttp, Lie, LyingHttp, dripping, endless, growth
 from tests.remote.evil import http as answer
 from tests.remote.object_stores import (
     BY_OBSTORE,
     ENOUGH_SECONDS,
-    KINDS,
     MALICE_BYTES,
     MIB,
     NAMESPACE,
@@ -47,12 +46,6 @@ from tests.remote.object_stores import (
 from tests.remote.proxy import STALLED, WELL, Fault, Proxy, black_hole, proxy_to
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    with KINDS[request.param][0]() as server:
-        yield Store(request.param, server)
-
-
 @pytest.fixture
 def connection(store: Store) -> Iterator[ObjectStoreConnection]:
     made = store.remote().connection().open(until())
@@ -65,12 +58,11 @@ def connection(store: Store) -> Iterator[ObjectStoreConnection]:
 
 
 @pytest.mark.parametrize("more", [{}, {"request_payer": "false"}], ids=["straight", "by obstore"])
-def test_a_missing_bucket_is_refused(more: dict[str, str]) -> None:
-    with moto_s3() as server:
-        remote = ObjectStoreClient("s3://no-such-bucket", options=s3_options(server.url) | more)
-        with pytest.raises(RefusedError, match="no such bucket") as refused:
-            remote.connection().open(until())
-        assert refused.value.reason is Reason.IO_ERROR
+def test_a_missing_bucket_is_refused(more: dict[str, str], moto: Server) -> None:
+    remote = ObjectStoreClient("s3://no-such-bucket", options=s3_options(moto.url) | more)
+    with pytest.raises(RefusedError, match="no such bucket") as refused:
+        remote.connection().open(until())
+    assert refused.value.reason is Reason.IO_ERROR
 
 
 @pytest.mark.parametrize("status", [401, 403])

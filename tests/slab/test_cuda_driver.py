@@ -13,7 +13,7 @@ import pytest
 
 from pagoda.slab import PAGE_BYTES, aligned
 from pagoda.slab.cuda_driver import Driver, DriverError
-from tests.ledger.support import in_child
+from tests.children import in_child
 from tests.slab.libcuda import OUT_OF_MEMORY, Stub
 
 SHIFT = 1 << 44

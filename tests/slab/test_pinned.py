@@ -24,7 +24,7 @@ from pagoda.slab.linux_mmap import populate
 from pagoda.slab.memory import _piece_bytes
 from pagoda.slab.pinned import check, copying, device_address, pin
 from tests.cache.kit import wait_until
-from tests.ledger.support import in_child
+from tests.children import in_child
 from tests.slab.libcuda import NOT_SUPPORTED, OUT_OF_MEMORY, Stub
 
 PAGE = mmap.PAGESIZE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from pagoda.tiers import Done, HostTier
+from tests.children import in_child
 from tests.tiers.tools import (
     LAYOUT,
     NAMESPACE,
@@ -152,15 +152,12 @@ def test_a_forked_child_shares_the_memory(shm_root: Path) -> None:
     tier = open_host(shm_root)
     mine, childs = keys_of(2, chain=1), keys_of(2, chain=2)
     store(tier, mine)
-    child = os.fork()
-    if child == 0:
-        try:
-            good = all(right(tier, key) for key in mine)
-            store(tier, childs)
-            os._exit(0 if good else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def work() -> None:
+        assert all(right(tier, key) for key in mine)
+        store(tier, childs)
+
+    in_child(work)
     assert all(right(tier, key) for key in childs)
     tier.close()
 
@@ -169,14 +166,12 @@ def test_a_forked_child_does_not_use_private_memory(tmp_path: Path) -> None:
     tier = open_host(tmp_path, shared=False)
     keys = keys_of(2)
     store(tier, keys)
-    child = os.fork()
-    if child == 0:
-        try:
-            (saved,) = ends(tier.save(chunks_of(keys_of(1, chain=7)), ROOT))
-            os._exit(0 if (tier.find(keys), tier.get(keys[0]), saved.ok) == (0, None, False) else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def work() -> None:
+        (saved,) = ends(tier.save(chunks_of(keys_of(1, chain=7)), ROOT))
+        assert (tier.find(keys), tier.get(keys[0]), saved.ok) == (0, None, False)
+
+    in_child(work)
     assert all(right(tier, key) for key in keys)
     tier.close()
 
@@ -184,16 +179,12 @@ def test_a_forked_child_does_not_use_private_memory(tmp_path: Path) -> None:
 def test_a_forked_child_cannot_reserve_in_private_memory(tmp_path: Path) -> None:
     """Its bytes would be written to its own copy of the slab, and the parent would see its own old bytes instead."""
     tier = open_host(tmp_path, shared=False)
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def work() -> None:
+        with pytest.raises(ClosedError):
             tier.ledger.reserve(keys_of(1), namespace=ROOT)
-            os._exit(1)
-        except ClosedError:
-            os._exit(0)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    in_child(work)
     assert check(tier)["free"] == 64
     tier.close()
 

@@ -27,8 +27,9 @@ from pagoda.ledger.member_counters import COUNTERS_BYTES, WIDTH
 from pagoda.ledger.store_state import COUNTERS_FILE, FORMAT, SLAB_FORMAT, STATE, read_state, write_state
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers import host as host_module
+from tests.children import in_child
 from tests.ledger import support
-from tests.ledger.support import Other, in_child, keys, opened
+from tests.ledger.support import Other, keys, opened
 from tests.tiers.tools import LAYOUT, NAMESPACE, ROOT, STRIDE, chunks_of, keys_of, oks, right
 
 KEYS = keys_of(6)

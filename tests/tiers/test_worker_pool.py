@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +15,7 @@ from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from pagoda.testing import Fault
 from pagoda.tiers import Done
+from tests.children import in_child
 from tests.tiers.tools import (
     ROOT,
     SECONDS,
@@ -141,28 +140,17 @@ print("end")
     tier.close()
 
 
-def in_child(work: object) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if work() else 1)  # type: ignore[operator]
-        finally:
-            os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_a_forked_child_has_threads_of_its_own(tmp_path: Path) -> None:
     tier = open_disk(tmp_path)
     mine, childs = keys_of(4), keys_of(4, chain=1)
     store(tier, mine)
 
-    def work() -> bool:
+    def work() -> None:
         store(tier, childs)
-        good = all(right(tier, key) for key in [*mine, *childs])
+        assert all(right(tier, key) for key in [*mine, *childs])
         tier.close()
-        return good
 
-    assert in_child(work) == 0
+    in_child(work)
     assert all(right(tier, key) for key in [*mine, *childs])
     store(tier, keys_of(4, chain=2))
     check(tier)
@@ -176,13 +164,12 @@ def test_a_fork_while_writes_are_queued(tmp_path: Path) -> None:
     saving = tier.save(chunks_of(keys), ROOT)
     assert slab.hanging.wait(SECONDS)
 
-    def work() -> bool:
+    def work() -> None:
         slab.release()
-        nothing_queued = tier.find(keys) == 0 and not tier.in_flight(keys[0])
+        assert tier.find(keys) == 0 and not tier.in_flight(keys[0]), "something is queued"
         store(tier, keys_of(3, chain=1))
-        return nothing_queued
 
-    assert in_child(work) == 0
+    in_child(work)
     slab.release()
     assert all(oks(saving))
     assert all(right(tier, key) for key in [*keys, *keys_of(3, chain=1)])
@@ -195,7 +182,7 @@ def test_forks_in_the_middle_of_io(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, slots=200, queue_chunks=128)
     for chain in range(1, 13):
         saving = tier.save(chunks_of(keys_of(8, chain)), ROOT)
-        assert in_child(lambda chain=chain: store(tier, keys_of(2, 100 + chain)) is None) == 0  # type: ignore[misc]
+        in_child(lambda chain=chain: store(tier, keys_of(2, 100 + chain)))  # type: ignore[misc]
         assert all(oks(saving))
         assert all(right(tier, key) for key in keys_of(2, 100 + chain))
     admin.reap(tier.ledger)
@@ -210,12 +197,11 @@ def test_a_fork_while_a_thread_holds_the_locks_of_the_store(tmp_path: Path) -> N
     store(tier, keys)
     disk_store = tier._store
 
-    def work() -> bool:
-        signal.alarm(60)  # instead of a deadlock
+    def work() -> None:
         disk_store.record_error(OSError("told once"), "a test")
-        return tier.find(keys) == 3 and all(right(tier, key) for key in keys)
+        assert tier.find(keys) == 3 and all(right(tier, key) for key in keys)
 
     with disk_store.breaker._lock, disk_store.log._lock:
-        assert in_child(work) == 0
+        in_child(work)
     assert all(right(tier, key) for key in keys)
     tier.close()

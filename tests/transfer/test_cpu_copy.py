@@ -20,6 +20,7 @@ from pagoda import Cache, Config, Namespace
 from pagoda.layout import KVLayout
 from pagoda.transfer import BlockKV, DenseKV, PagedKV, PagesKV, Transfer, cpu_copy
 from pagoda.transfer.cpu_copy import end_helpers, in_threads
+from tests.children import in_child
 
 CHUNK = 8
 
@@ -269,15 +270,12 @@ def test_a_child_that_a_signal_handler_forks_during_a_copy_does_not_wait_for_hel
 
 def test_a_forked_child_copies_with_threads_of_its_own() -> None:
     in_threads([lambda: None] * 4, 2)
-    child = os.fork()
-    if child == 0:
-        try:
-            met = threading.Barrier(2)
-            in_threads([lambda: met.wait(20)] * 2, 2)  # type: ignore[list-item]
-            os._exit(0)
-        except BaseException:  # noqa: BLE001
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def work() -> None:
+        met = threading.Barrier(2)
+        in_threads([lambda: met.wait(20)] * 2, 2)  # type: ignore[list-item]
+
+    in_child(work)
 
 
 def test_the_helpers_end_with_the_cache(shm_root: Path) -> None:
