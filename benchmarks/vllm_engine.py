@@ -26,7 +26,7 @@ from typing import Any, NamedTuple  # noqa: TID251  # vLLM's objects, as in a co
 import numpy as np
 from limits import MIB, Bytes, touched
 
-BLOCK, POOL_BLOCKS = 32, 512
+BLOCK, POOL_BLOCKS = 128, 128  # tokens: the default of vLLM on a CPU
 VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 4096, 512, 6, 8, 4, 64
 CALL_SECONDS = 240.0
 _ENVIRONMENT = {

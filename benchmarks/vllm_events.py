@@ -194,7 +194,7 @@ def measure(cache: Cache, root: bytes, chunks: int) -> dict[str, float]:
     address = publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT)
     groups = {0: BlockFacts(TOKENS, TOKENS // BLOCKS, "full_attention")}
     form = VLLMEventForm(groups, TOKENS // BLOCKS)
-    stored = StoredEvents(cache.slots.ledgers, root, groups, form, outlet)
+    stored = StoredEvents(cache.slots.ledgers, lambda: root, groups, form, outlet)
     taken: dict[str, list[Step]] = {turn: [] for turn in TURNS}
     share = multiprocessing.get_context("spawn").Value("d", 0.0)
     used = dict.fromkeys(TURNS, 0.0)  # seconds of the processor by other threads than the steps'

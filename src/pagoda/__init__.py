@@ -47,18 +47,13 @@ __all__ = [
     "__version__",
 ]
 
-_HOME = {
+# the module of each name
+_HOME = dict.fromkeys(__all__, "pagoda.errors") | {
     "Cache": "pagoda.cache",
     "Hit": "pagoda.cache",
     "Config": "pagoda.config",
     "KVLayout": "pagoda.layout",
     "Namespace": "pagoda.keys",
-    "ClosedError": "pagoda.errors",
-    "ConfigError": "pagoda.errors",
-    "LedgerCorrupt": "pagoda.errors",
-    "NoRoomError": "pagoda.errors",
-    "PagodaError": "pagoda.errors",
-    "StoreError": "pagoda.errors",
 }
 
 

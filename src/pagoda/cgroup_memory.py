@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["cgroup_free_bytes", "memory_limit_bytes"]
-
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 62  # what version 1 says instead of "max" is a little below 2**63

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Clock", "Deadline"]
 
 T = TypeVar("T")
 

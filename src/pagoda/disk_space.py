@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from pagoda.cgroup_memory import cgroup_free_bytes
@@ -76,43 +77,45 @@ def require_free(directory: Path, need_bytes: int, in_memory: bool) -> None:
 
     Raises NoRoomError with the remedy.
     """
-    status = os.statvfs(directory)
-    free = status.f_bavail * status.f_frsize
-    if need_bytes > free:
-        remedy = "mount it with a larger size= (docker: --shm-size)" if in_memory else "free some space"
-        raise NoRoomError(
-            f"{directory} has {free:,} bytes free, {need_bytes:,} are needed: {remedy} or ask for a smaller size"
-        )
-    left = cgroup_free_bytes() if in_memory else None
-    if left is not None and need_bytes > left:
-        raise NoRoomError(
-            f"the cgroup may use {left:,} more bytes of memory, {need_bytes:,} are needed: "
-            "raise its limit or ask for a smaller size"
-        )
-    left = _machine_free_bytes(directory) if in_memory else None
-    if left is not None and need_bytes > left:
-        raise NoRoomError(
-            f"the machine has {left:,} bytes of memory left, {need_bytes:,} are needed: ask for a smaller size"
-        )
+    for left, said, remedy in _bounds(directory, in_memory):
+        if need_bytes > left:
+            raise NoRoomError(f"{said}, {need_bytes:,} are needed: {remedy}ask for a smaller size")
 
 
 def free_bytes(directory: Path, in_memory: bool) -> int:
     """Return the bytes that the file system and, in memory, the cgroup and the machine have left."""
+    return min(left for left, _, _ in _bounds(directory, in_memory))
+
+
+def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:
+    """Return what limits the space there: how many bytes are left, that in words, and how to get more."""
     status = os.statvfs(directory)
-    left = [status.f_bavail * status.f_frsize]
-    if in_memory:
-        left += [free for free in (cgroup_free_bytes(), _machine_free_bytes(directory)) if free is not None]
-    return min(left)
+    free = status.f_bavail * status.f_frsize
+    remedy = "mount it with a larger size= (docker: --shm-size) or " if in_memory else "free some space or "
+    found = [(free, f"{directory} has {free:,} bytes free", remedy)]
+    if in_memory and (free_of_cgroup := cgroup_free_bytes()) is not None:
+        said = f"the cgroup may use {free_of_cgroup:,} more bytes of memory"
+        found.append((free_of_cgroup, said, "raise its limit or "))
+    if in_memory and (free_of_machine := _machine_free_bytes(directory)) is not None:
+        found.append((free_of_machine, f"the machine has {free_of_machine:,} bytes of memory left", ""))
+    return found
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Open a file, which only this user may use if it is made, and close it at the end. OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def lengthen(path: Path, nbytes: int) -> None:
     """Make the file at least `nbytes` long; the added part is a hole. Never shorten it: it may be mapped."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
         if os.fstat(fd).st_size < nbytes:
             os.ftruncate(fd, nbytes)
-    finally:
-        os.close(fd)
 
 
 def allocate_range(fd: int, offset: int, nbytes: int) -> bool:
@@ -128,15 +131,16 @@ def allocate_range(fd: int, offset: int, nbytes: int) -> bool:
 
 def punch(fd: int, offset: int, nbytes: int) -> None:
     """Free the blocks of a part of a file: it reads as zeros, the length stays. OSError."""
-    while _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes) != 0:
-        number = ctypes.get_errno()
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
+    _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes)
 
 
 def reserve_beyond(fd: int, nbytes: int) -> None:
     """Reserve the first bytes of a file without making it longer, so that appends need no more space. OSError."""
-    while _libc.fallocate(fd, _KEEP_SIZE, 0, nbytes) != 0:
+    _fallocate(fd, _KEEP_SIZE, 0, nbytes)
+
+
+def _fallocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
+    while _libc.fallocate(fd, mode, offset, nbytes) != 0:
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
@@ -160,15 +164,14 @@ def data_ranges(fd: int, start: int, stop: int) -> list[tuple[int, int]]:
 
 def allocate(path: Path, nbytes: int) -> None:
     """Make the file `nbytes` long with all blocks reserved: NoRoomError with the remedy, never a later SIGBUS."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        raise NoRoomError(
-            f"no space for the {nbytes:,} bytes of {path} ({error.strerror}): free some space or ask for a smaller size"
-        ) from error
-    finally:
-        os.close(fd)
+    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            raise NoRoomError(
+                f"no space for the {nbytes:,} bytes of {path} ({error.strerror}): "
+                "free some space or ask for a smaller size"
+            ) from error
 
 
 def _machine_free_bytes(directory: Path, meminfo: Path = _MEMINFO) -> int | None:

@@ -18,9 +18,7 @@ from collections.abc import Callable
 from typing import Self
 
 from pagoda.metrics import guarded_logger
-from pagoda.threads import Event, begin
-
-__all__ = ["Finalizer", "close_when_dropped", "settle"]
+from pagoda.threads import Event, start_thread
 
 _LAST_SECONDS = 10.0  # at exit, for a close that has begun
 
@@ -94,8 +92,7 @@ def _start() -> None:
     global _thread
     with _starting:
         if _thread is None or not _thread.is_alive():
-            thread = threading.Thread(target=_close_all, name="pagoda-dropped", daemon=True)
-            _thread = thread if begin(thread) else None  # without a thread, the next open starts it
+            _thread = start_thread(_close_all, "pagoda-dropped")  # without a thread, the next open starts it
 
 
 def _close_all() -> None:

@@ -2,7 +2,7 @@
 
 In a child, the order is:
 
-1. the hooks of `threads` and `finalizers`, which are below this module: any reset may use both
+1. the hooks of `metrics`, `threads` and `finalizers`, which are below this module: any reset may use them
 2. the objects of `reset_in_child`, in any order
 3. the functions of `call_in_child`, in the order in which their modules were imported. In the ledger this is `locks`,
    `session`, `ledger`: no lock is tried before the child has given up its parent's, and a store that a thread of the
@@ -20,8 +20,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import pagoda.finalizers  # noqa: F401  # its hooks and those of `threads` come first: a reset may use both
-
-__all__ = ["Resettable", "call_in_child", "reset_in_child"]
 
 
 class Resettable(Protocol):
@@ -41,6 +39,12 @@ _functions: list[Callable[[], None]] = []
 def reset_in_child(thing: Resettable) -> None:
     """Call `thing.reset()` in every child that this process forks from now on."""
     _things.add(thing)
+
+
+def reset_now_and_in_child(thing: Resettable) -> None:
+    """Call `thing.reset()` now, as a part of its construction, and in every child from now on."""
+    thing.reset()
+    reset_in_child(thing)
 
 
 def call_in_child(function: Callable[[], None]) -> Callable[[], None]:

@@ -9,8 +9,6 @@ import sys
 import time
 from typing import TextIO
 
-__all__ = ["JsonFormatter", "StderrHandler", "log_json"]
-
 FIELDS = "pagoda"
 """The attribute of a log record, a mapping, whose entries become keys: `log.info(text, extra={FIELDS: {...}})`."""
 

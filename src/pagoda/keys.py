@@ -321,9 +321,8 @@ class Namespace:
         """Return every field as text for people to read, of the salt only the start of a digest."""
         texts = {name: str(getattr(self, name)) for name in self._named()}
         if self.salt:
-            texts["salt"] = blake3(self.salt.encode(), derive_key_context="PagodaKV salt label").hexdigest()[
-                :16
-            ]
+            digest = blake3(self.salt.encode(), derive_key_context="PagodaKV salt label")
+            texts["salt"] = digest.hexdigest(8)
         return {"format": str(FORMAT_VERSION), **texts}
 
     def _named(self) -> list[str]:

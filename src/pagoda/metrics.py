@@ -7,20 +7,17 @@ them to Prometheus.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import StrEnum, auto
 from functools import partial
 
 from pagoda.clock import Clock
-
-__all__ = [
-    "COUNTERS", "DROPS", "LOAD_BUCKETS", "LOAD_SECONDS", "MISSES", "TIER_KINDS", "RateLimitedLog", "Reason",
-    "guarded_logger",
-]  # fmt: skip
 
 
 class Reason(StrEnum):
@@ -80,9 +77,7 @@ COUNTERS: tuple[str, ...] = (
     "removed_chunks",
     "reaped_chunks",
     "failed_checks",
-    "hit_tokens_host",
-    "hit_tokens_disk",
-    "hit_tokens_remote",
+    *(f"hit_tokens_{kind}" for kind in TIER_KINDS),
     *(f"miss_{reason}" for reason in Reason),
     *(f"drop_{reason}" for reason in Reason),
     *(counter for kind in TIER_KINDS for counter in LOAD_BUCKETS[kind].values()),
@@ -111,7 +106,10 @@ def _handle(handle: Callable[[logging.LogRecord], None], record: logging.LogReco
 
 
 class RateLimitedLog:
-    """At most one log line for each reason in `every_seconds`, with the number of suppressed ones. Thread-safe."""
+    """At most one log line for each reason in `every_seconds`, with the number of suppressed ones.
+
+    Thread-safe; may be used in a forked child.
+    """
 
     def __init__(self, clock: Clock | None = None, every_seconds: float = 10.0) -> None:
         self._clock = clock or Clock()
@@ -119,9 +117,10 @@ class RateLimitedLog:
         # reason -> (monotonic ns of its last line, suppressed since)
         self._seen: dict[Reason, tuple[int, int]] = {}
         self.reset()
+        _logs.add(self)
 
     def reset(self) -> None:
-        """Replace the lock in a forked child, because a thread of the parent may have held it."""
+        """Replace the lock, as every forked child does: a thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def warn(self, logger: logging.Logger, reason: Reason, message: str) -> None:
@@ -136,3 +135,14 @@ class RateLimitedLog:
         suppressed = last[1] if last is not None else 0
         more = f" ({suppressed} more of this reason since the last line)" if suppressed else ""
         logger.warning("%s: %s%s", reason.value, message, more)
+
+
+_logs: weakref.WeakSet[RateLimitedLog] = weakref.WeakSet()
+
+
+def _renew_in_child() -> None:
+    for log in list(_logs):
+        log.reset()
+
+
+os.register_at_fork(after_in_child=_renew_in_child)

@@ -16,11 +16,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = [
-    "DEFAULT_BOUNDS", "LOOSEST", "Bounds", "Figures", "Interval", "is_surely_noticed", "loosened", "objections",
-    "too_loose",
-]  # fmt: skip
-
 
 class Interval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A figure and its confidence interval."""
@@ -53,9 +48,8 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kl: Interval
     top1: Interval
     same_text: Interval  # share of prompts whose greedy text is the same
-    answers: (
-        Interval | None
-    )  # right answers as a share of those with exact KV; None if no answers were expected
+    # right answers as a share of those with exact KV; None if no answers were expected
+    answers: Interval | None
     ttft: Interval  # time to first token, as a share of that with exact KV computed
     bytes: float  # of the KV as it is stored, as a share of the exact one
 

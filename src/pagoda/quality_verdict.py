@@ -32,11 +32,6 @@ from pagoda.errors import ConfigError
 from pagoda.metrics import guarded_logger
 from pagoda.quality_bounds import DEFAULT_BOUNDS, Bounds, Figures, loosened, objections
 
-__all__ = [
-    "FORMAT", "VERSION", "QualityState", "Result", "Setting", "Verdict", "default_directory", "read_verdict",
-    "require_quality", "weights_name",
-]  # fmt: skip
-
 _log = guarded_logger("pagoda.quality")
 
 FORMAT = "pagoda quality verdict"

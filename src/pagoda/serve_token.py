@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["TOKEN_VARIABLE", "default_token_file", "own_token"]
-
 TOKEN_VARIABLE = "PAGODA_SERVE_TOKEN"
 _LONGEST_BYTES = 4096
 

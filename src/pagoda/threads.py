@@ -28,10 +28,6 @@ from typing import Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
-__all__ = [
-    "NO_THREAD", "Answer", "Condition", "DeferredCall", "Event", "Pool", "begin", "complete", "if_free", "wait",
-]  # fmt: skip
-
 NO_THREAD = "no thread can be started: raise the container's pids limit or `ulimit -u`"
 
 P = ParamSpec("P")
@@ -56,6 +52,12 @@ def begin(thread: Thread) -> bool:
             _lines.warn(_log, Reason.IO_ERROR, f"{thread.name}: {NO_THREAD}")
         return False
     return True
+
+
+def start_thread(target: Callable[..., object], name: str, *arguments: object) -> Thread | None:
+    """Start a daemon thread and return it; None if that is impossible, which `begin` logs."""
+    thread = Thread(target=target, args=arguments, name=name, daemon=True)
+    return thread if begin(thread) else None
 
 
 _RLock: type = type(threading.RLock())
@@ -236,8 +238,7 @@ class DeferredCall:
         if not self._requested.is_set():
             self._requested.set()
         if self._thread is None and not self._ending.is_set():
-            thread = Thread(target=self._run, name=self._name, daemon=True)
-            self._thread = thread if begin(thread) else None
+            self._thread = start_thread(self._run, self._name)
 
     def close(self, timeout: float) -> None:
         """Do the call a last time, on its thread, and end that; wait for it up to `timeout` seconds. Idempotent."""
@@ -355,9 +356,8 @@ class Pool(Executor):
             return True  # also a thread that an interrupted call started without recording it
         if len(self._threads) < self._most:
             arguments = self._gone, self._lock, self._calls, self._idle
-            name = f"{self._name}_{len(self._threads)}"
-            thread = Thread(target=_take_calls, args=arguments, name=name, daemon=True)
-            if begin(thread):
+            thread = start_thread(_take_calls, f"{self._name}_{len(self._threads)}", *arguments)
+            if thread is not None:
                 self._threads.append(thread)
         return bool(self._threads)
 
@@ -421,7 +421,6 @@ def _at_exit() -> None:
 
 
 def _renew_in_child() -> None:
-    _lines.reset()
     for pool in list(_pools):
         for future in list(pool._open):
             _lose(future)

@@ -7,8 +7,6 @@ import re
 from contextlib import suppress
 from urllib.parse import SplitResult, urlsplit
 
-__all__ = ["place_of", "split_url"]
-
 _PLACE = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::(\d*))?")
 
 

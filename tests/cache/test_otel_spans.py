@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from pagoda.cache.call import enable_spans
+from pagoda.cache import call
 from pagoda.errors import ConfigError
 from tests.cache.kit import CHUNK, cache_at, prompt, served, stored
 
@@ -39,11 +38,13 @@ def made() -> tuple[Processor, InMemorySpanExporter]:
 
 
 @pytest.fixture
-def exporter(made: tuple[Processor, InMemorySpanExporter]) -> Iterator[InMemorySpanExporter]:
+def exporter(
+    made: tuple[Processor, InMemorySpanExporter], monkeypatch: pytest.MonkeyPatch
+) -> InMemorySpanExporter:
     """What was exported in one test."""
+    monkeypatch.setattr(call, "_spans", None)
     made[1].clear()
-    yield made[1]
-    enable_spans(False)
+    return made[1]
 
 
 def test_off_by_default(shm_root: Path, exporter: InMemorySpanExporter) -> None:

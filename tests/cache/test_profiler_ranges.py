@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from pagoda.cache.call import enable_profiler_ranges
+from pagoda.cache import call
 from tests.cache.kit import cache_at, prompt, served, stored
 
 
 @pytest.fixture(autouse=True)
-def _off_again() -> Iterator[None]:
-    yield
-    enable_profiler_ranges(False)
+def _off_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "_profiler_range", call._profiler_range)
 
 
 def _seen(shm_root: Path) -> set[str]:
@@ -36,5 +34,5 @@ def test_a_cache_switches_them_on_by_its_configuration(shm_root: Path) -> None:
 
 
 def test_calls_and_copies_have_ranges_when_asked_for(shm_root: Path) -> None:
-    enable_profiler_ranges()
+    call.enable_profiler_ranges()
     assert _seen(shm_root) == {"pagoda.store", "pagoda.copy_down", "pagoda.retrieve", "pagoda.copy_up"}

@@ -199,6 +199,13 @@ def test_a_store_that_cannot_be_used_fails_and_hides_no_other(shm_root: Path) ->
     assert stores(answer("check", shm_root, code=1))[0]["trouble"]
     done = done_here("stats", shm_root)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "bad" in done.stderr
+    bad, prompt = str(shm_root / "bad"), " ".join(map(str, range(16)))
+    listed = answer("ls", shm_root, code=1)
+    assert listed["total"] == 1 and list(listed["failed"]) == [bad]
+    for command, name in (("explain", "answers"), ("pin", "pinned"), ("unpin", "ended")):
+        found = answer(command, shm_root, "--tokens", "-", stdin=prompt, code=1)
+        assert found[name] and list(found["failed"]) == [bad], found
+        assert bad in done_here(command, shm_root, "--tokens", "-", stdin=prompt).stderr
 
 
 @pytest.mark.slow
@@ -281,6 +288,26 @@ def test_with_stdout_closed_the_code_tells(shm_root: Path) -> None:
         shell = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", RUN, "check", str(place)]
         done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, timeout=120)
         assert (done.returncode, done.stderr.count("\n")) == (code, code // 2), done.stderr
+
+
+def test_with_stderr_closed_no_remark_is_among_the_output(shm_root: Path) -> None:
+    put(host(shm_root), LLAMA, range(64))
+    for place, code in ((shm_root, 0), (shm_root / "none", 2)):
+        shell = [
+            "sh",
+            "-c",
+            'exec "$@" 2>&-',
+            "sh",
+            sys.executable,
+            "-c",
+            RUN,
+            "ls",
+            "--limit",
+            "1",
+            str(place),
+        ]
+        done = subprocess.run(shell, stdout=subprocess.PIPE, text=True, timeout=120)
+        assert done.returncode == code and "pagoda:" not in done.stdout, done.stdout
 
 
 def test_output_that_cannot_be_written_is_one_line(shm_root: Path) -> None:

@@ -215,6 +215,18 @@ def test_a_wider_terminal_shows_what_is_long_in_its_row(
     assert re.search(rf"host .*  {os.environ['PAGODA_HOST_PATH']}/layout\n", text), text
 
 
+@pytest.mark.parametrize("columns", [0, 1, 2])
+def test_a_terminal_of_no_width_is_printed_to(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    ids = machine / "prompt"
+    ids.write_text(" ".join(map(str, PROMPT)))
+    for command in (("stats",), ("top", "--once"), ("explain", "--tokens", str(ids))):
+        code, text = in_pipe(*command)
+        assert code == 0 and "host" in text, text
+
+
 def test_cells() -> None:
     assert table_lines(["tier", "chunks", "where"], [("host", 12345, "/a"), ("disk", 6, "/b/c")], 80) == [
         "tier  chunks  where",

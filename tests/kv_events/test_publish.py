@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -177,6 +178,34 @@ def test_what_is_removed_or_cleared_leaves_no_tokens_beside_any_tier(shm_root: P
         router.close()
 
 
+def test_each_event_names_the_chunk_before_its_first_one(shm_root: Path) -> None:
+    """The first chunk has none; one in the middle names it although another event told it, or it was evicted."""
+    tokens = prompt(6)
+    with cache_at(shm_root, None) as cache:
+        names = [int.from_bytes(key[-8:], "big") for key in kit.keys_of(cache, tokens)]
+        router = Router(cache.publish_events(ANY))
+        stored(cache, tokens[: 2 * CHUNK])
+        wait_until(lambda: router.believes(tokens, "CPU") == 2)
+        stored(cache, tokens)
+        wait_until(lambda: router.believes(tokens, "CPU") == 6)
+        before = dict(zip(names, [None, *names], strict=False))
+        assert parents(router).items() <= before.items()
+        ((_, ledger),) = cache._tiers.ledgers()
+        assert admin.remove(ledger, [kit.keys_of(cache, tokens)[n] for n in (0, 3)]) == 2
+        router.close()
+    with cache_at(shm_root, None) as cache:  # what it knows is beside the chunks
+        router = Router(cache.publish_events(ANY))
+        wait_until(lambda: router.hear() or len(router.held["CPU"]) == 4)  # type: ignore[func-returns-value]
+        assert parents(router) == {names[1]: names[0], names[4]: names[3]}
+        router.close()
+
+
+def parents(router: Router) -> dict[object, object]:
+    """Return what the events said that is before the first block of each."""
+    told = (event for event in router.events if event["type"] == "BlockStored")
+    return {event["block_hashes"][0]: event["parent_block_hash"] for event in told}  # type: ignore[index]
+
+
 def test_a_prompt_with_an_image_is_not_told(cache: Cache) -> None:
     tokens = prompt(3)
     router = Router(cache.publish_events(ANY))
@@ -222,6 +251,32 @@ def test_weights_that_another_process_has_changed_take_all_back_without_a_reques
         other.weights_changed()
     all_is_taken_back(router, tokens)
     router.close()
+
+
+def test_a_store_that_was_replaced_under_the_cache_is_credited_as_it_hits(shm_root: Path) -> None:
+    """An open store is used on until its tables are opened again, here after a fork: then nothing of it hits."""
+    tokens = prompt(3)
+    with cache_at(shm_root, None) as cache:
+        router = Router(cache.publish_events(ANY))
+        stored(cache, tokens)
+        wait_until(lambda: router.believes(tokens, "CPU") == 3)
+        shutil.rmtree(shm_root / "host")
+        with SPAWN.Pool(1) as pool:
+            pool.apply(other_store, (shm_root, 8))
+        assert cache.lookup(tokens).num_tokens == 3 * CHUNK
+        assert router.believes(tokens, "CPU") == 3
+        if not (child := os.fork()):
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert cache.lookup(tokens).num_tokens == 0
+        wait_until(lambda: router.believes(tokens, "CPU") == 0)
+        all_is_taken_back(router, tokens)
+        router.close()
+
+
+def other_store(host: Path, chunks: int) -> None:
+    with cache_at(host, None) as cache:
+        stored(cache, prompt(chunks, 9))
 
 
 def test_what_was_asked_before_the_weights_changed_is_not_told_afterwards(cache: Cache) -> None:

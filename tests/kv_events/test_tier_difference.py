@@ -1,4 +1,4 @@
-"""How much work the thread of KV events does between two rests."""
+"""How much work the thread of KV events does: between two rests, and when nothing changes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from pagoda.kv_events.notes import BlockFacts, ChunkNote
 from pagoda.kv_events.publisher import EventPublisher
 from pagoda.kv_events.stored_events import StoredEvents, largest_message
 from pagoda.kv_events.tier_difference import PIECE
+from pagoda.ledger import Reserved
 from pagoda.ledger.chunk_notes import ChunkNotes
+from pagoda.ledger.columns import NOT_READY
 from tests.cache.kit import CHUNK, LAYOUT, cache_at
+from tests.ledger.support import gate_taken
 
 SLOTS = 1024
 MOST_LINES = 100 * PIECE  # of Python between two rests
@@ -48,7 +51,7 @@ def full(cache: Cache, publisher: EventPublisher) -> StoredEvents:
     encoded = ((slot, key, msgspec.msgpack.encode(ChunkNote(root, b"", key, tokens))) for slot, key in notes)
     ChunkNotes(ledger.directory).write(encoded)
     facts = BlockFacts(CHUNK, CHUNK)
-    return StoredEvents({"host": ledger}, root, {0: facts}, ChunkEventForm(facts), publisher)
+    return StoredEvents({"host": ledger}, lambda: root, {0: facts}, ChunkEventForm(facts), publisher)
 
 
 @contextmanager
@@ -82,23 +85,65 @@ def test_between_two_rests_the_thread_runs_a_bounded_amount_of_python(
     (tier,) = events._tiers
     columns = tier.ledger.columns
     monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_CHOSEN", SLOTS)
+
+    def others(generations: int, keys: int) -> None:
+        columns.generation[:] += np.uint64(generations)
+        columns.keys[:] += np.uint64(keys % (1 << 64))
+        tier.ledger.session.write(lambda _: None)  # as whoever publishes does
+
     with counted(events, monkeypatch) as lines:
         assert events._round()  # all are new
         assert np.count_nonzero(tier._held) == SLOTS
         tier.tell_again()
         assert events._round()
-        columns.generation[:] += np.uint64(SLOTS)  # other chunks, which have no notes
-        columns.keys[:] += np.uint64(1)
+        others(SLOTS, 1)  # they have no notes
         assert events._round()
         assert not tier._held.any()
-        events.found(lambda _: None, bytes(32), 0, [columns.key_of(0)])
+        events.found(lambda _: None, bytes(32), events._root, 0, [columns.key_of(0)])
         events._told_of = {columns.key_of(slot) for slot in range(0, SLOTS, 16)}
         assert events._round()  # looks at these again
-        columns.keys[:] -= np.uint64(1)
-        columns.generation[:] += np.uint64(SLOTS)
+        others(SLOTS, -1)
         assert events._round()
         assert np.count_nonzero(tier._held) == SLOTS
-        events.renew(bytes(range(32)))  # takes all back, and then tells of none
+        monkeypatch.setattr(
+            events, "_present_root", lambda: bytes(range(32))
+        )  # takes all back, and tells of none
         assert events._round()
         assert not tier._held.any()
     assert max(lines) <= MOST_LINES
+
+
+def test_while_nothing_changes_no_slot_is_looked_at(
+    events: StoredEvents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is told, of another namespace, without a note, or free: a million slots cost what one costs."""
+    (tier,) = events._tiers
+    ledger, columns, looked = tier.ledger, tier.ledger.columns, list[slice]()
+    walk = tier._slices
+
+    def slices() -> Iterator[slice]:
+        for rows in walk():
+            looked.append(rows)
+            yield rows
+
+    monkeypatch.setattr(tier, "_slices", slices)
+    columns.keys[:8] += np.uint64(1)  # without notes
+    columns.last_use[8:16] = NOT_READY
+    while not events._round():
+        pass
+    assert np.count_nonzero(tier._held) == SLOTS - 16 and looked
+    looked.clear()
+    for _ in range(3):
+        assert events._round()
+    assert looked == []
+    reserved = ledger.reserve([bytes(32)], namespace=bytes(32))
+    assert events._round() and len(looked) == 2  # for what is gone, and for what is new
+    looked.clear()
+    assert events._round() and looked == []
+    ledger.commit([one for one in reserved if isinstance(one, Reserved)])
+    assert events._round() and len(looked) == 2
+    looked.clear()
+    ledger.match_prefix([bytes(32)])  # a request reads, and uses it
+    assert events._round() and looked == []
+    with gate_taken(ledger):  # what is not known is looked at
+        assert events._round() and looked

@@ -213,6 +213,43 @@ class LyingHttp(Evil):
         return [http(206 if more else 200, part if method == "GET" else b"", len(part), more)]
 
 
+class FolderedHttp(LyingHttp):
+    """A WebDAV server that makes no folder for a put, as Apache: 409, until MKCOL has made it in one that is there."""
+
+    def __init__(self, makes: bool = True) -> None:
+        self.folders = {"/"}
+        self._makes = makes
+        super().__init__()
+
+    def _truth(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Lie:
+        above = path.rstrip("/").rpartition("/")[0] + "/"
+        if method not in ("PUT", "MKCOL"):
+            return super()._truth(method, path, headers, body)
+        if method == "MKCOL" and (path in self.folders or not self._makes):
+            return [http(405)]
+        if above not in self.folders:
+            return [http(409)]
+        if method == "PUT":
+            return super()._truth(method, path, headers, body)
+        self.folders.add(path)
+        return [http(201)]
+
+
+class HastyHttp(Evil):
+    """Answers each request as soon as it has its head, and disconnects: what follows is not read."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+        super().__init__()
+
+    def talk(self, client: socket.socket) -> None:
+        """Answer one request."""
+        head = b""
+        while b"\r\n\r\n" not in head:
+            head += client.recv(1) or b"\r\n\r\n"
+        client.sendall(self._answer)
+
+
 def _headers(reader: BufferedReader) -> dict[str, str]:
     headers: dict[str, str] = {}
     while (line := _line(reader)) != b"\r\n":

@@ -9,16 +9,18 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
+from pagoda.tiers.remote.http import HttpConnection, resolve
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
 from testbed.servers import BUCKET, free_port, moto_s3
-from tests.remote.chunks import walk
-from tests.remote.evil import Lie, dripping, endless, growth
+from tests.remote.chunks import begun_since, walk
+from tests.remote.evil import FolderedHttp, HastyHttp, Lie, LyingHttp, dripping, endless, growth
 from tests.remote.evil import http as answer
 from tests.remote.object_stores import (
     BY_OBSTORE,
@@ -62,9 +64,10 @@ def connection(store: Store) -> Iterator[ObjectStoreConnection]:
 # ---- bad answers
 
 
-def test_a_missing_bucket_is_refused() -> None:
+@pytest.mark.parametrize("more", [{}, {"request_payer": "false"}], ids=["straight", "by obstore"])
+def test_a_missing_bucket_is_refused(more: dict[str, str]) -> None:
     with moto_s3() as server:
-        remote = ObjectStoreClient("s3://no-such-bucket", options=s3_options(server.url))
+        remote = ObjectStoreClient("s3://no-such-bucket", options=s3_options(server.url) | more)
         with pytest.raises(RefusedError, match="no such bucket") as refused:
             remote.connection().open(until())
         assert refused.value.reason is Reason.IO_ERROR
@@ -229,6 +232,58 @@ def test_a_put_that_is_refused_says_why(status: int, reason: Reason) -> None:
         with pytest.raises(RefusedError) as refused:
             put(connection, keys(1)[0], noise(10))
         assert refused.value.reason is reason
+
+
+@pytest.mark.parametrize("status", [401, 413, 507])
+def test_a_put_that_is_refused_before_all_of_it_is_sent_says_why(status: int) -> None:
+    server = HastyHttp(answer(status))
+    link = HttpConnection(urlsplit(f"http://127.0.0.1:{server.port}/"))
+    with contextlib.closing(server):
+        for _ in range(3):
+            response = link.request("PUT", "/x", until(), {}, [memoryview(bytes(16 * MIB))])
+            assert response.status == status and response.closes
+            link.finish(response, 0, until())
+        link.drop()
+
+
+@pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
+def test_a_web_server_with_a_page_for_everything_is_no_store(options: dict[str, str]) -> None:
+    page = answer(200, b"<!doctype html>" + bytes(5000))
+    with (
+        liar({"GET": page, "HEAD": answer(200, b"", 5015)}, options) as (_, remote),
+        pytest.raises(RefusedError, match="look at the URL"),
+    ):
+        remote.connection().open(until())
+
+
+def test_folders_are_made_where_a_put_makes_none() -> None:
+    server = FolderedHttp()
+    remote = ObjectStoreClient(f"http://127.0.0.1:{server.port}/deep/er/")
+    with contextlib.closing(server), contextlib.closing(remote.connection().open(until())) as connection:
+        for key in keys(3):
+            assert put(connection, key, noise(10)) is PutResult.STORED
+        assert connection.find(NAMESPACE, keys(3), until()) == 3
+        assert len(server.objects) == 3 and sum(method == "MKCOL" for method, _ in server.heard) < 20
+
+
+def test_nothing_is_taken_for_stored_where_no_folder_can_be_made() -> None:
+    server = FolderedHttp(makes=False)
+    remote = ObjectStoreClient(f"http://127.0.0.1:{server.port}/deep/er/")
+    with (
+        contextlib.closing(server),
+        contextlib.closing(remote.connection().open(until())) as connection,
+        pytest.raises(RefusedError, match="409"),
+    ):
+        put(connection, keys(1)[0], noise(10))
+    assert not server.objects
+
+
+def test_what_another_writer_may_have_taken_back_is_not_taken_for_present() -> None:
+    with liar({"PUT": answer(409)}) as (server, _):
+        options = s3_options(f"http://127.0.0.1:{server.port}")
+        connection = ObjectStoreClient(f"s3://{BUCKET}", options=options).connection().open(until())
+        assert put(connection, keys(1)[0], noise(10)) is PutResult.BUSY
+        connection.close()
 
 
 def test_a_walk_ends_however_deep_the_folders_go() -> None:
@@ -463,3 +518,44 @@ def test_links_leave_no_files_open(store: Store) -> None:
         connection.close()
     del connection
     assert eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before + 2)
+
+
+# ---- names of hosts
+
+
+def test_a_host_whose_first_address_leads_nowhere_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = LyingHttp()
+    with black_hole() as hole, contextlib.closing(server):
+        ports = hole, server.port
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)) for port in ports]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        connection = ObjectStoreClient("http://localhost:1/").connection().open(until(4.0))
+        assert connection.find(NAMESPACE, keys(1), until()) == 0
+        connection.close()
+
+
+def test_names_that_take_too_long_cost_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, before = threading.Event(), threading.enumerate()
+
+    def slow(*_: object, **__: object) -> list[object]:
+        release.wait(20)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    try:
+        for _ in range(5):
+            for host in ("one", "another"):
+                with Timed(), pytest.raises(TimeoutError):
+                    resolve(host, 1, until(0.05))
+        assert len(begun_since(before, "pagoda-resolve")) == 2
+        release.set()
+        assert eventually(lambda: not begun_since(before, "pagoda-resolve"))
+        assert resolve("one", 1, until()) == []
+    finally:
+        release.set()
+
+
+def test_what_is_no_name_is_not_known() -> None:
+    for host in ("a" * 64 + ".internal", "a..b"):
+        with pytest.raises(OSError, match="DNS"):
+            resolve(host, 80, until())

@@ -26,6 +26,7 @@ from pagoda.serve.announcer import Announcer
 from pagoda.serve.served_stores import ServedStores
 from pagoda.serve.server import ServeOptions
 from pagoda.tiers import HostTier
+from pagoda.tiers.remote import peer_directory
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 from pagoda.tiers.remote.peer_directory import PERIOD_SECONDS, PeerDirectory, PeerDirectoryConnection
 from pagoda.tiers.remote.peers import PeersClient, PeerUrl
@@ -44,7 +45,7 @@ from tests.remote.chunks import (
     tier_on,
     wait_until,
 )
-from tests.remote.evil import LyingHttp, http
+from tests.remote.evil import LyingHttp, LyingRedis, bulk, http
 from tests.serve import kit as serve_kit
 
 need("redis-server")
@@ -144,6 +145,24 @@ def knows(meeting: Server, keys: Sequence[bytes], url: str) -> bool:
 
 
 # ---- hints
+
+
+def test_machines_find_each_other_after_the_clock_of_the_redis_was_set(
+    meeting: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One connected before, the other after."""
+    monkeypatch.setattr(peer_directory, "_TIME_SECONDS", 0.0, raising=False)
+    keys, liar = fresh_keys(3), LyingRedis(meeting.port)
+    with contextlib.closing(liar):
+        before = PeerDirectory(f"redis://127.0.0.1:{liar.port}").connection().open(until())
+        tomorrow = b"%d" % (time.time() + 86400)
+        liar.lies[b"TIME"] = lambda _: [b"*2\r\n" + bulk(tomorrow) + bulk(b"0")]
+        after = PeerDirectory(f"redis://127.0.0.1:{liar.port}").connection().open(until())
+        before.announce(keys, ELSEWHERE, until())
+        assert after.machines(keys, until()) == [ELSEWHERE]
+        assert before.machines(keys, until()) == [ELSEWHERE]
+        for connection in (before, after):
+            connection.close()
 
 
 def test_whoever_has_most_is_named_first(meeting: Server) -> None:
@@ -413,6 +432,32 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
     assert not [thread for thread in threading.enumerate() if thread.name == "pagoda-announcer"]
 
 
+def test_the_rounds_go_on_whatever_fails_in_one(
+    meeting: Server, shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcers, "_ROUND_SECONDS", 0.02)
+    keys, counts = fresh_keys(2), Counter[str]()
+    tier = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
+    assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
+    stores = ServedStores(lambda: [tier.ledger.directory])
+    stores.scan()
+
+    def url(_: str) -> str:
+        if not counts["announce_failures"]:
+            raise ValueError("no address today")
+        return ELSEWHERE
+
+    running = Announcer(PeerDirectory(meeting.url), url, stores, counts)
+    try:
+        wait_until(lambda: all(knows(meeting, [key], ELSEWHERE) for key in keys))
+        assert counts["announce_failures"] == 1
+    finally:
+        running.close()
+        for store in stores.end():
+            store.close()
+        tier.close()
+
+
 def test_no_round_announces_more_than_its_part(
     meeting: Server, shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -534,6 +579,10 @@ def test_a_server_says_where_it_is_reached(options: dict[str, object], expected:
         listening.bind(wanted.listen)
         url = server._advertised(wanted, listening, "10.1.2.3")
         assert url == expected.format(port=listening.getsockname()[1])
+
+
+def test_a_server_that_sends_others_to_themselves_says_so(two: list[Server]) -> None:
+    assert "leads each of them to itself" in two[0].log()
 
 
 @pytest.mark.slow

@@ -409,6 +409,13 @@ def test_a_neighbour_that_lies_again_and_again_is_not_asked_for_a_while(evil: Ly
         assert len(evil.heard) == asked
 
 
+def test_a_neighbour_whose_answers_nobody_understands_is_left_out(evil: LyingHttp) -> None:
+    evil.lies["POST"] = lambda _: [http(200, b"[" * 60_000)]  # nested too deeply
+    client = client_of(f"http://127.0.0.1:{evil.port}")
+    with tier_on(client) as tier:
+        wait_until(lambda: tier.find(fresh_keys(3), namespace=ROOT) == 0 and not client.known()[0].is_used)
+
+
 def test_a_neighbour_that_never_has_what_it_says_it_has_is_not_asked_for_a_while(evil: LyingHttp) -> None:
     evil.lies["GET"] = lambda _: [http(404)]
     client = client_of(f"http://127.0.0.1:{evil.port}")

@@ -31,6 +31,7 @@ from pagoda.tiers.remote.store_client import (
 )
 from testbed.servers import authority, free_port, need, redis_server
 from tests.remote.chunks import begun_since, walk
+from tests.remote.proxy import black_hole
 
 need("redis-server")
 redis = pytest.importorskip("redis")
@@ -248,6 +249,16 @@ def test_a_name_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(begun_since(before, "pagoda-redis-connect")) <= 8
     finally:
         release.set()
+
+
+def test_a_host_whose_first_address_leads_nowhere_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    with redis_server() as server, black_hole() as hole:
+        places = [("127.0.0.1", port) for port in (hole, server.port)]
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        connection = RedisClient("redis://somewhere:1").connection().open(soon(4.0))
+        assert connection.find(bytes(32), [bytes(32)], soon(4.0)) == 0
+        connection.close()
 
 
 @contextlib.contextmanager

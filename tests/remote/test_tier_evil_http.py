@@ -124,6 +124,18 @@ def test_a_server_that_answers_everything_with(liar: LyingHttp, lie: Callable[[]
         assert memory.peak_bytes < ROOM_BYTES
 
 
+@pytest.mark.parametrize("status", [413, 429, 500, 503, 507])
+def test_a_server_that_takes_nothing_more_is_read_from(liar: LyingHttp, status: int) -> None:
+    """As nginx on a full disk answers 500 to each PUT."""
+    keys = keys_of(20)
+    saved(on(liar.port), keys[:2])
+    liar.lies["PUT"] = lambda _: [http(status)]
+    with tier_on(on(liar.port), connections=1) as tier:
+        for _ in range(3):
+            assert not any(done.ok for done in save(tier, keys[2:]))
+            assert load(tier, keys[:2]) == [None] * 2 and not tier.resting
+
+
 def test_another_chunk_s_whole_object(liar: LyingHttp) -> None:
     one, two = keys_of(2)
     saved(on(liar.port), [one, two], LARGE)

@@ -239,3 +239,29 @@ def test_stores_that_do_not_answer_are_said_to_the_readers(monkeypatch: pytest.M
         calls.close()
 
     asyncio.run(look())
+
+
+def test_a_stream_goes_on_whatever_is_wrong_with_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.01)
+    damaged = threading.Event()
+
+    def ledgers() -> list[Ledger]:
+        if damaged.is_set():
+            raise ValueError("a damaged label")
+        return []
+
+    async def look() -> None:
+        calls = BlockingCallPool()
+        feed = LiveFeed(Overview(ledgers), calls)
+        async with feed.reader() as queue:
+            await queue.get()
+            damaged.set()
+            while b"a damaged label" not in (await asyncio.wait_for(queue.get(), 10) or b""):
+                pass
+            damaged.clear()
+            while b"a damaged label" in (await asyncio.wait_for(queue.get(), 10) or b""):
+                pass
+        feed.close()
+        calls.close()
+
+    asyncio.run(look())

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 from pagoda.ledger import admin
 from pagoda.ledger.clears_and_labels import read_labels
 from pagoda.metrics import Reason
+from pagoda.slab import FileSlab
 from pagoda.testing import Fault
-from pagoda.tiers import DiskTier, Done
+from pagoda.tiers import DiskTier, Done, disk
 from pagoda.tiers.io_queue import WriteRequest
 from tests.tiers.tools import (
     LAYOUT,
@@ -172,7 +174,8 @@ def test_two_loads_of_one_chunk_read_it_once(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_reads_go_before_the_writes_that_wait(tmp_path: Path) -> None:
+def test_reads_go_before_the_writes_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_CALL_BYTES", 1)  # each chunk in a call of its own, as those of 4 MiB are
     tier, slab = open_faulty(tmp_path, queue_chunks=16, slots=128)
     first, *others = keys_of(10)
     store(tier, [first])
@@ -187,6 +190,29 @@ def test_reads_go_before_the_writes_that_wait(tmp_path: Path) -> None:
     assert loading.result(SECONDS).ok
     assert all(oks(saving))
     assert written == [1]  # the hanging one
+    tier.close()
+
+
+def test_small_chunks_are_written_many_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one batch, so with two transactions, and to adjacent slots in one call: that is most of what they cost."""
+    calls, batches = list[int](), list[int]()
+    save, move = disk.DiskWorker.save, FileSlab._writev
+
+    def counted_save(self: disk.DiskWorker, writes: Sequence[WriteRequest]) -> None:
+        batches.append(len(writes))
+        save(self, writes)
+
+    def counted_move(self: FileSlab, views: Sequence[memoryview], offset: int) -> int:
+        calls.append(len(views))
+        return move(self, views, offset)
+
+    monkeypatch.setattr(disk.DiskWorker, "save", counted_save)
+    monkeypatch.setattr(FileSlab, "_writev", counted_move)
+    tier = open_disk(tmp_path, slots=512, io_threads=2, queue_chunks=16)
+    keys = keys_of(12)
+    store(tier, keys)
+    assert (batches, calls) == ([12], [24])
+    assert all(right(tier, key) for key in keys)
     tier.close()
 
 
@@ -444,14 +470,14 @@ def test_a_clear_that_a_signal_ends_leaves_no_write_behind(
     futures = tier.save(chunks_of(keys[:1]), ROOT)
     assert slab.hanging.wait(SECONDS)
     futures += tier.save(chunks_of(keys[1:], 1), ROOT)
-    finish, times = queue.finish_write, iter(range(10))
+    finish, times = queue.finish_writes, iter(range(10))
 
-    def interrupted(write: WriteRequest, done: Done) -> None:
+    def interrupted(ends: Sequence[tuple[WriteRequest, Done]]) -> None:
         if next(times) in (1, 2):  # as if a signal came there
             raise KeyboardInterrupt
-        finish(write, done)
+        finish(ends)
 
-    monkeypatch.setattr(queue, "finish_write", interrupted)
+    monkeypatch.setattr(queue, "finish_writes", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tier.clear()
     monkeypatch.undo()

@@ -63,6 +63,14 @@ def test_a_thread_that_waits_takes_all_writes_of_one_call() -> None:
     assert taken == [4] and all(isinstance(each, WriteRequest) for each in queued)
 
 
+def test_workers_share_what_is_queued_but_no_small_batch() -> None:
+    queue = IoQueue(8)
+    for n in range(8):
+        added(queue, write(n))
+    taken = [queue.take(16, shares=2, fewest_writes=3) for _ in range(3)]
+    assert [len(batch) for batch in taken] == [4, 3, 1]  # type: ignore[arg-type]
+
+
 def test_batches_are_numbered_in_the_order_in_which_they_are_taken() -> None:
     """They reserve their slots in that order, whichever thread is faster."""
     queue = IoQueue(8)
@@ -83,7 +91,7 @@ def test_the_newest_write_is_refused_until_one_has_ended() -> None:
     assert added(queue, write(2)) is Reason.QUEUE_FULL
     queue.take(1)
     assert added(queue, write(2)) is Reason.QUEUE_FULL  # being written still counts
-    queue.finish_write(first, OK)
+    queue.finish_writes([(first, OK)])
     assert isinstance(added(queue, write(2)), WriteRequest)
 
 
@@ -108,7 +116,7 @@ def test_a_write_is_in_flight_until_it_has_ended() -> None:
     assert queue.in_flight(KEYS[0])
     assert queue.pending_writes(KEYS) == {KEYS[0]: first}
     assert not queue.wait([KEYS[0]], 0.01)
-    queue.finish_write(first, OK)
+    queue.finish_writes([(first, OK)])
     assert not queue.in_flight(KEYS[0])
     assert queue.wait([KEYS[0]], 0)
     assert first.future.result(0) == OK
@@ -121,7 +129,7 @@ def test_a_write_whose_future_is_done_is_in_flight_no_more() -> None:
     queue.take(1)
     seen: list[tuple[bool, bool]] = []
     ended.future.add_done_callback(lambda _: seen.append((queue.in_flight(KEYS[0]), queue.has_room())))
-    queue.finish_write(ended, OK)
+    queue.finish_writes([(ended, OK)])
     assert seen == [(False, True)]
 
 
@@ -129,7 +137,7 @@ def test_wait_ends_when_the_write_ends() -> None:
     queue = IoQueue(2)
     first = write(0)
     added(queue, first)
-    threading.Timer(0.05, lambda: queue.finish_write(first, OK)).start()
+    threading.Timer(0.05, lambda: queue.finish_writes([(first, OK)])).start()
     begin = time.monotonic()
     assert queue.wait(KEYS, 100)
     assert time.monotonic() - begin < 50
@@ -185,7 +193,7 @@ def test_what_was_put_back_is_cancelled_at_once() -> None:
         assert queue.put_back(each, pause)
     queued: list[WriteRequest] = []
     assert queue.cancel(Reason.REMOVED, queued, key=KEYS[1]) == [] and queued == [second]
-    queue.finish_write(second, Done(False, Reason.REMOVED))
+    queue.finish_writes([(second, Done(False, Reason.REMOVED))])
     assert isinstance(added(queue, write(1)), WriteRequest), "it can be stored again"
     again = queue.pending_writes(KEYS)[KEYS[1]]
     assert [queue.take(1) for _ in range(3)] == [[again], [third], [first]]

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, Protocol
 from weakref import ref
 
@@ -176,12 +177,10 @@ class Mover(Protocol):
     """Kernels over CPU memory: the project's own in Triton's interpreter, or `PlainKernels`."""
 
     def upload(self, table: RunTable) -> object: ...
-    def gather(
-        self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
-    ) -> None: ...
-    def scatter(
-        self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
-    ) -> None: ...
+    def move(
+        self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int,
+        *, gather: bool,
+    ) -> None: ...  # fmt: skip
 
 
 class PlainKernels:
@@ -193,17 +192,13 @@ class PlainKernels:
     def upload(self, table: RunTable) -> object:
         return replace(table)  # not the table itself: a cache keyed by the table would keep it forever
 
-    def gather(
-        self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
-    ) -> None:
+    def move(
+        self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int,
+        *, gather: bool,
+    ) -> None:  # fmt: skip
         for device, place, nbytes in _runs(table, ids, places, begin, end, word_bytes):
-            self._device.move(place, device, nbytes, "kernel")
-
-    def scatter(
-        self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
-    ) -> None:
-        for device, place, nbytes in _runs(table, ids, places, begin, end, word_bytes):
-            self._device.move(device, place, nbytes, "kernel")
+            to, source = (place, device) if gather else (device, place)
+            self._device.move(to, source, nbytes, "kernel")
 
 
 def _runs(
@@ -255,11 +250,9 @@ class LateKernels:
     def warm(self) -> None:
         """Do nothing: there is nothing to compile."""
 
-    def gather(self, table: object, *args: object) -> None:
-        self._launch("gather", self._inner.gather, table, args)
-
-    def scatter(self, table: object, *args: object) -> None:
-        self._launch("scatter", self._inner.scatter, table, args)
+    def move(self, table: object, *args: object, gather: bool) -> None:
+        name = "gather" if gather else "scatter"
+        self._launch(name, partial(self._inner.move, gather=gather), table, args)
 
     def _launch(self, name: str, call: Callable[..., None], table: object, args: Sequence[object]) -> None:
         assert isinstance(table, _Sent)

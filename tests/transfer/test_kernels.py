@@ -249,8 +249,7 @@ def check(
     for width in tried:
         for memory, was in zip(everything, before, strict=True):
             memory.copy_(was)
-        move = kernels.gather if gather else kernels.scatter
-        move(sent, chunks.ids, chunks.places, begin, end, width)
+        kernels.move(sent, chunks.ids, chunks.places, begin, end, width, gather=gather)
         for memory, wanted in zip(everything, expected, strict=True):
             np.testing.assert_array_equal(memory.numpy(), wanted.numpy())
     return len(tried)
@@ -329,12 +328,12 @@ def test_a_part_of_a_slot_is_left_alone(gather: bool) -> None:
     if gather:
         wanted = slot.clone()
         wanted[56:104] = torch.cat([pool[5], pool[1]])
-        kernels.gather(sent, torch.tensor([[5, 1]]), places, 0, 1, 8)
+        kernels.move(sent, torch.tensor([[5, 1]]), places, 0, 1, 8, gather=True)
         assert torch.equal(slot, wanted)
     else:
         wanted = pool.clone()
         wanted[5], wanted[1] = slot[56:80], slot[80:104]
-        kernels.scatter(sent, torch.tensor([[5, 1]]), places, 0, 1, 8)
+        kernels.move(sent, torch.tensor([[5, 1]]), places, 0, 1, 8, gather=False)
         assert torch.equal(pool, wanted)
 
 
@@ -345,9 +344,9 @@ def test_nothing_to_do(gather: bool) -> None:
     assert check(case, chunks_of(case, [[0, 1], [2, 3]], passed_over=[0, 1]), gather=gather)
     assert check(case, chunks_of(case, [[0, 1]]), gather=gather, rows=(2, 2))
     kernels = interpreted()
-    move = kernels.gather if gather else kernels.scatter
     none = torch.zeros((0, 2), dtype=torch.int64)
-    move(kernels.upload(table_of(case, 2)), none, none[:, 0].contiguous(), 0, 1, 8)
+    nowhere = none[:, 0].contiguous()
+    kernels.move(kernels.upload(table_of(case, 2)), none, nowhere, 0, 1, 8, gather=gather)
 
 
 @BOTH
@@ -370,10 +369,10 @@ def test_a_pool_of_more_than_four_gigabytes(gather: bool) -> None:
     kernels = interpreted()
     sent, places = kernels.upload(table_of(Case([[pool]], []), 1)), torch.tensor([slot.data_ptr()])
     if gather:
-        kernels.gather(sent, torch.tensor([[2]]), places, 0, 1, 16)
+        kernels.move(sent, torch.tensor([[2]]), places, 0, 1, 16, gather=True)
         assert torch.equal(slot, noise(nbytes, seed=2))
     else:
-        kernels.scatter(sent, torch.tensor([[2]]), places, 0, 1, 16)
+        kernels.move(sent, torch.tensor([[2]]), places, 0, 1, 16, gather=False)
         assert torch.equal(pool[2], slot) and torch.equal(pool[0], noise(nbytes, seed=0))
 
 
@@ -395,12 +394,12 @@ def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
         (ids, places, 0, 1, 32, "word_bytes"),
     ]:
         with pytest.raises(ValueError, match=named):
-            kernels.gather(sent, bad_ids, bad_places, begin, end, width)
+            kernels.move(sent, bad_ids, bad_places, begin, end, width, gather=True)
     with pytest.raises(ValueError, match="programs"):
         interpreted(programs=0)
     with pytest.raises(ValueError, match="word_bytes"):
         odd = tokens(Room(torch.bfloat16))
-        kernels.gather(kernels.upload(table_of(odd, 2)), ids, places, 0, 1, 16)
+        kernels.move(kernels.upload(table_of(odd, 2)), ids, places, 0, 1, 16, gather=True)
     assert all(torch.equal(memory, was) for memory, was in zip(case.memory, before, strict=True))
 
 

@@ -113,14 +113,25 @@ class Halves:
 
     # ---- requests
 
-    def request(self, name: str, prompt: str, chunks: int, tiers: TierFilter = TierFilter.ALL) -> ReqContext:
-        """A request for so many chunks of a prompt."""
+    def request(
+        self,
+        name: str,
+        prompt: str,
+        chunks: int,
+        tiers: TierFilter = TierFilter.ALL,
+        image: tuple[str, int] | None = None,
+    ) -> ReqContext:
+        """A request for so many chunks of a prompt, which may have an image: its name, and where it begins."""
         context = ReqContext(name, load_tier_filter=tiers)
         for group in (FULL, SLIDING):
             for number, key in enumerate(keys(prompt, group, chunks)):
                 context.set_offload_key_position(key, (number + 1) * CHUNK)
         self.manager.on_new_request(context)
-        self.manager.request_arrived(vllm_request(name, prompt, chunks))
+        request = vllm_request(name, prompt, chunks)
+        if image is not None:
+            place = SimpleNamespace(offset=image[1])
+            request.mm_features.append(SimpleNamespace(identifier=image[0], mm_position=place))
+        self.manager.request_arrived(request)
         return context
 
     def finish(self, context: ReqContext) -> None:

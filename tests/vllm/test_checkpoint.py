@@ -8,9 +8,11 @@ import shutil
 import struct
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pagoda.connectors.identity.checkpoint_files import checkpoint_files
 from pagoda.connectors.identity.weight_digests import WHOLE_BYTES, file_digest, files_digest
 from pagoda.connectors.vllm.identity.engine_namespace import weights_digest
 from tests.vllm.configs import engine_config, flip
@@ -111,3 +113,25 @@ def test_names_and_order_of_files_count(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     assert files_digest(tmp_path, ["a", "b"]) != files_digest(tmp_path, ["b", "c"])
     assert files_digest(tmp_path, ["a"]) != files_digest(tmp_path, ["c"])
+
+
+def test_how_media_become_input_is_part_of_the_name(llama: Path, tmp_path: Path) -> None:
+    """The hash of an image is of its own bytes: other means, sizes or frames are other KV under the same hash."""
+    model = Path(shutil.copytree(llama, tmp_path / "media"))
+    config = engine_config(model)
+    text, media = (
+        SimpleNamespace(multimodal_config=one, trust_remote_code=False) for one in (None, object())
+    )
+
+    def name(model_config: object) -> str:
+        return files_digest(model, checkpoint_files(model, model_config, config.load_config))
+
+    names = {"nothing": name(media)}
+    assert names["nothing"] == name(text)
+    for file in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+        (model / file).write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+        names[file] = name(media)
+        (model / file).write_text('{"image_mean": [0.4, 0.5, 0.5]}')
+        names[f"{file} is another"] = name(media)
+    assert len(set(names.values())) == 7
+    assert name(text) == names["nothing"]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
 from pagoda.connectors.vllm.engine_weights import EngineWeights, sampled_weights, watch_engine_core
+from pagoda.connectors.vllm.identity.engine_namespace import lora_name
+from tests.vllm.models import make_lora
 
 
 class Core:
@@ -196,3 +202,46 @@ def test_weights_in_memory_are_compared_by_their_content() -> None:
 
     assert sampled() == sampled()
     assert len({sampled(), *map(sampled, range(4))}) == 5
+
+
+def test_a_reset_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    """Who asks why nothing hits any more finds the answer in the log."""
+    core = Core()
+    with caplog.at_level(logging.INFO, logger="pagoda"):
+        core.call("reset_prefix_cache", True, True)
+        core.weights.changed()
+        assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+            "the engine was reset, so its weights may be others"
+        ]
+        core.call("set_weight_version", "step-1")
+        core.weights.changed()
+        assert caplog.text.count("the engine was reset") == 2
+        core.call("set_weight_version", "step-1")
+        core.call("sleep", 1)
+        core.wake_up()
+        core.weights.settle()
+        assert core.weights.version == "a-run/step-1" and "the same as before the sleep" in caplog.text
+        core.weights.changed()
+        assert caplog.text.count("the engine was reset") == 4
+
+
+def test_an_adapter_is_named_by_the_files_that_are_loaded(tmp_path: Path) -> None:
+    """Not by those that are at its path when its first request comes."""
+    path, numbers = make_lora(tmp_path / "adapter", 1), itertools.count(77_000)
+
+    class Loaded(Core):
+        def load(self, number: int) -> LoRARequest:
+            request = LoRARequest("an-adapter", number, str(path))
+            self.model_executor.add_lora = lambda _: True
+            assert self.call("add_lora", request) is True
+            return request
+
+    core = Loaded()
+    first, second = core.load(next(numbers)), core.load(next(numbers))
+    name = lora_name(first)
+    assert name
+    make_lora(tmp_path / "other", 2)
+    for file in (tmp_path / "other").iterdir():
+        file.replace(path / file.name)
+    assert lora_name(second) is None
+    assert lora_name(core.load(next(numbers))) not in (None, name)

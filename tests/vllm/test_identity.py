@@ -113,6 +113,35 @@ def test_whatever_changes_the_kv_is_another_name(model: Path) -> None:
     assert digest(model) == overridden, "the same config by another way is the same model"
 
 
+@pytest.mark.parametrize(
+    ("variable", "usual", "other"),
+    [
+        ("VLLM_CPU_INT4_W4A8", "1", "0"),
+        ("VLLM_B12X_MOE_FP4_FORCE_A16", "0", "1"),
+        ("VLLM_DEEPEPLL_NVFP4_DISPATCH", "0", "1"),
+    ],
+)
+def test_another_precision_of_activations_is_another_name(
+    model: Path, monkeypatch: pytest.MonkeyPatch, variable: str, usual: str, other: str
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    before = digest(model)
+    monkeypatch.setenv(variable, usual)
+    assert digest(model) == before
+    monkeypatch.setenv(variable, other)
+    assert digest(model) != before
+
+
+def test_another_precision_of_attention_is_another_name(model: Path) -> None:
+    flags = ("disable_flashinfer_q_quantization", "indexer_sparse_logits", "use_prefill_query_quantization")
+    names = {"none": weights_digest(engine_config(model))}
+    for flag in flags:
+        config = engine_config(model)
+        setattr(config.attention_config, flag, True)
+        names[flag] = weights_digest(config)
+    assert len(set(names.values())) == 1 + len(flags)
+
+
 SAME: dict[str, Callable[[Path], dict[str, Any]]] = {
     "the context": lambda model: {"max_model_len": 2048},
     "the block size": lambda model: {"block_size": 64},

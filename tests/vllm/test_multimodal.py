@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +35,7 @@ IMAGE_AT = 4 * CHUNK + 10
 class Schedule:
     """The scheduler's half over a tier in memory; what it wants saved is stored at once. Of one thread."""
 
-    def __init__(self, host: Path) -> None:
+    def __init__(self, host: Path, hashes_media: bool = True) -> None:
         extra = {
             "host_path": str(host), "host_size": "4MiB", "chunk_tokens": CHUNK, "worth_it": False,
             "deadline_seconds": 20.0,
@@ -41,7 +44,7 @@ class Schedule:
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         options = read_options(extra, BLOCK)
         handshake = Handshake(Namespace("a-model"), LAYOUT, BLOCK, 1)
-        self.half = PagodaScheduler(options, BLOCK, None)
+        self.half = PagodaScheduler(options, BLOCK, None, hashes_media=hashes_media)
         self.half.opened([handshake])
         self._cache = opened(options.config, handshake.namespace, LAYOUT)
         self._number = 0
@@ -113,3 +116,44 @@ def test_another_image_is_another_prompt(schedule: Schedule) -> None:
     assert len({key for some in keys.values() for key in some}) == 10 + 2 * len(keys["b"])
     for image in keys:
         assert schedule.hit(schedule.request(tokens, image)) == 10 * CHUNK
+
+
+def digest(image: str) -> str:
+    """What vLLM calls an image by its content."""
+    return hashlib.sha256(image.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("name", "hashed", "shared"),
+    [
+        (digest("an image"), True, True),
+        (f"an-adapter:{digest('an image')}", True, True),
+        (hashlib.sha512(b"an image").hexdigest(), True, True),
+        (
+            "renderer0-mm-1-image-0",
+            True,
+            False,
+        ),  # without caches of its own vLLM counts images, in each process
+        (digest("renderer0-mm-1-image-0, and the processor's options"), False, False),
+        ("the-client-says", True, False),
+    ],
+)
+def test_only_names_by_content_are_names_elsewhere(
+    shm_root: Path, caplog: pytest.LogCaptureFixture, name: str, hashed: bool, shared: bool
+) -> None:
+    """The same name may be another image in another engine, or after a restart: what is before it is shared."""
+    caplog.set_level(logging.INFO, logger="pagoda")
+    tokens, before = prompt(6001, TOKENS), IMAGE_AT // CHUNK * CHUNK
+    with (
+        closing(Schedule(shm_root / "host", hashed)) as one,
+        closing(Schedule(shm_root / "host", hashed)) as other,
+    ):
+        first, second = one.request(tokens, name), other.request(tokens, name)
+        assert one.hit(first) == 0
+        assert len(one.store(first)) == 10
+        assert one.hit(one.request(tokens, name)) == 10 * CHUNK
+        assert other.hit(second) == (10 * CHUNK if shared else before)
+        stored = other.store(second)
+        assert len(stored) == (0 if shared else 10 - before // CHUNK)
+        assert other.hit(other.request(tokens, name)) == 10 * CHUNK
+    assert ("hit in this engine only" in caplog.text) != shared

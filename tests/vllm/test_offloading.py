@@ -411,3 +411,23 @@ def _answers(manager: Any, context: ReqContext, wanted: list[bytes]) -> list[Loo
 
     wait_until(asked)
     return found
+
+
+def test_chunks_of_media_without_a_name_by_content_are_the_engines_own(host: Path) -> None:
+    """The full attention of what is before the image is shared; later chunks are another engine's by the same name."""
+    image = ("renderer0-mm-1-image-0", 2 * CHUNK + 5)
+    one, other = Halves(config_of(host)), Halves(config_of(host), seed=1)
+    try:
+        context = one.request("stores", "p", 4, image=image)
+        wanted = [*keys("p", FULL, 4), *keys("p", SLIDING, 4)]
+        blocks = {FULL: list(range(1, 9)), SLIDING: list(range(9, 17))}
+        assert len(one.store(context, wanted, blocks)) == 8
+        one.finish(context)
+        assert one.hit(one.request("again", "p", 4, image=image), "p", 4) == 4
+        elsewhere = other.request("elsewhere", "p", 4, image=image)
+        assert other.answers(elsewhere, keys("p", FULL, 4)) == [HIT, HIT, MISS, MISS]
+        assert other.hit(other.request("plain", "p", 4), "p", 4) == 2
+        assert other.store(elsewhere, wanted, blocks) == [*keys("p", FULL, 4)[2:], *keys("p", SLIDING, 4)[2:]]
+    finally:
+        other.close()
+        one.close()

@@ -109,6 +109,32 @@ def test_a_store_that_finds_no_slot_in_time_is_refused_and_counted(
     assert halves.manager.get_stats() is None
 
 
+def test_requests_of_one_step_wait_for_slots_once(halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is stopped has the ledger: the step must not wait for it once for each request."""
+    monkeypatch.setattr(offloading_manager, "_RESERVE_SECONDS", 0.02)
+    tried: list[int] = []
+    reserve = halves.manager._slots.reserve
+
+    def counted(keys: Any, **how: Any) -> Any:
+        tried.append(len(keys))
+        return reserve(keys, **how)
+
+    contexts = [halves.request(f"stores {number}", f"p{number}", 2) for number in range(8)]
+    with gate_taken(halves.slots._ledger):
+        monkeypatch.setattr(halves.manager._slots, "reserve", counted)
+        for number, context in enumerate(contexts):
+            assert not halves.manager.prepare_store(keys(f"p{number}", FULL, 2), context).keys_to_store
+        assert tried == [2]
+        stats = halves.manager.get_stats()
+        assert stats is not None and stats.reduce()["vllm:pagoda_refused_chunks"] == 16
+        halves.manager.on_schedule_end(NO_STEP)
+        assert not halves.manager.prepare_store(keys("p0", FULL, 2), contexts[0]).keys_to_store
+        assert tried == [2, 2]
+    halves.manager.on_schedule_end(NO_STEP)
+    monkeypatch.setattr(offloading_manager, "_RESERVE_SECONDS", 20.0)
+    assert len(halves.manager.prepare_store(keys("p1", FULL, 2), contexts[1]).keys_to_store) == 2
+
+
 @contextmanager
 def _two_stores_of_which_one_waits(halves: Halves) -> Iterator[tuple[ReqContext, list[bytes], Other]]:
     """Two jobs are submitted; the second does not begin before another process releases the ledger."""

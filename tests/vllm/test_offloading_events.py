@@ -20,7 +20,6 @@ from tests.vllm.halves import (
     CHUNK,
     EACH,
     FULL,
-    NO_STEP,
     SLIDING,
     Halves,
     cache_of,
@@ -104,15 +103,19 @@ def test_routers_hear_of_what_a_request_loads_and_that_other_weights_end_it(
     assert halves.hit(context, "p", 3) == 3
     halves.begin_load(context, {group: keys("p", group, 3) for group in (FULL, SLIDING)}, {})
     router.credits("p", {("CPU", FULL): 3, ("CPU", SLIDING): 3})
-    silent.worker._cache.weights_changed()
-    halves.manager.on_schedule_end(NO_STEP)
+    silent.worker._cache.weights_changed()  # by another process; this engine waits for requests
     router.credits("p", {("CPU", FULL): 0, ("CPU", SLIDING): 0})
+    silent.close()
+    more = Halves(config, outlet=EventOutlet(KVEventsConfig()))
+    more.store_prompt("r", 3)
+    router.credits("r", {("CPU", FULL): 3, ("CPU", SLIDING): 3})
+    more.close()
     halves.manager.reset_cache()
     halves.store_prompt("q", 2)
     router.credits("q", {("CPU", FULL): 2, ("CPU", SLIDING): 2})
     halves.manager.reset_cache()  # and no step after it
     router.credits("q", {("CPU", FULL): 0, ("CPU", SLIDING): 0})
-    silent.close(), halves.close()
+    halves.close()
 
 
 def test_routers_hear_of_a_request_that_begins_again_with_other_weights(

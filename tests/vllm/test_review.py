@@ -47,6 +47,7 @@ from pagoda.replay import read_trace
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from tests.cache.kit import config_of, wait_until
 from tests.ledger.support import gate_taken
+from tests.thread_limits import no_threads
 from tests.vllm import models
 
 BLOCK, CHUNK, PAGE, BLOCKS = 4, 16, 2048, 256
@@ -318,6 +319,41 @@ def test_who_can_get_nothing_does_not_wait_for_a_look_up(halves: Halves) -> None
         go_on.set()
     assert [each.result() for each in busy] == [True, True]
     assert halves.asked(long, 2 * CHUNK) == 0
+
+
+@pytest.mark.parametrize("local", [0, 2 * CHUNK])
+def test_requests_go_on_where_no_thread_can_be_started(halves: Halves, local: int) -> None:
+    """Nothing will ever answer a look-up; nothing of the prompt, or all of it, is in the engine's own cache."""
+    with no_threads():
+        request = halves.request(tokens(2.1), "waits")
+        assert halves.scheduler.matched(request, local) == (0, False)
+        assert halves.scheduler.matched(request, local) == (0, False)
+    request = halves.request(tokens(2.1), "next")
+    assert halves.asked(request, local) == 0
+
+
+def test_look_ups_that_hang_keep_no_request(halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of adapters does not answer: its requests wait a while, and those after them not at all."""
+    monkeypatch.setattr(lookups, "LONGEST_SECONDS", 0.1)
+    go_on = threading.Event()
+    monkeypatch.setattr(lookups, "lora_name", lambda _: go_on.wait(60.0) and "an-adapter")
+    adapter = LoRARequest("an-adapter", 1, "/not/there")
+    try:
+        for number in range(lookups._MOST + 8):  # clients that do not wait
+            halves.scheduler.finished(
+                halves.request(tokens(2.1, number), f"adapter {number}", lora_request=adapter)
+            )
+        assert halves.asked(halves.request(tokens(2.1), "waits", lora_request=adapter)) == 0
+        later = halves.request(tokens(2.1), "later")
+        assert halves.scheduler.matched(later, 0) == (0, False)
+        meta = halves.step(list(range(9)), later=2 * CHUNK)
+        assert not meta.saves
+        halves.scheduler.finished(later)
+    finally:
+        go_on.set()
+    halves.scheduler._lookups._threads.join(30.0)
+    halves.stored(tokens(2), "stored", list(range(8)))
+    assert halves.asked(halves.request(tokens(2.1), "hits")) == 2 * CHUNK
 
 
 def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:
@@ -795,6 +831,76 @@ def test_routers_hear_of_what_an_engine_loads_and_that_other_weights_end_it(shm_
     assert isinstance(stored, BlockStored) and list(stored.token_ids) == tokens(2)
     assert isinstance(removed, BlockRemoved) and removed.block_hashes == stored.block_hashes
     silent.close(), halves.close()
+
+
+def credited(outlet: EventOutlet, held: set[Any]) -> int:
+    """Hear what was told; return how many blocks a router credits the engine with."""
+    for event in outlet.take():
+        (held.update if isinstance(event, BlockStored) else held.difference_update)(event.block_hashes)
+    return len(held)
+
+
+def test_routers_hear_of_weights_that_another_process_has_changed_while_the_engine_waits(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored with the new ones is told, and a request from before brings nothing of the old ones back."""
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # whole ones, as requests have them
+    outlet, held = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null")), set[Any]()
+    halves, table = Halves(shm_root, outlet=outlet), list(range(16))
+    halves.stored(tokens(2), "first", table)
+    adapted = LoRARequest("an-adapter", 3, str(models.make_lora(shm_root / "adapter", 3)))
+    for seed, more in enumerate(({"lora_request": adapted}, {"cache_salt": "a tenant"}), 1):
+        halves.stored(tokens(1, seed), f"of {seed}", table, **more)
+    longer = halves.request(tokens(4, 5), "longer")
+    assert halves.asked(longer) == 0
+    halves.saved(halves.step(table, longer=2 * CHUNK))
+    wait_until(lambda: credited(outlet, held) == 6 * CHUNK // BLOCK)
+    with Cache(halves.options.config, namespace=NAMESPACE, layout=LAYOUT) as other:
+        other.weights_changed()
+    wait_until(lambda: credited(outlet, held) == 0)
+    longer.num_computed_tokens = 2 * CHUNK
+    halves.saved(halves.step(table, longer=2 * CHUNK))  # the rest of it, which was named before
+    other_half = Halves(shm_root, outlet=EventOutlet(KVEventsConfig()))
+    other_half.stored(tokens(3, 7), "other", table)  # another engine with the new weights
+    names = halves.request(tokens(3, 7), "the same").block_hashes
+    wait_until(lambda: credited(outlet, held) == 3 * CHUNK // BLOCK)
+    assert held == set(names)
+    halves.stored(tokens(1, 8), "next", table)
+    wait_until(lambda: credited(outlet, held) == 4 * CHUNK // BLOCK)
+    other_half.close(), halves.close()
+
+
+@pytest.mark.parametrize("moment", ["between its names", "before its look-up"])
+def test_a_request_that_is_named_while_the_weights_change_brings_nothing_back(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # whole ones, as requests have them
+    outlet, held = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null")), set[Any]()
+    halves, table = Halves(shm_root, outlet=outlet), list(range(8))
+    halves.stored(tokens(2), "first", table)
+    wait_until(lambda: credited(outlet, held) == 2 * CHUNK // BLOCK)
+    whose = halves.cache.slots if moment == "between its names" else halves.cache
+    name = "namespace" if moment == "between its names" else "lookup"
+    call, asked = getattr(whose, name), threading.Event()
+
+    def changed_then(*args: Any, **named: Any) -> Any:
+        if threading.current_thread().name.startswith("pagoda-look") and not asked.is_set():
+            asked.set()
+            answer = call(*args, **named) if whose is halves.cache.slots else None
+            with Cache(halves.options.config, namespace=NAMESPACE, layout=LAYOUT) as other:
+                other.weights_changed()
+            return call(*args, **named) if answer is None else answer
+        return call(*args, **named)
+
+    monkeypatch.setattr(whose, name, changed_then)
+    halves.stored(tokens(2, 1), "second", table)
+    assert asked.is_set()
+    wait_until(lambda: credited(outlet, held) == 0)
+    halves.stored(tokens(1, 2), "third", table)
+    names = set(halves.request(tokens(1, 2), "the same").block_hashes)
+    wait_until(lambda: credited(outlet, held) >= CHUNK // BLOCK and held >= names)
+    assert held == names
+    halves.close()
 
 
 def test_what_another_connector_loads_is_saved_when_its_step_has_ended(halves: Halves) -> None:

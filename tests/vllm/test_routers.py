@@ -293,7 +293,7 @@ def live(port: int, host: Path, disk: Path, up: Path, calm: Path, rest: Path) ->
         assert slots is not None
         groups = {0: BlockFacts(BLOCK, BLOCK)}
         form = VLLMEventForm(groups, BLOCK)
-        events = StoredEvents(slots.ledgers, slots.namespace(), groups, form, outlet)
+        events = StoredEvents(slots.ledgers, slots.namespace, groups, form, outlet)
         events.start()
         up.touch()
         while True:
@@ -303,7 +303,7 @@ def live(port: int, host: Path, disk: Path, up: Path, calm: Path, rest: Path) ->
             request, root = request_of(random.randrange(PROMPTS)), slots.namespace()
             keys = derive_keys(request.block_hashes, root)
             outcomes = slots.reserve(keys, namespace=root, start=0, parent=None)
-            events.note(form.notes(request, root), root, 0, outcomes)
+            events.note(form.notes(request, root), root, root, 0, outcomes)
             done = [
                 ChunkRef(item.key, n, keys[n - 1] if n else None, item.slot, item.generation)
                 for n, item in enumerate(outcomes)

@@ -149,6 +149,31 @@ def test_adapter_with_new_files(
     assert [after.tokens] == plain.says(one, lora=second)
 
 
+def test_adapter_whose_files_change_before_its_first_request(
+    pagoda: Engine, plain: Plain, tiers: Tiers, stored: Callable[..., None],
+    adapters: list[tuple[str, int, str]], tmp_path: Path,
+) -> None:  # fmt: skip
+    """A server loads it, training goes on and writes the next one in its place, and only then a request comes."""
+    one, place, (first, second) = prompt(860, 5 * CHUNK + 9), tmp_path / "adapter", adapters
+    shutil.copytree(first[2], place)
+    assert pagoda.call(load_adapter, ("early", 21, str(place)))
+    shutil.rmtree(place)
+    shutil.copytree(second[2], place)
+    (early,) = pagoda.say(one, lora=("early", 21, str(place)))
+    assert [early.tokens] == plain.says(one, lora=first)
+    pagoda.reset()
+    (late,) = pagoda.say(one, lora=("early", 22, str(place)))
+    assert [late.tokens] == plain.says(one, lora=second) and late.external == 0
+    stores.wait_ready(tiers.host, 5)
+
+
+def load_adapter(room: Room, adapter: tuple[str, int, str]) -> bool:
+    """Load an adapter as a server does, before any request asks for it."""
+    from vllm.lora.request import LoRARequest
+
+    return bool(room.llm.llm_engine.add_lora(LoRARequest(*adapter)))
+
+
 def test_salts(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
     """What one tenant stored is for that tenant only."""
     one = prompt(900, 5 * CHUNK + 9)

@@ -40,16 +40,13 @@ class SelectionPolicy(Protocol):
     @property
     def name(self) -> str:
         """The name in settings and verdicts."""
-        ...
 
     @property
     def layer(self) -> int:
         """At which layer the policy compares K; all tokens are computed up to there. 0: it does not look at K."""
-        ...
 
     def choose(self, candidates: Candidates) -> Positions:
         """Return the positions to compute again, ascending: about `recompute` of all candidates."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -129,9 +129,8 @@ class BlockAllocator:
         """Return how many blocks are or can be free, now or after the evictions in flight, without evicting `path`."""
         if not evict:
             return self.pool.free
-        unlocked = sum(
-            node.place is Place.DEVICE for node in takewhile(lambda node: not node.locks, reversed(path))
-        )
+        tail = takewhile(lambda node: not node.locks, reversed(path))
+        unlocked = sum(node.place is Place.DEVICE for node in tail)
         evicting = sum(node.place is Place.TO_HOST for node in path) if self.tree.evicting else 0
         return self.pool.free + self.tree.evictable - unlocked + self.tree.evicting - evicting
 
@@ -158,9 +157,8 @@ class BlockAllocator:
         fresh = [node for node in reversed(nodes) if node.ticket not in self.moves.in_flight]
         planned = self.moves.plan_store([Source.of(node, evicted=True) for node in fresh])
         self.counts["dropped_blocks"] += planned.refused
-        self.pool.release(
-            self.tree.remove_evicted([one.node for one in planned.uncopied if one.node is not None])
-        )
+        uncopied = [source.node for source in planned.uncopied if source.node is not None]
+        self.pool.release(self.tree.remove_evicted(uncopied))
         return planned.plan
 
     def cancel_evictions(self, path: Sequence[Node]) -> None:

@@ -136,13 +136,10 @@ class Moves:
         waited = False  # the ledger was busy: wait for it once, whatever the number of runs
         for run in _runs(sources):
             keys = [one.key for one in run]
-            outcomes: list[Outcome] = (
-                [Refused(key, Reason.LEDGER_BUSY) for key in keys]
-                if waited
-                else self.slots.reserve(
-                    keys, namespace=run[0].root, start=run[0].position, parent=run[0].parent
-                )
-            )
+            outcomes: list[Outcome] = [Refused(key, Reason.LEDGER_BUSY) for key in keys]
+            if not waited:
+                _, root, start, parent, *_ = run[0]
+                outcomes = self.slots.reserve(keys, namespace=root, start=start, parent=parent)
             waited = Refused(keys[-1], Reason.LEDGER_BUSY) in outcomes
             for source, outcome in zip(run, outcomes, strict=True):
                 if isinstance(outcome, Reserved):
@@ -169,10 +166,9 @@ class Moves:
         written: dict[bytes, list[writeback.ChunkRef]] = {}
         for i, (source, item) in enumerate(move.copies):
             if i < good and move.keeps(source):
-                ref = writeback.ChunkRef(
-                    source.key, source.position, source.parent, item.slot, item.generation
-                )
-                written.setdefault(source.root, []).append(ref)
+                key, root, position, parent, *_ = source
+                ref = writeback.ChunkRef(key, position, parent, item.slot, item.generation)
+                written.setdefault(root, []).append(ref)
             else:
                 dropped.append(item)
         self.slots.abort(dropped)
@@ -203,10 +199,8 @@ class Moves:
         self.slots.release(move.slots, move.generations)
         if right and not move.cancelled:
             rows = zip(move.nodes[:right], move.slots.tolist(), move.generations.tolist(), strict=False)
-            copies = [
-                writeback.ChunkRef(node.key, node.position, node.parent_key, *row) for node, *row in rows
-            ]
-            self.slots.note_access(move.nodes[0].root, copies)
+            refs = [writeback.ChunkRef(node.key, node.position, node.parent_key, *row) for node, *row in rows]
+            self.slots.note_access(move.nodes[0].root, refs)
         return right
 
     def new_ticket(self) -> int:

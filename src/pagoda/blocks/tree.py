@@ -19,43 +19,29 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from pagoda.blocks.plans import Place
 
 _SPARE = 1024  # stale entries that the heap may hold besides one stale entry per candidate
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One block of one prefix. Changed by its tree only."""
 
-    __slots__ = (
-        "block",
-        "children",
-        "detached",
-        "entry",
-        "key",
-        "last_use",
-        "locks",
-        "parent",
-        "place",
-        "position",
-        "root",
-        "ticket",
-    )
-
-    def __init__(self, key: bytes, root: bytes, parent: Node | None, block: int, place: Place) -> None:
-        self.key = key
-        self.root = root  # of its namespace
-        self.parent = parent
-        self.position: int = 0 if parent is None else parent.position + 1
-        self.block = block
-        self.place = place
-        self.children = 0  # on the device or loading; those being evicted are not counted
-        self.locks = 0  # requests, moves and pins that end here, and locked children
-        self.last_use = 0
-        self.entry = 0  # the number of its valid entry in the heap; 0: not a candidate
-        self.ticket = 0  # of the move that it is in, or was in before its eviction was cancelled
-        self.detached = False  # no longer found; its block is freed with the last lock
+    key: bytes
+    root: bytes  # of its namespace
+    parent: Node | None
+    position: int
+    block: int
+    place: Place
+    last_use: int
+    children: int = 0  # on the device or loading; those being evicted are not counted
+    locks: int = 0  # requests, moves and pins that end here, and locked children
+    entry: int = 0  # the number of its valid entry in the heap; 0: not a candidate
+    ticket: int = 0  # of the move that it is in, or was in before its eviction was cancelled
+    detached: bool = False  # no longer found; its block is freed with the last lock
 
     @property
     def parent_key(self) -> bytes | None:
@@ -126,8 +112,8 @@ class Tree:
         return nodes
 
     def _new_node(self, key: bytes, root: bytes, parent: Node | None, block: int, place: Place) -> Node:
-        node = Node(key, root, parent, block, place)
-        node.last_use = self._now
+        position = 0 if parent is None else parent.position + 1
+        node = Node(key, root, parent, position, block, place, self._now)
         if parent is not None:
             parent.children += 1
             self._drop_candidate(parent)
@@ -317,9 +303,8 @@ class Tree:
         counted = (self.on_device, self.loading, self.locked)
         assert counted == found, f"{counted} counted, {found} found"
         live = {entry for _, entry, node in self._heap if node.entry == entry}
-        assert len(live) == self._candidates == sum(node.entry > 0 for node in nodes), (
-            "the heap lost a candidate"
-        )
+        candidates = sum(node.entry > 0 for node in nodes)
+        assert len(live) == self._candidates == candidates, "the heap lost a candidate"
 
 
 def upward(node: Node | None) -> Iterator[Node]:

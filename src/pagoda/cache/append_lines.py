@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pagoda.clock import Deadline
+from pagoda.disk_space import opened
 
 _LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 0.005  # a process that is stopped with the lock is not waited for longer
 _TAIL = 1 << 16
@@ -22,26 +23,22 @@ def append_lines(path: Path, lines: Sequence[bytes]) -> tuple[int, OSError | Non
     A partial line of a killed process is cut off; this call leaves none. Safe beside other processes and threads that
     do the same; with no lines, it only repairs the file.
     """
-    count = 0
+    count, locked = 0, False
     try:
         # a pipe without a reader must not block the thread
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        with opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK) as fd:
+            try:
+                locked = stat.S_ISREG(os.fstat(fd).st_mode) and _lock(fd)
+                if locked:
+                    _repair(fd)
+                for line in lines:
+                    _append(fd, line, locked)
+                    count += 1
+            finally:
+                if locked:  # a child that was forked meanwhile also has the descriptor
+                    fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
         return count, error
-    locked = False
-    try:
-        locked = stat.S_ISREG(os.fstat(fd).st_mode) and _lock(fd)
-        if locked:
-            _repair(fd)
-        for line in lines:
-            _append(fd, line, locked)
-            count += 1
-    except OSError as error:
-        return count, error
-    finally:
-        if locked:  # a child that was forked meanwhile also has the descriptor
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
     return count, None
 
 

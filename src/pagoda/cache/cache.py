@@ -410,10 +410,7 @@ class Cache:
         directory cannot record it, not even in its reserved space, loses all its chunks. Raises StoreError if no
         directory can record it and there are remote tiers, because other processes would continue to use them.
         """
-        epoch = self._weights.change(version)
-        if self._resources.events is not None:
-            self._resources.events.follow_weights()
-        return epoch
+        return self._weights.change(version)
 
     def present_namespace(self, lora: str | None = None) -> Namespace:
         """Return the namespace of the present weights, with an adapter instead of the namespace's; changes nothing.

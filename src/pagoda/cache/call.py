@@ -48,9 +48,8 @@ class CallOptions(TypedDict, total=False):
     start_tokens: int  # skips the chunks before this token: a multiple of chunk_tokens
     mask: Mask | None  # the same as one bool a token: False...False True...True
     keys: Keys | None  # instead of hashing the tokens (which may then be None)
-    any_position: (
-        bool  # with `keys`: find them wherever in a prompt they were stored; only the keys say what they are
-    )
+    # with `keys`: find them wherever in a prompt they were stored; only the keys say what they are
+    any_position: bool
     items: Sequence[Item]  # multimodal items at their token positions
     lora: str | None  # instead of the namespace's
     salt: str | None  # instead of the namespace's: keeps tenants apart
@@ -208,28 +207,26 @@ def _mask_start(mask: Mask, length_tokens: int, start_tokens: int) -> int:
 _profiler_range: Callable[[str], AbstractContextManager[object]] = nullcontext
 
 
-def enable_profiler_ranges(on: bool = True) -> None:
-    """Switch the ranges of this process on or off. torch.profiler and NVTX see them as "pagoda.<call>".
+def enable_profiler_ranges() -> None:
+    """Switch the ranges of this process on. torch.profiler and NVTX see them as "pagoda.<call>".
 
     Raises ConfigError where torch is not installed.
     """
     global _profiler_range
-    _profiler_range = nullcontext
-    if on:
-        try:
-            from torch.profiler import record_function
-        except ImportError as missing:
-            raise ConfigError(f"profile = True: {missing}; install torch, or leave it out") from None
-        _profiler_range = record_function
+    try:
+        from torch.profiler import record_function
+    except ImportError as missing:
+        raise ConfigError(f"profile = True: {missing}; install torch, or leave it out") from None
+    _profiler_range = record_function
 
 
 _spans: SpanRecorder | None = None
 
 
-def enable_spans(on: bool = True) -> None:
-    """Switch OpenTelemetry spans of this process on or off. Raises ConfigError where their package is not installed."""
+def enable_spans() -> None:
+    """Switch OpenTelemetry spans of this process on. Raises ConfigError where their package is not installed."""
     global _spans
-    _spans = SpanRecorder() if on else None
+    _spans = SpanRecorder()
 
 
 class TransferMisuse(Exception):

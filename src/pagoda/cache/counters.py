@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
-from pagoda.fork import reset_in_child
+from pagoda.fork import reset_now_and_in_child
 from pagoda.ledger import Ledger, admin
 from pagoda.metrics import COUNTERS, LOAD_BUCKETS, LOAD_SECONDS, TIER_KINDS, RateLimitedLog, Reason
 
@@ -28,15 +28,13 @@ class CacheCounters:
         """`approximate`: the cache has a lossy codec."""
         self._approximate = approximate
         self._ledger = ledger
-        self._clock = clock
         self._own: Counter[str] = Counter()  # used if there is no local tier to share
-        self.reset()
-        reset_in_child(self)
+        self._log_lines = RateLimitedLog(clock)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the locks."""
         self._lock = threading.Lock()
-        self._log_lines = RateLimitedLog(self._clock)
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Add to some counters; ignore names that the vocabulary lacks."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from pagoda.cache.call import Call
-from pagoda.fork import reset_in_child
+from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import Reason
 from pagoda.threads import NO_THREAD, Answer, Pool
 
@@ -24,8 +24,7 @@ class CallExecutor:
 
     def __init__(self) -> None:
         self._closed = False
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the lock, with no threads and an empty queue."""

@@ -75,18 +75,16 @@ class MissExplainer:
         key, chosen, deadline = request.keys[index], request.tiers, request.deadline
         resting = [tier.name for tier in chosen.lower if getattr(tier, "resting", False)]
         if resting:
-            return Explanation(
-                Reason.TIER_SKIPPED, f"{resting[0]} failed repeatedly and is skipped for a while"
-            )
-        silent = [
-            t.name
-            for t in chosen.lower
-            if isinstance(t, RemoteTier) and not t.knows(key, request.namespace.root)
-        ]
+            detail = f"{resting[0]} failed repeatedly and is skipped for a while"
+            return Explanation(Reason.TIER_SKIPPED, detail)
+        root, remotes = (
+            request.namespace.root,
+            [tier for tier in chosen.lower if isinstance(tier, RemoteTier)],
+        )
+        silent = [tier.name for tier in remotes if not tier.knows(key, root)]
         if silent:
-            return Explanation(
-                Reason.DEADLINE, f"{silent[0]} did not answer in time whether it has the chunk"
-            )
+            detail = f"{silent[0]} did not answer in time whether it has the chunk"
+            return Explanation(Reason.DEADLINE, detail)
         remembered = _remembered(key, chosen)
         if remembered.reason is not Reason.ABSENT:
             return remembered
@@ -95,9 +93,8 @@ class MissExplainer:
             skipped = [tier for tier in skipped if not isinstance(tier, RemoteTier)]
         others = [tier.name for tier in skipped if tier.contains(key, deadline_seconds=deadline.remaining())]
         if others:
-            return Explanation(
-                Reason.TIER_SKIPPED, f"{others[0]} has the chunk, but this call does not use that tier"
-            )
+            detail = f"{others[0]} has the chunk, but this call does not use that tier"
+            return Explanation(Reason.TIER_SKIPPED, detail)
         if index == 0 and request.first == 0 and request.tokens is not None:
             return self._in_other_namespace(request, thorough) or remembered
         return remembered

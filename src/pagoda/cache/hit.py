@@ -24,9 +24,8 @@ class Hit:
     reason: Reason | None  # why the first chunk that was not served was not; None: every whole chunk was
     detail: str = ""  # for people: "evicted 12 s ago", "another salt"
     start_tokens: int = 0  # the first token that was requested
-    approximate: str = (
-        ""  # what may have changed the KV of every token served ("q4"); empty: all of them are exact
-    )
+    # what may have changed the KV of every token served ("q4"); empty: all of them are exact
+    approximate: str = ""
 
     def __bool__(self) -> bool:
         return self.num_tokens > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -30,12 +29,11 @@ class RequestEvents:
     ) -> None:
         """Begin to tell, by `publisher`, which is closed with this. `scope`: of the cache's `PresentWeights`."""
         self.endpoint = publisher.endpoint
-        self._publisher, self._scope, self._root = publisher, scope, scope()[0].root
-        self._lock = threading.Lock()  # what was asked under other weights is not heard after their change
+        self._publisher, self._scope = publisher, scope
         facts = BlockFacts(chunk_tokens, chunk_tokens)
         form = ChunkEventForm(facts)
         self._stored: StoredEvents | None = StoredEvents(
-            ledgers, self._root, {0: facts}, form, publisher, keeps_notes, self.follow_weights
+            ledgers, lambda: scope()[0].root, {0: facts}, form, publisher, keeps_notes
         )
         self._stored.start()
         reset_in_child(self)
@@ -53,23 +51,9 @@ class RequestEvents:
         whole = len(keys) == request.first + len(request.keys)
         if stored is None or request.tokens is None or request.items or not whole:
             return
-        space = request.namespace
-        with self._lock:
-            self._follow(stored)
-            if self._scope(space.lora, space.salt, version)[0].root == space.root:
-                stored.found(partial(_note_of, request, keys), space.root, 0, keys)
-
-    def follow_weights(self) -> None:
-        """Take everything back that was told if the weights have changed."""
-        if self._stored is not None:
-            with self._lock:
-                self._follow(self._stored)
-
-    def _follow(self, stored: StoredEvents) -> None:
-        root = self._scope()[0].root
-        if root != self._root:
-            self._root = root
-            stored.renew(root)
+        space, present = request.namespace, self._scope()[0].root  # before the next line asks
+        if self._scope(space.lora, space.salt, version)[0].root == space.root:
+            stored.found(partial(_note_of, request, keys), space.root, present, 0, keys)
 
     def close(self) -> None:
         """End within about a second. Idempotent."""

@@ -18,15 +18,12 @@ from weakref import WeakSet
 from zlib import crc32
 
 from pagoda.clock import Clock
-from pagoda.disk_space import allocate
-from pagoda.errors import NoRoomError
-from pagoda.fork import reset_in_child
-from pagoda.ledger.columns import map_file
+from pagoda.fork import reset_now_and_in_child
+from pagoda.ledger.columns import map_or_private
 
 _FEWEST = 3  # measurements of a tier: a single copy during which the process was paused proves nothing
-_PROBE_NS = (
-    1_000_000_000  # after a measurement the tier is tried, and measured, again; doubled while it stays slow
-)
+# after a measurement the tier is tried, and measured, again; doubled while it stays slow
+_PROBE_NS = 1_000_000_000
 _LATEST_PROBE_NS = 60 * _PROBE_NS
 _SMALL_NS = 600 * _PROBE_NS  # after that, a small prompt shows the speed of computing as well as a large one
 _HOST = "host"
@@ -88,8 +85,7 @@ class LoadCost:
         self._speeds = speeds or SpeedTable()
         self._prefill = f"prefill {engine}"
         self._tiers = tiers
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the lock; no load is running. The measurements stay."""
@@ -192,9 +188,8 @@ class Speed:
     number: int = 0
     measured_ns: int = 0
     slow: int = 0  # of the last measurements in a row
-    rate: float = (
-        0.0  # of the last measurements the median, in which large ones count for more; 0: there is none
-    )
+    # of the last measurements the median, in which large ones count for more; 0: there is none
+    rate: float = 0.0
 
     def add(self, amount: float, seconds: float, now: int) -> None:
         """Add a measurement that ended now."""
@@ -213,13 +208,7 @@ class SpeedTable:
 
     def __init__(self, path: Path | None = None) -> None:
         """Map the page, made if it is not there."""
-        self._page = memoryview(bytearray(_PAGE_BYTES))
-        if path is not None:
-            try:
-                allocate(path, _PAGE_BYTES)
-                self._page = memoryview(map_file(path, _PAGE_BYTES))
-            except (NoRoomError, OSError):
-                pass
+        self._page = map_or_private(path, _PAGE_BYTES)
         self._known: dict[str, tuple[int, bytes, Speed]] = {}  # where the row of a name is, and what it said
 
     def read(self, name: str) -> Speed:

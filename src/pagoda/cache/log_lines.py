@@ -78,10 +78,8 @@ def log_call(name: str, answer: object, seconds: float) -> None:
         known = {"tokens": asked, "hit_tokens": answer.by_tier, "reason": answer.reason}
     elif isinstance(answer, Stored):
         why = f" ({answer.reason})" if answer.reason is not None else ""
-        text = (
-            f"{answer.num_tokens} tokens stored, chunks: {answer.num_chunks} new, {answer.present} present, "
-        )
-        text += f"{answer.refused} refused{why}"
+        chunks = f"{answer.num_chunks} new, {answer.present} present, {answer.refused} refused{why}"
+        text = f"{answer.num_tokens} tokens stored, chunks: {chunks}"
         known = {**answer._asdict()}
     else:
         return

@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from pagoda.clock import Clock
-from pagoda.fork import reset_in_child
+from pagoda.fork import reset_now_and_in_child
 from pagoda.keys import KEY_BYTES, Int32s
 from pagoda.ledger import Ledger
 from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
@@ -64,8 +64,7 @@ class PromptLog:
         self._recent: dict[bytes, None] = {}  # last keys; changed by single calls of built-in functions
         self._inode = 0  # of the file that has them
         self._writer = DeferredCall(self.flush, "pagoda-prompts", _PAUSE_SECONDS)
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the locks; nothing waits: what did before a fork is written by the parent."""
@@ -73,7 +72,6 @@ class PromptLog:
         self._lock, self._writing = threading.RLock(), threading.RLock()
         self._waiting: dict[bytes, LoggedPrompt] = {}  # by last key
         self._waiting_bytes = 0
-        self._lines.reset()
         self._writer.reset()
 
     def append(self, namespace: bytes, chunk_tokens: int, keys: Sequence[bytes], tokens: Int32s) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from pagoda.cache.append_lines import append_lines
 from pagoda.clock import Clock
-from pagoda.fork import reset_in_child
+from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import DeferredCall
 
@@ -74,8 +74,7 @@ class Recorder:
         self.path = path
         self._chunk_tokens = chunk_tokens
         self._clock = clock
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the lock and an empty queue: the parent writes the calls that the parent noted."""
@@ -141,9 +140,8 @@ class Recorder:
             self._recorded += written
             self._dropped += len(lines) - written
         if too_many:
-            self._log_lines.warn(
-                log, Reason.QUEUE_FULL, f"{too_many} calls are not recorded: they were too many"
-            )
+            text = f"{too_many} calls are not recorded: they were too many"
+            self._log_lines.warn(log, Reason.QUEUE_FULL, text)
 
     def _line(self, call: RecordedCall) -> bytes:
         from pagoda.replay.trace import Request, format_request  # not before it is needed

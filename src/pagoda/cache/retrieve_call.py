@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -193,11 +194,8 @@ class RetrieveCall:
                 self._copy_from_host(host, match.slots[i : i + step], match.generations[i : i + step])
         if len(match.slots) and self._tiers.written:
             request, where = self._request, (match.slots, match.generations)
-            root, count = request.namespace.root, len(match.slots)
-            left_out = self._tiers.left_out
-            access = Access(
-                root, lambda: refs_in_slots(request, first, *where), count, where, left_out=left_out
-            )
+            refs, left_out = partial(refs_in_slots, request, first, *where), self._tiers.left_out
+            access = Access(request.namespace.root, refs, len(match.slots), where, left_out=left_out)
             for queue in self._resources.writeback:
                 queue.note_access(access)
 
@@ -496,40 +494,7 @@ class LoadBuffer(NamedTuple):
     staging: list[Bytes]  # ... which is in here until it is released
 
 
-class LoadDestination:
-    """Gives buffers for chunks [begin, end) of one request. Used by one thread, `settle` by any.
-
-    What is not overridden is right for buffers that no other call sees, and that are never evicted.
-    """
-
-    most: int  # buffers in use at once
-
-    def reserve(self, begin: int, end: int, may_wait: bool) -> list[LoadBuffer]:
-        """Return buffers for a leading part of [begin, end); empty when there are none now."""
-        raise NotImplementedError
-
-    def commit(self, buffers: Sequence[LoadBuffer]) -> int:
-        """Make chunks visible whose bytes have arrived. Returns for how many leading buffers that succeeded."""
-        return len(buffers)
-
-    def count_valid(self, buffers: Sequence[LoadBuffer]) -> int:
-        """Return how many leading buffers still held their chunks after the copy out of them."""
-        return len(buffers)
-
-    def settle(self, buffer: LoadBuffer, ok: bool) -> None:
-        """Give up a buffer that is no longer waited for, now that no I/O touches it; idempotent for a released one."""
-        raise NotImplementedError
-
-    def release(self, buffers: Sequence[LoadBuffer]) -> None:
-        """Release buffers after the copy out of them."""
-        for buffer in buffers:
-            self.settle(buffer, True)
-
-    def abandon(self, buffers: Sequence[LoadBuffer]) -> None:
-        """Give up the buffers of one `reserve` into which I/O may still read, once nothing refers to them."""
-
-
-class HostDestination(LoadDestination):
+class HostDestination:
     """Reserved slots of the host tier: chunks read into them become visible to every call."""
 
     def __init__(self, host: HostTier, request: CacheRequest, stamp: int, lease_seconds: float) -> None:
@@ -609,13 +574,16 @@ class HostDestination(LoadDestination):
         self._host.abort_when_dropped(_reserved(buffers), base)
 
 
-class StagingDestination(LoadDestination):
-    """Staging buffers: chunks only pass through them. The pool replaces one that nothing refers to any more."""
+class StagingDestination:
+    """Staging buffers: chunks only pass through them. The pool replaces one that nothing refers to any more.
+
+    No other call sees them, and they are never evicted: so a chunk that has arrived is good.
+    """
 
     def __init__(self, staging: StagingPool, deadline: Deadline) -> None:
         self._staging = staging
         self._deadline = deadline
-        self.most = staging.count
+        self.most = staging.count  # buffers in use at once
 
     def reserve(self, begin: int, end: int, may_wait: bool) -> list[LoadBuffer]:
         """Acquire what is free; wait only for the first one, and only if no read of this call is in flight."""
@@ -628,10 +596,28 @@ class StagingDestination(LoadDestination):
             buffers.append(LoadBuffer(buffer, None, [buffer]))
         return buffers
 
+    def commit(self, buffers: Sequence[LoadBuffer]) -> int:
+        """Return how many of the leading buffers are good: all."""
+        return len(buffers)
+
+    count_valid = commit
+
     def settle(self, buffer: LoadBuffer, ok: bool) -> None:
-        """Release the buffer."""
+        """Release a buffer that no I/O touches any more."""
         while buffer.staging:
             self._staging.release(buffer.staging.pop())
+
+    def release(self, buffers: Sequence[LoadBuffer]) -> None:
+        """Release buffers after the copy out of them."""
+        for buffer in buffers:
+            self.settle(buffer, True)
+
+    def abandon(self, buffers: Sequence[LoadBuffer]) -> None:
+        """Leave buffers into which I/O may still read to that I/O."""
+
+
+# used by one thread, `settle` by any
+LoadDestination: TypeAlias = HostDestination | StagingDestination
 
 
 def _reserved(buffers: Sequence[LoadBuffer]) -> list[Reserved]:

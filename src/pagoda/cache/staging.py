@@ -8,7 +8,7 @@ import threading
 import weakref
 
 from pagoda.clock import Deadline
-from pagoda.fork import reset_in_child
+from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import Reason
 from pagoda.slab.memory import aligned
 from pagoda.tiers.base import Bytes, Done
@@ -27,8 +27,7 @@ class StagingPool:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.count = max(2, min(_MOST_BUFFERS, _MOST_BYTES // nbytes))
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the lock and the queue, with no buffers."""

@@ -214,10 +214,8 @@ class StoreCall:
             self._deadline.progress()
             latest = self._sent[-self._staging.count :]
             reasons = (staged.refused for _, staged in latest)
-            if refused := next(
-                (reason for reason in reasons if reason not in (None, Reason.NOT_ADMITTED)), None
-            ):
-                return refused
+            if refused := [reason for reason in reasons if reason not in (None, Reason.NOT_ADMITTED)]:
+                return refused[0]
         return None
 
     def _admit_ahead(self, index: int, ends: dict[str, int], refusing: set[str]) -> None:
@@ -236,14 +234,12 @@ class StoreCall:
         request = self._request
         self._fate[begin:end] = bytes([_PRESENT]) * (end - begin)
         if end > begin:
-            root = request.namespace.root
-            access = Access(
-                root,
-                lambda: [chunk_ref(request, i) for i in range(begin, end)],
-                end - begin,
-                asked=False,
-                left_out=request.tiers.left_out,
-            )
+
+            def refs() -> list[ChunkRef]:
+                return [chunk_ref(request, i) for i in range(begin, end)]
+
+            root, left_out = request.namespace.root, request.tiers.left_out
+            access = Access(root, refs, end - begin, asked=False, left_out=left_out)
             for queue in self._queues:
                 queue.note_access(access)
 

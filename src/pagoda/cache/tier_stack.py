@@ -91,9 +91,7 @@ def build_tiers(tiers: Sequence[Tier], layout: KVLayout) -> TierStack:
     hosts = [tier for tier in tiers if isinstance(tier, HostTier)]
     if len(hosts) > 1 or (hosts and tiers[0] is not hosts[0]):
         raise ValueError("there is at most one host tier, and it is the first")
-    return TierStack(
-        hosts[0] if hosts else None, tuple(tier for tier in tiers if not isinstance(tier, HostTier))
-    )
+    return TierStack(hosts[0] if hosts else None, tuple(tiers[len(hosts) :]))
 
 
 def open_tiers(config: Config, layout: KVLayout, clock: Clock) -> TierStack:

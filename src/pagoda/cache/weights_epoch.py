@@ -20,15 +20,17 @@ from blake3 import blake3
 
 from pagoda.cache.resources import Resources
 from pagoda.cache.tier_stack import TierStack
-from pagoda.disk_space import reserve_beyond
+from pagoda.disk_space import opened, reserve_beyond
 from pagoda.errors import StoreError
-from pagoda.fork import reset_in_child
+from pagoda.fork import reset_now_and_in_child
 from pagoda.keys import Namespace
+from pagoda.ledger.store_state import sync_directory
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.quality_verdict import QualityState
 
 log = guarded_logger("pagoda.cache")
 
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _RESERVED_BYTES = 1024  # space for this many epochs at any time
 _BEYOND_FILES = 1 << 31  # no file becomes this long
 _MOST_NAMESPACES = 1024  # kept ready; more tenants are hashed again
@@ -59,13 +61,11 @@ class PresentWeights:
             self._epoch = of._epoch
         self._epoch.share(resources)
         self._base = namespace
-        self._scopes: dict[
-            tuple[str, str, str, int], tuple[Namespace, bool]
-        ] = {}  # and whether tiers are left out
+        # by adapters, salt, version and epoch; and whether tiers are left out
+        self._scopes: dict[tuple[str, str, str, int], tuple[Namespace, bool]] = {}
         self._begun = list(begun)
         self._measured: dict[tuple[str, int, str], list[QualityState]] = {}
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the lock."""
@@ -149,9 +149,8 @@ class PresentWeights:
             for tier in resources.tiers.all:
                 # its root will not remember the epoch; clearing the tier needs no space
                 if tier.name in errors:
-                    resources.counters.warn(
-                        log, Reason.IO_ERROR, f"{tier.name} is cleared: {errors[tier.name]}"
-                    )
+                    text = f"{tier.name} is cleared: {errors[tier.name]}"
+                    resources.counters.warn(log, Reason.IO_ERROR, text)
                     tier.clear()
         none_recorded = len(errors) == len(self._resources.config.roots())
         if errors and none_recorded and tiers.local() is not tiers:
@@ -181,8 +180,7 @@ class WeightsEpoch:
         for path in self._paths:
             with contextlib.suppress(OSError):  # full, or read-only: there may be space when it is needed
                 _reserve_space(path)
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the lock."""
@@ -226,32 +224,18 @@ class WeightsEpoch:
 
 def _reserve_space(path: Path) -> None:
     if path.parent.is_dir():
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
+        with opened(path, _APPEND) as fd:
             reserve_beyond(fd, os.fstat(fd).st_size + _RESERVED_BYTES)
-        finally:
-            os.close(fd)
 
 
 def _grow(path: Path, target: int) -> OSError | None:
     """Append at least one byte to `path`, and up to `target`, and sync it. Appends of other processes add up."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
+        with opened(path, _APPEND) as fd:
             os.write(fd, b"+" * max(1, target - os.fstat(fd).st_size))
             os.fsync(fd)
-        finally:
-            os.close(fd)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError as error:
         return error
     return None
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

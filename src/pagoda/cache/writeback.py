@@ -30,11 +30,11 @@ from pagoda.cache.counters import CacheCounters
 from pagoda.cache.staging import StagedChunk
 from pagoda.clock import Clock, Deadline
 from pagoda.config import Config
-from pagoda.fork import reset_in_child
+from pagoda.fork import reset_now_and_in_child
 from pagoda.ledger import Ledger, Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import Reason, guarded_logger
-from pagoda.threads import Condition, begin
+from pagoda.threads import Condition, start_thread
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers.base import Chunk, Done, Tier, runs
 
@@ -174,8 +174,7 @@ class WriteBackQueue:
         # the answer is believed: mostly that it has the chunk, else that its policy refuses the chunk
         self._settled: Generations = np.zeros(self._slots, np.uint64)
         self._until: npt.NDArray[np.int64] = np.zeros(self._slots, np.int64)
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the lock and an empty queue, with no thread: the parent writes the chunks that the parent noted."""
@@ -278,9 +277,8 @@ class WriteBackQueue:
     def _wake(self) -> None:
         """Let the thread notice the change. Called with the lock."""
         if self._thread is None and not self._closed:
-            name = f"pagoda-writeback-{self.tier.name}"
-            thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread = thread if begin(thread) else None  # the notes wait for the next call
+            # without a thread the notes wait for the next call
+            self._thread = start_thread(self._run, f"pagoda-writeback-{self.tier.name}")
         self._changed.notify_all()
 
     # -- waiting for it -------------------------------------------------------------------------------------------
@@ -445,10 +443,8 @@ class WriteBackQueue:
         for run in runs(refs, len(refs), follows):
             at, refusing = 0, False
             while at < len(run) and not refusing:
-                keys = [ref.key for ref in run[at:]]
-                count, refusing = admitted_prefix(
-                    self.tier, keys, batch.namespace, run[at].position, batch.stamp
-                )
+                keys, start = [ref.key for ref in run[at:]], run[at].position
+                count, refusing = admitted_prefix(self.tier, keys, batch.namespace, start, batch.stamp)
                 admitted += run[at : at + count]
                 at += count
             self.settle(run[at:], _REFUSED_SECONDS)

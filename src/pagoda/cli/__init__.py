@@ -54,6 +54,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return _complain(f"PagodaKV runs on Linux, this is {sys.platform}", USAGE)
     if sys.stdout is None:  # closed by the caller: the exit code tells
         sys.stdout = io.StringIO()
+    if sys.stderr is None:  # else `print` would write remarks to stdout
+        sys.stderr = io.StringIO()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # not every locale can write every name
     try:

@@ -58,9 +58,10 @@ def explain(
     troubles = [asked.trouble for asked in pinged(specs)]
     silent = {spec.name: trouble for spec, trouble in zip(specs, troubles, strict=True) if trouble}
     remotes = [spec for spec, trouble in zip(specs, troubles, strict=True) if not trouble]
-    with stores.all_attached(directory, config) as tiers:
+    with stores.all_attached(directory, config, silent) as tiers:
         prompt = prompt_of(ids, tiers, remotes, stores.configured(config), chunk_tokens, prefill)
-        stores.refuse_unknown(prompt.known, model, namespace)
+        if not silent:  # what does not answer may know more
+            stores.refuse_unknown(prompt.known, model, namespace)
         if model is None and stores.chosen(prompt.known, served, None):
             model = served  # that the server serves
         elif model is None and served is not None and prompt.known:
@@ -71,12 +72,12 @@ def explain(
         near = [one.nearest_row() for one in found if one.nearest is not None]
         whole = {"asked_tokens": prompt.num_tokens, "answers": rows, "nearest": near, "failed": silent}
         printing.print_json(whole)
-    elif not found:
+    elif not found and not silent:
         printing.note("nothing is stored yet, so nothing would hit")
     else:
         for one in found:
             _print(one, prompt.num_tokens)
-    for trouble in silent.values():
+    for trouble in filter(None, troubles):
         printing.note(trouble)
     return FAILED if silent else 0
 

@@ -64,10 +64,12 @@ def ls(
 ) -> int:
     """List the chunks that are stored, latest used first; of remote tiers only how many there are."""
     known: dict[bytes, NamespaceRow] = {}
-    listed = _listed(stores.find_stores(directory, config), model, namespace, known)
+    broken: dict[str, str] = {}
+    listed = _listed(stores.find_stores(directory, config), model, namespace, known, broken)
     totals = _totals(listed) if by is By.NAMESPACE else []
     found, number = _latest(listed, limit)  # none where all were counted
-    counts, broken = censuses(remotes_of(directory, config), known)
+    counts, silent = censuses(remotes_of(directory, config), known)
+    broken |= silent
     if not broken:  # a tier that does not answer may know more
         stores.refuse_unknown(known, model, namespace)
     wanted = stores.chosen(known, model, namespace)
@@ -96,20 +98,25 @@ def ls(
 
 
 def _listed(
-    directories: list[Path], model: str | None, prefix: str | None, known: dict[bytes, NamespaceRow]
-) -> Iterator[Listed]:
-    """Yield the chunks asked for, store by store; `known` gathers every namespace met."""
+    directories: list[Path], model: str | None, prefix: str | None, known: dict[bytes, NamespaceRow],
+    broken: dict[str, str],
+) -> Iterator[Listed]:  # fmt: skip
+    """Yield the chunks asked for, store by store; `known` gets every namespace met, `broken` what cannot be listed."""
+    from pagoda.errors import PagodaError
     from pagoda.ledger import admin
 
     for store in directories:
-        with stores.attached(store) as ledger:
-            namespaces = admin.list_namespaces(ledger)
-            known.update(namespaces)
-            wanted = stores.chosen(namespaces, model, prefix)
-            everything = model is None and prefix is None
-            for row in admin.list_chunks(ledger):
-                if everything or row.namespace_root in wanted:
-                    yield Listed(ledger.tier, ledger.slot_bytes, namespaces.get(row.namespace_root), row)
+        try:
+            with stores.attached(store) as ledger:
+                namespaces = admin.list_namespaces(ledger)
+                known.update(namespaces)
+                wanted = stores.chosen(namespaces, model, prefix)
+                everything = model is None and prefix is None
+                for row in admin.list_chunks(ledger):
+                    if everything or row.namespace_root in wanted:
+                        yield Listed(ledger.tier, ledger.slot_bytes, namespaces.get(row.namespace_root), row)
+        except PagodaError as trouble:
+            broken[str(store)] = str(trouble)
 
 
 def _latest(listed: Iterator[Listed], limit: int) -> tuple[list[Listed], int]:

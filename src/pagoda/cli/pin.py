@@ -40,15 +40,16 @@ def pin(
     """Keep what the local tiers have of a prompt there: at most a quarter of a tier, until `pagoda unpin`."""
     from pagoda.cli.prompt_coverage import prompt_of
 
-    ids = read_tokens(tokens)
-    with stores.all_attached(directory, config) as tiers:
+    ids, broken = read_tokens(tokens), dict[str, str]()
+    with stores.all_attached(directory, config, broken) as tiers:
         prompt = prompt_of(ids, tiers, [], stores.configured(config))
-        stores.refuse_unknown(prompt.known, model, namespace)
+        if not broken:  # what cannot be opened may know more
+            stores.refuse_unknown(prompt.known, model, namespace)
         roots = list(stores.chosen(prompt.known, model, namespace))
         found = [_pinned(prompt, ledger, root, owner) for ledger in prompt.tiers for root in roots]
     done = [one for one in found if one.num_tokens]
     if as_json:
-        printing.print_json({"pinned": [one._asdict() for one in done]})
+        printing.print_json({"pinned": [one._asdict() for one in done], "failed": broken})
     elif done:
         rows = [(one.tier, one.num_tokens, one.model) for one in done]
         printing.print_table("pinned", ("tier", "tokens", "model"), rows)
@@ -56,7 +57,7 @@ def pin(
         printing.note(
             "no tier has the beginning of this prompt, or as much is pinned as may be: pagoda explain tells"
         )
-    return 0 if done else FAILED
+    return FAILED if broken or not done else 0
 
 
 def unpin(
@@ -70,18 +71,18 @@ def unpin(
     from pagoda.cli.prompt_coverage import prompt_of
     from pagoda.ledger import admin
 
-    ids = None if tokens is None else read_tokens(tokens)
-    with stores.all_attached(directory, config) as tiers:
+    ids, broken = None if tokens is None else read_tokens(tokens), dict[str, str]()
+    with stores.all_attached(directory, config, broken) as tiers:
         keys: Sequence[bytes] | None = None
         if ids is not None:
             prompt = prompt_of(ids, tiers, [], stores.configured(config))
             keys = [key for run in prompt.keys.values() for key in run]
         ended = {str(ledger.directory): admin.unpin(ledger, keys, owner) for ledger in tiers}
     if as_json:
-        printing.print_json({"ended": ended})
+        printing.print_json({"ended": ended, "failed": broken})
     else:
         printing.note(f"{sum(ended.values()):,} chunks are no longer pinned by {owner}")
-    return 0
+    return FAILED if broken else 0
 
 
 def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> PinnedPrefix:

@@ -26,7 +26,9 @@ def console() -> Console:
     """Return a console on stdout: colours on a terminal, plain text in a pipe, and a width in both."""
     from rich.console import Console
 
-    return Console(highlight=False)
+    found = Console(highlight=False)
+    found.width = found.width or 80  # COLUMNS=0 and terminals without a size say 0
+    return found
 
 
 def print_json(value: Mapping[str, object]) -> None:

@@ -104,6 +104,11 @@ def serve(
             f"{address[0]} is not loopback and without TLS: the network can read tokens and chunks; "
             "add --tls-cert and --tls-key, or listen inside a private network"
         )
+    if options.directory is not None and address and is_loopback(address[0]) and not advertise:
+        printing.note(
+            f"lookup: other machines are told {address[0]}, which leads each of them to itself: "
+            "listen where they reach this one, or add --advertise URL"
+        )
 
     def ready(url: str) -> None:
         print(json.dumps({"url": url, "pid": os.getpid()}) if as_json else f"pagoda serve: {url}", flush=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 from typer import Argument, Option, confirm
 
-from pagoda.cli import UsageError
+from pagoda.cli import UsageError, printing
 from pagoda.config.did_you_mean import did_you_mean
 
 if TYPE_CHECKING:
@@ -126,10 +126,24 @@ def attached(store: Path) -> AbstractContextManager[Ledger]:
 
 
 @contextmanager
-def all_attached(directory: Path | None, config_file: Path | None) -> Iterator[list[Ledger]]:
-    """Open all stores that `find_stores` finds, as long as the context lasts. Raises what both raise."""
+def all_attached(
+    directory: Path | None, config_file: Path | None, broken: dict[str, str]
+) -> Iterator[list[Ledger]]:
+    """Open all stores that `find_stores` finds, as long as the context lasts. Raises what that raises.
+
+    Those that cannot be opened hide no other: stderr and `broken` say what is wrong with each.
+    """
+    from pagoda.errors import PagodaError
+
     with ExitStack() as stack:
-        yield [stack.enter_context(attached(store)) for store in find_stores(directory, config_file)]
+        ledgers: list[Ledger] = []
+        for store in find_stores(directory, config_file):
+            try:
+                ledgers.append(stack.enter_context(attached(store)))
+            except PagodaError as trouble:
+                broken[str(store)] = str(trouble)
+                printing.note(str(trouble))
+        yield ledgers
 
 
 def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[Path, T], dict[Path, str]]:

@@ -60,7 +60,7 @@ def printable(text: str) -> str:
 def wrapped(text: str, width: int) -> list[str]:
     """Return sentences as lines, broken between words. Pure."""
     return textwrap.wrap(
-        printable(text), min(width, _WIDEST_PROSE), break_long_words=False, break_on_hyphens=False
+        printable(text), max(1, min(width, _WIDEST_PROSE)), break_long_words=False, break_on_hyphens=False
     )
 
 

@@ -111,9 +111,7 @@ def parse(page: Page) -> Header | None:
     view = _view(page)
     if view.nbytes != HEADER_BYTES or view[:8] != MAGIC or view[_OWN] != _own_checksum(view):
         return None
-    _, format_, size, store, slot, space, epoch, key, position, length, tokens, codec, layout, sequence = (
-        _FIELDS.unpack_from(view)
-    )
+    _, format_, size, *numbers, codec, layout, sequence = _FIELDS.unpack_from(view)
     if format_ not in (FORMAT, FORMAT_LOSSY) or size != HEADER_BYTES:
         return None
     try:
@@ -123,9 +121,8 @@ def parse(page: Page) -> Header | None:
     if (format_ == FORMAT_LOSSY) != (names[0] in LOSSY):
         return None
     (stored,) = _STORED.unpack_from(view, _OWN.stop)
-    return Header(
-        store, slot, space, epoch, key, position, length, tokens, names[0], names[1], sequence, stored
-    )
+    values = *numbers, *names, sequence, stored
+    return Header(*values)
 
 
 def is_foreign(page: Page) -> bool:
@@ -142,10 +139,8 @@ def is_foreign(page: Page) -> bool:
 
 def agrees(found: Header, expected: Header | Expected) -> bool:
     """Whether a header has all values of `expected`, and a known codec. Does not check the payload."""
-    wanted = ((name, getattr(expected, name)) for name in _NAMES)
-    return found.codec in CODECS and all(
-        want is None or want == getattr(found, name) for name, want in wanted
-    )
+    pairs = ((getattr(expected, name), getattr(found, name)) for name in _NAMES)
+    return found.codec in CODECS and all(want is None or want == value for want, value in pairs)
 
 
 def verify(page: Page, data: npt.NDArray[np.uint8], expected: Header | Expected) -> Reason | None:

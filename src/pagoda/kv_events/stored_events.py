@@ -32,7 +32,7 @@ _ROUND_SECONDS = 0.1
 _RETELL_SECONDS, _LONGEST_RETELL_SECONDS, _RETELL_SHARE = 1.0, 600.0, 4.0
 _BURST_SECONDS = 0.0002  # of the processor; when the piece that has begun is done, this thread rests
 _REST = 10  # times as long as a burst: an eleventh of a processor at most, however much there is to tell
-_MOST_TELLING = 0.25  # seconds for what is new in a tier; then what is gone has its turn
+_MOST_TELLING = 0.2  # seconds for what is gone from a tier, or new in it; then the next one has its turn
 _PAUSE_SECONDS = 0.002  # between two rounds if the first has not told all, and while the outlet is full
 _REMEMBERED = 4096  # notes of chunks that are being stored or loaded: some MiB
 _TOKEN_BYTES = 5  # of a token id in a message, at most
@@ -70,23 +70,23 @@ class StoredEvents:
     def __init__(
         self,
         ledgers: Mapping[str, Ledger],
-        root: bytes,
+        present_root: Callable[[], bytes],
         groups: Groups,
         form: EventForm,
         outlet: Outlet,
         keeps_notes: bool = True,
-        follow: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare; `start` begins. `ledgers`: of the local tiers, by name; `root`: of the engine's namespace.
+        """Prepare; `start` begins. `ledgers`: of the local tiers, by name.
 
-        Without `keeps_notes` no token ids are left beside the tiers: a restarted engine tells of no earlier chunk.
-        `follow` is called before each comparison: it calls `renew` if other processes have changed the weights.
+        `present_root` returns the root of the engine's namespace, of requests without an adapter and a salt: it becomes
+        another one when the weights change, here or in another process. Without `keeps_notes` no token ids are left
+        beside the tiers: a restarted engine tells of no earlier chunk.
         """
         self._groups, self._form, self._outlet, self._keeps_notes = groups, form, outlet, keeps_notes
-        self._follow = follow
         self._tiers = [TierDifference(MEDIA[tier], at, form, self._rest) for tier, at in ledgers.items()]
         self._lock = threading.Lock()
-        self._roots = {root}  # of which there was a request; the thread reads it without the lock
+        self._present_root, self._root = present_root, present_root()
+        self._roots = {self._root}  # of which there was a request; the thread reads it without the lock
         self._met: set[bytes] = set()  # those of them that are new
         # by key: of chunks that are being stored or loaded
         self._fresh: OrderedDict[bytes, ChunkNote] = OrderedDict()
@@ -103,14 +103,17 @@ class StoredEvents:
         """Begin to tell."""
         begin(self._thread)
 
-    def note(self, make: NoteMaker, root: bytes, first: int, outcomes: Sequence[Outcome]) -> None:
+    def note(
+        self, make: NoteMaker, root: bytes, present: bytes, first: int, outcomes: Sequence[Outcome]
+    ) -> None:
         """Keep the notes of chunks `first`, `first` + 1, ... of a request, for which host slots were just reserved.
 
-        `make` returns the note of a chunk by its number; `root`: of the request's namespace. What it cannot note costs
-        events and nothing else.
+        `make` returns the note of a chunk by its number; `root`: of the request's namespace; `present`: what
+        `present_root` returned when that was named. If the weights have changed since, nothing is kept. What it cannot
+        note costs events and nothing else.
         """
         there = [(n, one) for n, one in enumerate(outcomes, first) if isinstance(one, Reserved | Present)]
-        notes = self._remember(make, root, [(chunk, one.key) for chunk, one in there])
+        notes = self._remember(make, root, present, [(chunk, one.key) for chunk, one in there])
         written = [
             (one.slot, one.generation, one.key, notes[one.key])
             for _, one in there
@@ -118,16 +121,9 @@ class StoredEvents:
         ]
         self._write(next(tier for tier in self._tiers if tier.medium == MEDIA["host"]), written)
 
-    def found(self, make: NoteMaker, root: bytes, first: int, keys: Sequence[bytes]) -> None:
+    def found(self, make: NoteMaker, root: bytes, present: bytes, first: int, keys: Sequence[bytes]) -> None:
         """Keep the notes of chunks that a request found in the tiers: routers hear of those that had none."""
-        self._remember(make, root, list(enumerate(keys, first)))
-
-    def renew(self, root: bytes) -> None:
-        """Tell that no chunk of before is served any more; from now on the engine's namespace is `root`."""
-        with self._lock:
-            self._roots, self._renewed = {root}, True
-            self._fresh.clear()
-            self._told_of.clear()
+        self._remember(make, root, present, list(enumerate(keys, first)))
 
     def close(self) -> bool:
         """End the thread; return whether it has ended, within about a second. Idempotent."""
@@ -137,18 +133,21 @@ class StoredEvents:
         return not self._thread.is_alive()
 
     def _remember(
-        self, make: NoteMaker, root: bytes, chunks: Sequence[tuple[int, bytes]]
+        self, make: NoteMaker, root: bytes, present: bytes, chunks: Sequence[tuple[int, bytes]]
     ) -> dict[bytes, ChunkNote]:
         """Return the notes of chunks, by key, as far as they can be made. Notes are made once."""
+        try:
+            known = self._known(present, [key for _, key in chunks])
+            lacking = [] if known is None else [(chunk, key) for chunk, key in chunks if key not in known]
+            made = {key: note for chunk, key in lacking if (note := make(chunk)) is not None}
+        except Exception as trouble:  # noqa: BLE001  # a boundary: an engine's step goes on, whatever its request is
+            why = f"routers do not hear of some chunks: {type(trouble).__name__}: {trouble}"
+            self._lines.warn(log, Reason.IO_ERROR, why)
+            return {}
         fresh = self._fresh
         with self._lock:
-            notes = {key: note for _, key in chunks if (note := fresh.get(key)) is not None}
-            for key in notes:
-                fresh.move_to_end(key)
-        if len(notes) == len(chunks):
-            return notes
-        made = self._made(make, [(chunk, key) for chunk, key in chunks if key not in notes])
-        with self._lock:
+            if known is None or present != self._root:
+                return {}
             if made and root not in self._roots:
                 self._roots.add(root)
                 self._met.add(root)
@@ -156,15 +155,26 @@ class StoredEvents:
             self._told_of |= made.keys()
             while len(fresh) > _REMEMBERED:
                 self._told_of.discard(fresh.popitem(last=False)[0])
-        return notes | made
+        return known | made
 
-    def _made(self, make: NoteMaker, chunks: Sequence[tuple[int, bytes]]) -> dict[bytes, ChunkNote]:
-        try:
-            return {key: note for chunk, key in chunks if (note := make(chunk)) is not None}
-        except Exception as trouble:  # noqa: BLE001  # a boundary: an engine's step goes on, whatever its request is
-            why = f"routers do not hear of some chunks: {type(trouble).__name__}: {trouble}"
-            self._lines.warn(log, Reason.IO_ERROR, why)
-            return {}
+    def _known(self, present: bytes, keys: Sequence[bytes]) -> dict[bytes, ChunkNote] | None:
+        """Return the notes of those of these keys that have one here; None if the weights are others than `present`."""
+        with self._lock:
+            self._follow_weights()
+            if present != self._root:
+                return None
+            known = {key: note for key in keys if (note := self._fresh.get(key)) is not None}
+            for key in known:
+                self._fresh.move_to_end(key)
+            return known
+
+    def _follow_weights(self) -> None:
+        """Begin anew if the weights have changed: no chunk of before is served any more. With the lock."""
+        root = self._present_root()
+        if root != self._root:
+            self._root, self._roots, self._renewed = root, {root}, True
+            self._fresh.clear()
+            self._told_of.clear()
 
     def _write(self, tier: TierDifference, written: Sequence[tuple[int, int, bytes, ChunkNote]]) -> None:
         """Write notes of a tier, each with slot, generation and key; what was cleared meanwhile leaves none."""
@@ -201,7 +211,6 @@ class StoredEvents:
                     cleared = self._outlet.cleared
                     for tier in self._tiers:
                         tier.tell_again()
-                self._follow()
                 if not self._round():
                     next_round = _PAUSE_SECONDS
                 elif not whole:
@@ -209,6 +218,8 @@ class StoredEvents:
                 pause = min(max(pause, _RETELL_SECONDS), _LONGEST_RETELL_SECONDS)
             except Exception as trouble:  # noqa: BLE001  # a boundary: the engine serves on
                 wanted |= self._sending
+                for tier in self._tiers:
+                    tier.choose_again()
                 why = f"KV events are late: {type(trouble).__name__}: {trouble}"
                 self._lines.warn(log, Reason.IO_ERROR, why)
             self._rest()
@@ -219,20 +230,18 @@ class StoredEvents:
         whole = self._for_a_while(self._anew)
         self._sending = False
         with self._lock:
+            self._follow_weights()
             roots, met, told_of, renewed = self._roots, self._met, self._told_of, self._renewed
             self._met, self._told_of, self._renewed = set(), set(), False
         for tier in self._tiers:
             if renewed:
-                tier.drop_told()
+                tier.keep_only(roots)
             tier.meet(met)
             if told_of:
                 tier.look_again(told_of)
         for tier in self._tiers:
-            for removed in tier.removed():
-                self._send(removed)
-                self._rest()
-                if self._ended.is_set():
-                    return False
+            whole &= self._for_a_while(map(self._send, tier.removed()))
+        for tier in self._tiers:
             whole &= self._for_a_while(map(partial(self._tell, tier, roots), tier.new()))
         return whole
 

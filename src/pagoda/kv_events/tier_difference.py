@@ -1,4 +1,7 @@
-"""What routers were told of one tier, slot by slot, and how the published columns of the tier differ from it."""
+"""What routers were told of one tier, slot by slot, and how the published columns of the tier differ from it.
+
+While nobody changes the ledger, and all was told, no slot is looked at.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +44,31 @@ class TierDifference:
         self._state = np.zeros(slots, np.uint8)
         self._held = np.zeros(slots, np.bool_)  # whether routers hold the chunk to be there
         self._names = np.full(slots, None, np.object_)  # of the chunks that they do
-        self._marks = np.zeros(slots, np.uint64)  # of a namespace of which this engine has seen no request
-        self._before: dict[_Name, int] = {}  # slots told in the last round and in this one
+        self._marks = np.zeros(slots, np.uint64)  # of the namespaces of the chunks that have a note
+        self._walk: Iterator[list[object]] | None = None  # compares all slots, if it has begun
+        # the ledger's last change when that walk began, and when the last whole one did
+        self._walks_at: int | None = None
+        self._compared: int | None = None
+        # slots told since that walk began, and from the begin of the one before it on
         self._just: dict[_Name, int] = {}
-        self._chosen, self._more, self._chosen_at = np.empty(0, np.int64), False, 0.0  # to be told next
+        self._before: dict[_Name, int] = {}
+        self._chosen, self._chosen_at = np.empty(0, np.int64), 0.0  # to be told next
+        self._unchosen = False  # whether there may be more of them
 
     def tell_again(self) -> None:
         """Tell everything once more. What is evicted before its turn is still told to be gone."""
         self._state[self._state == _TOLD] = _WAITS
+        self._unchosen = True
 
-    def drop_told(self) -> None:
-        """Compare everything anew, with other namespaces: what was told is removed unless it is told again."""
-        self._generation[:] = 0
+    def choose_again(self) -> None:
+        """Choose once more what is told next: what was chosen was not told."""
+        self._unchosen = True
+
+    def keep_only(self, roots: set[bytes]) -> None:
+        """Tell that what was told of all other namespaces is gone, and look at what waits for these."""
+        self._generation[self._held & ~np.isin(self._marks, marks_of(list(roots)))] = 0
+        self._compared = self._walks_at = None
+        self.meet(roots)
 
     def look_again(self, keys: Sequence[bytes] | set[bytes]) -> None:
         """Look again at slots without a note: there may be one now."""
@@ -60,6 +76,7 @@ class TierDifference:
         if len(silent):
             marks = self.ledger.columns.keys[silent, 0]
             self._state[silent[np.isin(marks, marks_of(list(keys)))]] = _WAITS
+            self._unchosen = True
 
     def _slices(self) -> Iterator[slice]:
         """Walk all slots, some at a time, from the last to the first: often those that were used last come first."""
@@ -68,45 +85,76 @@ class TierDifference:
             self._rest()
 
     def removed(self) -> Iterator[list[object]]:
-        """Find the slots whose chunk is another than the last time; return the events of those that were told."""
+        """Find the slots whose chunk is another than the last time; return the events of those that were told.
+
+        Events are made as they are taken: the next call goes on with what was not. Not one slot is looked at if the
+        ledger is as it was when all of them were compared.
+        """
+        if self._walk is None:
+            self._walks_at = self.ledger.last_change()  # before the first slot is looked at
+            if self._walks_at is not None and self._walks_at == self._compared:
+                return iter(())
+            self._walk = self._compare()
+        return self._walk
+
+    def _compare(self) -> Iterator[list[object]]:
+        """Walk all slots, and return events of what is gone."""
         self._before, self._just = self._just, {}
         published = self.ledger.columns.generation
-        for rows in self._slices():
-            changed = np.flatnonzero(published[rows] != self._generation[rows]) + rows.start
-            if not len(changed):
-                continue
-            now, gone = published[changed], changed[self._held[changed]]
-            for at in range(0, len(gone), _GONE_PIECE):
-                slots = gone[at : at + _GONE_PIECE]
-                names = zip(slots.tolist(), self._names[slots].tolist(), strict=True)
-                self._held[slots], self._names[slots] = False, None
-                told: dict[int, list[bytes]] = {}
-                for slot, (group, hashes) in names:
-                    # else the chunk was stored again in another slot before this one was seen to be free
-                    if self._before.get((group, hashes), slot) == slot:
-                        told.setdefault(group, []).append(hashes)
-                if told:
-                    yield [self._form.removed(hashes, self.medium, group) for group, hashes in told.items()]
-            self._generation[changed] = now
-            self._state[changed] = _WAITS
+        try:
+            for rows in self._slices():
+                lost = self.ledger.session.lost  # nothing of it hits any more
+                old = self._held[rows] if lost else published[rows] != self._generation[rows]
+                changed = np.flatnonzero(old) + rows.start
+                now, held = published[changed], self._held[changed]
+                self._changed(changed[~held], now[~held])
+                gone, now = changed[held], now[held]
+                for at in range(0, len(gone), _GONE_PIECE):
+                    slots = gone[at : at + _GONE_PIECE]
+                    events = self._events_of_gone(slots)
+                    self._changed(slots, now[at : at + _GONE_PIECE])
+                    if events:
+                        yield events
+            self._compared, self._unchosen = self._walks_at, True
+        finally:
+            self._walk = None
+
+    def _changed(self, slots: Slots, generations: npt.NDArray[np.uint64]) -> None:
+        """Note that these slots have other chunks now, of which nothing is known yet."""
+        if len(slots):
+            self._generation[slots], self._state[slots], self._unchosen = generations, _WAITS, True
+
+    def _events_of_gone(self, slots: Slots) -> list[object]:
+        """Return the events that the chunks told of these slots are gone; from now on routers do not hold them."""
+        told: dict[int, list[bytes]] = {}
+        for slot, (group, hashes) in zip(slots.tolist(), self._names[slots].tolist(), strict=True):
+            name = group, hashes
+            # else the chunk was stored again in another slot before this one was seen to be free
+            if self._just.get(name, self._before.get(name, slot)) == slot:
+                told.setdefault(group, []).append(hashes)
+        events = [self._form.removed(hashes, self.medium, group) for group, hashes in told.items()]
+        self._held[slots], self._names[slots] = False, None
+        return events
 
     def meet(self, roots: set[bytes]) -> None:
         """Look again at the slots of namespaces of which this engine has seen its first request."""
         if roots:
             self._state[(self._state == _OTHERS) & np.isin(self._marks, marks_of(list(roots)))] = _WAITS
+            self._unchosen = True
 
     def new(self) -> Iterator[Slots]:
         """Return slots to be told, in pieces: chunks used last first, and of one prompt from its first chunk on.
 
         All slots are looked through for them, once a second if there are many: the next call goes on with the rest.
         """
-        if not len(self._chosen) or time.monotonic() > self._chosen_at + _CHOSEN_SECONDS:
+        is_old = time.monotonic() > self._chosen_at + _CHOSEN_SECONDS
+        if self._unchosen and (is_old or not len(self._chosen)):
             self._choose()
         while len(self._chosen):
             slots, self._chosen = self._chosen[:PIECE], self._chosen[PIECE:]
             # a slot may have taken another chunk since it was chosen: once that one is ready, its key is published
             yield slots[self.ledger.is_ready(slots, self._generation[slots])]
-            if not len(self._chosen) and self._more:
+            if not len(self._chosen) and self._unchosen:
                 self._choose()
 
     def _choose(self) -> None:
@@ -121,7 +169,7 @@ class TierDifference:
             ready, uses = ready[last], uses[last]
             if len(ready) == _MOST_CHOSEN:
                 least = int(uses[-1])
-        self._chosen, self._more = ready, len(ready) == _MOST_CHOSEN
+        self._chosen, self._unchosen = ready, len(ready) == _MOST_CHOSEN
 
     def places(self, slots: Slots) -> list[tuple[int, bytes]]:
         """Return these slots with their keys."""
@@ -143,9 +191,10 @@ class TierDifference:
                 continue
             if note is None:
                 self._state[slot] = _NO_NOTE
-            elif note.root not in roots:
+                continue
+            self._marks[slot] = marks_of([note.root])[0]
+            if note.root not in roots:
                 self._state[slot] = _OTHERS
-                self._marks[slot] = marks_of([note.root])[0]
             else:
                 self._state[slot] = _TOLD
                 name = note.group, note.hashes

@@ -117,9 +117,8 @@ def remove(ledger: Ledger, keys: Sequence[bytes], reason: Reason = Reason.REMOVE
     removed, notes = 0, ChunkNotes(ledger.directory)
     for batch in batches(keys):
         places = ledger.columns.places_of(batch) if notes.exist() else []
-        removed += ledger.session.write(
-            partial(hold_pin_remove.remove, keys=batch, reason=reason), frees=True
-        )
+        work = partial(hold_pin_remove.remove, keys=batch, reason=reason)
+        removed += ledger.session.write(work, frees=True)
         with suppress(OSError):  # it can be read only under a key that is published no more
             notes.erase(places)
     return removed
@@ -171,9 +170,8 @@ def _drop_cleared(ledger: Ledger, scope: ClearScope) -> int:
     def cleared(_txn: Txn, _tables: Tables, key: bytes, row: bytes) -> int | None:
         return int(SLOT_KEY.unpack(key)[0]) if hold_pin_remove.is_cleared(row, namespace, watermark) else None
 
-    slots = (
-        slot for slot in ledger.session.read_rows(lambda tables: tables.slots, cleared) if slot is not None
-    )
+    rows = ledger.session.read_rows(lambda tables: tables.slots, cleared)
+    slots = (slot for slot in rows if slot is not None)
     dropped, most = 0, 4  # a few first: if the map is full, they free space for more
     while dropped < chunks and (found := list(islice(slots, most))):
         drop = partial(hold_pin_remove.drop_cleared, slots=found, namespace=namespace, watermark=watermark)

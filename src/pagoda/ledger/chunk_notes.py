@@ -11,11 +11,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from struct import Struct
 from zlib import crc32
 
+from pagoda.disk_space import opened
 from pagoda.ledger.columns import KEY_BYTES
 from pagoda.ledger.store_state import NOTES
 
@@ -37,7 +38,7 @@ class ChunkNotes:
 
     def write(self, notes: Iterable[tuple[int, bytes, bytes]]) -> None:
         """Write notes, each as slot, key and note of at most MOST_NOTE_BYTES. OSError if one cannot be written."""
-        with _opened(self._path, os.O_WRONLY | os.O_CREAT) as file:
+        with opened(self._path, os.O_WRONLY | os.O_CREAT) as file:
             for slot, key, note in notes:
                 page = _HEAD.pack(key, len(note), crc32(note)) + note
                 if os.pwrite(file, page, slot * _PAGE_BYTES) < len(page):
@@ -46,21 +47,21 @@ class ChunkNotes:
     def read(self, places: Sequence[tuple[int, bytes]]) -> list[bytes | None]:
         """Return the notes of these slots, each None unless it is that key's. OSError."""
         try:
-            with _opened(self._path, os.O_RDONLY) as file:
+            with opened(self._path, os.O_RDONLY) as file:
                 return [_note(os.pread(file, _PAGE_BYTES, slot * _PAGE_BYTES), key) for slot, key in places]
         except FileNotFoundError:
             return [None] * len(places)
 
     def erase(self, places: Iterable[tuple[int, bytes]]) -> None:
         """Erase the notes of these keys that are in these slots. OSError."""
-        with suppress(FileNotFoundError), _opened(self._path, os.O_RDWR) as file:
+        with suppress(FileNotFoundError), opened(self._path, os.O_RDWR) as file:
             for slot, key in places:
                 if os.pread(file, KEY_BYTES, slot * _PAGE_BYTES) == key:
                     os.pwrite(file, bytes(_PAGE_BYTES), slot * _PAGE_BYTES)
 
     def places(self) -> Iterator[tuple[int, bytes]]:
         """Walk the slots that have a note, with the key of each. OSError."""
-        with suppress(FileNotFoundError), _opened(self._path, os.O_RDONLY) as file:
+        with suppress(FileNotFoundError), opened(self._path, os.O_RDONLY) as file:
             at = 0
             while True:
                 try:
@@ -72,15 +73,6 @@ class ChunkNotes:
                 if any(key := os.pread(file, KEY_BYTES, at)):
                     yield at // _PAGE_BYTES, key
                 at += _PAGE_BYTES
-
-
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 def _note(page: bytes, key: bytes) -> bytes | None:

@@ -159,9 +159,7 @@ def _active_file(path: Path) -> _ActiveFile | None:
 def _parsed(record: bytes, number: int) -> tuple[bytes, int] | None:
     """Return namespace and watermark of a record; None if it is not a valid record of that run."""
     own, root, watermark = _RECORD.unpack_from(record)
-    sound = own == number and _CHECK.unpack_from(record, _RECORD.size)[0] == zlib.crc32(
-        record[: _RECORD.size]
-    )
+    sound = own == number and record[:_BYTES] == _sealed(own, root, watermark)
     return (root, watermark) if sound else None
 
 

@@ -16,12 +16,15 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pagoda.disk_space import allocate, opened
+from pagoda.errors import NoRoomError
 from pagoda.policy import Ghosts
 
 NOT_READY = np.iinfo(np.int64).max  # `last_use` of a slot that holds nothing to evict
@@ -142,11 +145,17 @@ class Columns:
 
 def map_file(path: Path, nbytes: int) -> mmap.mmap:
     """Map a file, shared with other processes."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDWR) as fd:
         return mmap.mmap(fd, nbytes)
-    finally:
-        os.close(fd)
+
+
+def map_or_private(path: Path | None, nbytes: int) -> memoryview:
+    """Map a file, made if it is not there. Without a path, or without space for the file: memory of this process."""
+    if path is not None:
+        with suppress(NoRoomError, OSError):
+            allocate(path, nbytes)
+            return memoryview(map_file(path, nbytes))
+    return memoryview(bytearray(nbytes))
 
 
 def columns_bytes(slots: int) -> int:

@@ -69,9 +69,8 @@ def vacate_unscanned(transaction: Transaction, count: int) -> int:
 def release(transaction: Transaction, chunks: Sequence[tuple[int, int]]) -> None:
     """End one hold of this member on each chunk, if it has one; the last frees the slot if the chunk was removed."""
     for slot, generation in chunks:
-        holds = list(
-            HOLD.iter_unpack(transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.holds) or b"")
-        )
+        row = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.holds)
+        holds = list(HOLD.iter_unpack(row or b""))
         if (generation, transaction.member) in holds:
             holds.remove((generation, transaction.member))
             left = b"".join(HOLD.pack(*row) for row in holds)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.clock import Clock
-from pagoda.errors import NoRoomError, StoreError
+from pagoda.errors import ClosedError, NoRoomError, StoreError
 from pagoda.finalizers import settle
 from pagoda.fork import call_in_child
 from pagoda.ledger import allocation, hold_pin_remove, queries
@@ -527,8 +527,18 @@ class Ledger:
 
     def is_ready(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Tell for each slot whether its chunk is committed and still there; a hint, for reports. Takes no lock."""
-        columns = self.columns
-        return np.asarray(self.still_valid(slots, generations) & (columns.last_use[slots] != NOT_READY))
+        there = self.still_valid(slots, generations) & (self.columns.last_use[slots] != NOT_READY)
+        return np.asarray(there & (not self.session.lost))
+
+    def last_change(self) -> int | None:
+        """Return the number of the last change, which is published; None if it is not known now. Waits for none.
+
+        Until it is another number, each slot has the chunk that it has now, and what is not ready stays so.
+        """
+        try:
+            return self.session.read(lambda txn, _: txn.id(), deadline_seconds=0.0)
+        except (StoreError, ClosedError):
+            return None
 
     def lease(self, slots: NDArray[np.int64], generations: NDArray[np.uint64], seconds: float) -> None:
         """Keep the policy from evicting these slots for a while: at most 60 s, at most half of the slots."""

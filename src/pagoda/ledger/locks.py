@@ -37,6 +37,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
+from pagoda.errors import StoreError
 from pagoda.fork import call_in_child
 
 GATE, INTENT, OPEN, SCAN, LABELS = 0, 1, 2, 3, 4
@@ -56,6 +57,11 @@ _forks = 0  # of this process so far
 
 class DeadlineMissedError(Exception):
     """The gate could not be taken in time. Never leaves the ledger: it becomes `Reason.LEDGER_BUSY`."""
+
+
+def timed_out(seconds: float, doing: str) -> StoreError:
+    """Return the error of a wait for what another process is doing."""
+    return StoreError(f"timed out after {seconds:g} s: another process {doing}; look for a stopped process")
 
 
 class LockFile:

@@ -18,10 +18,8 @@ _LOOK = 2048  # slots that `publish_committed` examines in one transaction
 
 def add_member(transaction: Transaction) -> int:
     """Write the row of this member; return its row of counters. LookupError if all rows are taken."""
-    taken = {
-        MEMBER.unpack(row)[0]
-        for _, row in transaction.tables.rows(transaction.txn, transaction.tables.members)
-    }
+    rows = transaction.tables.rows(transaction.txn, transaction.tables.members)
+    taken = {MEMBER.unpack(row)[0] for _, row in rows}
     counter_row = next((row for row in range(MEMBER_ROWS) if row not in taken), None)
     if counter_row is None:
         raise LookupError
@@ -51,7 +49,9 @@ def reap(transaction: Transaction, most: int) -> int:
     A dead member's row is removed when nothing is left of it; its counters stay there until then (`remove_member`).
     """
     freed = 0
-    for slot, reservation in _abandoned(transaction):
+    for slot, reservation in _reservations(transaction):
+        if any(map(transaction.alive, reservation.writers)):
+            continue
         if freed == most:
             return freed
         if _may_still_be_written(transaction, reservation):
@@ -69,9 +69,8 @@ def remove_dead(transaction: Transaction, counters: NDArray[np.uint64]) -> bool:
     tables = transaction.tables
     numbers = [MEMBER_KEY.unpack(row)[0] for row, _ in tables.rows(transaction.txn, tables.members)]
     dead = [number for number in numbers if not transaction.alive(number)]
-    writers = (
-        {member for _, r in _reservations(transaction) for member in (r.owner, *r.writers)} if dead else set()
-    )
+    reservations = _reservations(transaction) if dead else []
+    writers = {member for _, r in reservations for member in (r.owner, *r.writers)}
     gone = [number for number in dead if number not in writers]
     for number in gone:
         remove_member(transaction, number, counters)
@@ -126,17 +125,11 @@ def _reservations(transaction: Transaction) -> list[tuple[int, Reservation]]:
     return [(SLOT_KEY.unpack(row)[0], Reservation.unpack(value)) for row, value in rows]
 
 
-def _abandoned(transaction: Transaction) -> list[tuple[int, Reservation]]:
-    """Return the reservations of which no living member has an uncommitted part."""
-    return [(slot, r) for slot, r in _reservations(transaction) if not any(map(transaction.alive, r.writers))]
-
-
 def _may_still_be_written(transaction: Transaction, reservation: Reservation) -> bool:
     if reservation.owner == NO_MEMBER:  # a negative age is from another boot: long ago
         return 0 <= transaction.now - reservation.started < DEVICE_GRACE_NS
-    rows = [
-        transaction.get(MEMBER_KEY.pack(w), db=transaction.tables.members) for w in reservation.writers if w
-    ]
+    keys = (MEMBER_KEY.pack(writer) for writer in reservation.writers if writer)
+    rows = (transaction.get(key, db=transaction.tables.members) for key in keys)
     return any(MEMBER.unpack(row)[3] for row in rows if row is not None)
 
 

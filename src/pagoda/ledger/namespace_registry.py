@@ -18,7 +18,7 @@ from pagoda.ledger import clears_and_labels, queries
 from pagoda.ledger.clear_log import ALL, ClearLog, Watermarks
 from pagoda.ledger.clears_and_labels import NamespaceCounts
 from pagoda.ledger.lmdb_tables import NAMESPACE
-from pagoda.ledger.locks import LABELS
+from pagoda.ledger.locks import LABELS, timed_out
 from pagoda.ledger.session import PATIENT_SECONDS, Session
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import guarded_logger
@@ -37,11 +37,8 @@ class NamespaceRegistry:
     def __init__(self, session: Session) -> None:
         state = session.store.state
         self._session = session
-        self._directory, self._in_memory, self._slots = (
-            session.store.directory,
-            state.kind == "memory",
-            state.slots,
-        )
+        self._directory = session.store.directory
+        self._in_memory, self._slots = state.kind == "memory", state.slots
         self._clear_log = ClearLog(self._directory)
         self._labelled: set[bytes] = set()
         self._unsaved, self._saved = False, float("-inf")
@@ -92,10 +89,8 @@ class NamespaceRegistry:
             unlock = locks.unlocking(LABELS)
             try:
                 if not locks.lock(LABELS, exclusive=True, until=time.monotonic() + PATIENT_SECONDS):
-                    raise StoreError(
-                        f"timed out after {PATIENT_SECONDS:g} s: another process holds the lock of the namespaces of "
-                        f"{self._directory}; look for a stopped process"
-                    )
+                    doing = f"holds the lock of the namespaces of {self._directory}"
+                    raise timed_out(PATIENT_SECONDS, doing)
                 self._session.require_store()
                 yield
             finally:
@@ -122,20 +117,20 @@ class NamespaceRegistry:
 
     def counts(self, until: float | None = None) -> list[NamespaceCounts]:
         """Return the namespaces that have a row in the tables. StoreError."""
-        rows = self._session.read_rows(
-            lambda tables: tables.namespaces,
-            lambda _t, _s, _k, row: NamespaceCounts(*NAMESPACE.unpack(row)),
-            until,
-        )
-        return list(rows)
+
+        def made(_txn: object, _tables: object, _key: bytes, row: bytes) -> NamespaceCounts:
+            return NamespaceCounts(*NAMESPACE.unpack(row))
+
+        return list(self._session.read_rows(lambda tables: tables.namespaces, made, until))
 
     def labels(self, until: float) -> dict[bytes, dict[str, str]]:
         """Return all labels, by root. StoreError."""
         decode = msgspec.json.Decoder(dict[str, str]).decode
-        rows = self._session.read_rows(
-            lambda tables: tables.labels, lambda _t, _s, root, row: (root, decode(row)), until
-        )
-        return dict(rows)
+
+        def made(_txn: object, _tables: object, root: bytes, row: bytes) -> tuple[bytes, dict[str, str]]:
+            return root, decode(row)
+
+        return dict(self._session.read_rows(lambda tables: tables.labels, made, until))
 
     # ---- labels
 

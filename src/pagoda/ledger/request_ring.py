@@ -15,10 +15,8 @@ from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
 
-from pagoda.disk_space import allocate
-from pagoda.errors import NoRoomError
-from pagoda.fork import reset_in_child
-from pagoda.ledger.columns import map_file
+from pagoda.fork import reset_now_and_in_child
+from pagoda.ledger.columns import map_or_private
 from pagoda.metrics import TIER_KINDS
 
 MOST_REQUESTS = 63
@@ -46,14 +44,9 @@ class RequestRing:
 
     def __init__(self, path: Path) -> None:
         """Map the page, made if it is not there."""
-        try:
-            allocate(path, _PAGE_BYTES)
-            self._page = memoryview(map_file(path, _PAGE_BYTES))
-        except (NoRoomError, OSError):
-            self._page = memoryview(bytearray(_PAGE_BYTES))
+        self._page = map_or_private(path, _PAGE_BYTES)
         self._next = self._page[:8].cast("Q")
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Note which process this is: to ask the system each time would cost as much as the rest of an append."""

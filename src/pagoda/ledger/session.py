@@ -29,7 +29,7 @@ from pagoda.fork import call_in_child
 from pagoda.ledger.clears_and_labels import load_saved
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.lmdb_tables import MEMBER, MEMBER_KEY, Tables, Txn
-from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate
+from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate, timed_out
 from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
 from pagoda.ledger.members import add_member, leave, publish_committed, reap, remove_dead
 from pagoda.ledger.slot_view_guards import PageGuards
@@ -70,7 +70,7 @@ class Session:
         self.member = 0
         self.closed = False
         # its directory is another store's by now: no file of it is opened by path again
-        self._lost = self._told = False
+        self.lost = self._told = False
         self._damaged = False  # its tables; this was logged
         self._counters = map_counters(store.directory / COUNTERS_FILE)
         self._row = np.zeros(WIDTH, np.uint64).data  # of a member: its row of the mapped counters
@@ -101,7 +101,7 @@ class Session:
         """
         step = self._free if frees else self._transact
         try:
-            if self._lost:
+            if self.lost:
                 self.require_store()
             transaction, result = self.gate.run(partial(step, work), deadline_seconds, exclusive=True)
         except Exception as error:
@@ -177,7 +177,7 @@ class Session:
         """Run `work` as one read transaction. UnavailableError if it cannot be run."""
         until = time.monotonic() + deadline_seconds
         try:
-            if self._lost:
+            if self.lost:
                 self.require_store()
             found = self.gate.run(partial(self._look, work), deadline_seconds)
             if not found:  # the first call after a fork: become a new member
@@ -196,9 +196,8 @@ class Session:
 
         def page(txn: Txn, tables: Tables) -> tuple[list[T], bytes | None]:
             rows = list(islice(tables.rows(txn, table(tables), start or b""), most + 1))
-            return [made(txn, tables, *row) for row in rows[:most]], rows[most][0] if len(
-                rows
-            ) > most else None
+            found = [made(txn, tables, *row) for row in rows[:most]]
+            return found, rows[most][0] if len(rows) > most else None
 
         start: bytes | None = b""
         while start is not None:
@@ -306,10 +305,8 @@ class Session:
 
     def _living(self, txn: Txn, tables: Tables) -> list[tuple[int, int]]:
         """Return counter row and process id of each living member."""
-        members = ((MEMBER_KEY.unpack(key)[0], row) for key, row in tables.rows(txn, tables.members))
-        return [
-            MEMBER.unpack(row)[:2] for member, row in members if member == self.member or self._alive(member)
-        ]
+        rows = ((MEMBER_KEY.unpack(key)[0], row) for key, row in tables.rows(txn, tables.members))
+        return [MEMBER.unpack(row)[:2] for one, row in rows if one == self.member or self._alive(one)]
 
     # ---- counters
 
@@ -342,10 +339,7 @@ class Session:
         try:
             self.gate.run(self._open, deadline_seconds, exclusive=True)
         except DeadlineMissedError as error:
-            raise StoreError(
-                f"timed out after {deadline_seconds:g} s: another process is changing {self.store.directory}; "
-                "look for a stopped process"
-            ) from error
+            raise timed_out(deadline_seconds, f"is changing {self.store.directory}") from error
         except Exception as error:
             if isinstance(error, StoreError) or not self._is_trouble(error):
                 raise
@@ -378,12 +372,12 @@ class Session:
 
     def is_at(self, locks: Path) -> bool:
         """Whether this is the session of the store with that lock file, and still usable."""
-        return not self.closed and not self._lost and self.store.locks.is_at(locks)
+        return not self.closed and not self.lost and self.store.locks.is_at(locks)
 
     def require_store(self) -> None:
         """Raise StoreError if the directory is no longer this store's, now or at an earlier call; logged once."""
-        self._lost = self._lost or not self.store.is_current()
-        if not self._lost:
+        self.lost = self.lost or not self.store.is_current()
+        if not self.lost:
             return
         if not self._told:
             self._told = True
@@ -518,7 +512,7 @@ class Session:
             try:
                 self.store = reopen_store(self.store)
             except (StoreError, OSError):
-                self._lost = True
+                self.lost = True
 
 
 def _do_late(work: Callable[[Transaction], object], transaction: Transaction) -> None:

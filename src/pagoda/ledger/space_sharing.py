@@ -192,13 +192,10 @@ class SpaceShare:
         try:
             if holding.directory == self._directory:
                 return self.give(nbytes, idle=False)
-            giver = self._ledger.attach(
-                holding.directory, self._session.clock, _BORROW_SECONDS, borrowed=True
-            )
-            try:
+            clock = self._session.clock
+            giver = self._ledger.attach(holding.directory, clock, _BORROW_SECONDS, borrowed=True)
+            with contextlib.closing(giver):
                 return giver.space.give(nbytes, idle=not holding.in_use)
-            finally:
-                giver.close()
         except _TROUBLE as error:
             log.debug("%s gives nothing: %s", holding.directory, error)
             return 0 if holding.directory.exists() else holding.nbytes  # it was unusable, and was removed
@@ -266,13 +263,10 @@ class SpaceShare:
             store = self._ledger.attach(directory)
         except _TROUBLE:
             return "another process"
-        try:
+        with contextlib.closing(store):
             pids = sorted(set(store.session.processes()) - {os.getpid()})
-        finally:
-            store.close()
-        return (
-            "process" + "es" * (len(pids) != 1) + " " + ", ".join(map(str, pids)) if pids else "this process"
-        )
+        named = ", ".join(map(str, pids))
+        return f"process{'es' * (len(pids) != 1)} {named}" if pids else "this process"
 
     # ---- giving
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 from enum import IntEnum
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import xxhash
 
+from pagoda.disk_space import opened
 from pagoda.ledger.columns import columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
 
@@ -37,9 +39,8 @@ GUARD_WORDS = 64  # a member, see `slot_view_guards`
 GUARD_BYTES = MEMBER_ROWS * GUARD_WORDS * 8
 PROMPTS, OLD_PROMPTS = "prompts", "prompts-old"  # the log of prompts: see `cache/prompt_log`
 NOTES = "notes"  # of chunks, for routers of requests: see `chunk_notes`; of no format
-REQUESTS = (
-    "requests"  # the last ones: see `request_ring`; of no format, so that every version opens the store
-)
+# the last ones: see `request_ring`; of no format, so that every version opens the store
+REQUESTS = "requests"
 SPEEDS = "speeds"  # see `cache/load_cost`; of no format
 FIRST_OFFSET = 1 << 60  # recency stamps of a new store begin here, above those that a rebuild gives
 NEVER_BOOTED = ""  # boot id of a store whose ledger is being made or resized: never trusted
@@ -79,9 +80,8 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
     slab_format: int = 1
     used_bytes: int = 0  # of the tables, at a clean close
     checksum: str = ""  # of these and of the columns
-    chunk_bytes: int = (
-        0  # of a payload; 0 if only older versions, or none that stores payloads, had the store alone
-    )
+    # of a payload; 0 if only older versions, or none that stores payloads, had the store alone
+    chunk_bytes: int = 0
 
     def sizes(self) -> dict[str, int]:
         """Return the exact size of each mapped file, in bytes."""
@@ -147,12 +147,9 @@ def _read(directory: Path) -> bytes:
 
 
 def _write_at(directory: Path, offset: int, content: bytes) -> None:
-    fd = os.open(directory / STATE, os.O_WRONLY | os.O_CLOEXEC)
-    try:
+    with opened(directory / STATE, os.O_WRONLY) as fd:
         os.pwrite(fd, content, offset)  # the blocks exist already: all of it, or OSError
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _sealed(number: int, text: bytes) -> bytes:
@@ -179,7 +176,7 @@ def _record(content: bytes, page: int) -> _Record | None:
 
 def write_synced(path: Path, content: bytes) -> None:
     """Replace a small file so that it has either the old or the new content, also after a power cut."""
-    fresh = path.with_name(f".{path.name}-{os.getpid()}")
+    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     remove_abandoned(path.parent, f".{path.name}-*")
     try:
         with open(fresh, "wb", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
@@ -189,11 +186,13 @@ def write_synced(path: Path, content: bytes) -> None:
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Write to the medium which files a directory has. OSError."""
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        os.fsync(fd)
 
 
 def remove_abandoned(directory: Path, names: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pagoda.errors import StoreError
-from pagoda.ledger.locks import OPEN, LockFile
+from pagoda.ledger.locks import OPEN, LockFile, timed_out
 from pagoda.ledger.store_state import COLUMNS, LOCKS, STATE, TABLES, read_state
 
 MAKING, _GOING = ".new-", ".gone-"
@@ -100,10 +100,7 @@ def root_locked(root: Path, deadline_seconds: float) -> Iterator[None]:
     until = time.monotonic() + deadline_seconds
     with contextlib.closing(LockFile(root / LOCKS)) as locks:
         if not locks.lock(OPEN, exclusive=True, until=until):
-            raise StoreError(
-                f"timed out after {deadline_seconds:g} s: another process is opening a store under {root}; "
-                "look for a stopped process"
-            )
+            raise timed_out(deadline_seconds, f"is opening a store under {root}")
         _sweep(root)
         yield
 

@@ -112,9 +112,8 @@ def verify(txn: Txn, tables: Tables) -> dict[int, tuple[int, int, int, int, byte
     meta, bare = queries.backing(txn, tables)
     free = {SLOT_KEY.unpack(row)[0] for row, _ in tables.rows(txn, tables.free)}
     ready = {SLOT_KEY.unpack(row)[0]: SLOT.unpack(value) for row, value in tables.rows(txn, tables.slots)}
-    reserved = {
-        SLOT_KEY.unpack(row)[0]: Reservation.unpack(value) for row, value in tables.rows(txn, tables.reserved)
-    }
+    rows = tables.rows(txn, tables.reserved)
+    reserved = {SLOT_KEY.unpack(row)[0]: Reservation.unpack(value) for row, value in rows}
     _verify_slots(txn, tables, meta, free, set(bare), ready, reserved)
     return ready
 

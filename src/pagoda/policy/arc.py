@@ -9,7 +9,7 @@ ARC forgets ghosts sooner than the ledger does: it makes them as old as possible
 from __future__ import annotations
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,6 @@ from pagoda.policy.eviction_queue import NOT_READY, EvictionQueue, Rows
 from pagoda.policy.lru import raise_recency
 
 _FORGOTTEN = 1  # `last_use` of ghosts that are neither in B1 nor in B2
-
-
-class _VictimPlan(NamedTuple):
-    """For the newcomers admitted last: whether each victim is from T1, and how many of those leave no ghost."""
-
-    from_t1: list[bool]
-    unremembered: int
 
 
 class Arc:
@@ -39,7 +32,8 @@ class Arc:
         self._t2 = EvictionQueue(hints, lambda: (hints.hits == 0).astype(np.float64))
         self._target = 0.0  # of the size of T1: p of the paper
         self._shared = 0.0  # its value when it was last shared
-        self._plan = _VictimPlan([], 0)
+        self._from_t1: list[bool] = []  # of the victims of the latest newcomers: whether T1 loses each
+        self._forgets = 0  # how many of those are not remembered
         self._unremembered = 0  # chunks that T1 lost are in B1 only if they are younger than this stamp
 
     def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
@@ -60,7 +54,7 @@ class Arc:
         ones = self._of_t1(count)
         of_t1 = self._own(self._t1, ones, stamp, now)
         of_t2 = self._own(self._t2, count - ones, stamp, now)
-        last = min(self._plan.unremembered, len(of_t1))
+        last = min(self._forgets, len(of_t1))
         if last:
             self._unremembered = int(self._hints.last_use[of_t1[last - 1]])
         rows = np.concatenate([of_t1, of_t2[~np.isin(of_t2, of_t1)]])
@@ -105,7 +99,7 @@ class Arc:
             t1, t2 = (t1 + 1, t2) if origin == 0 else (t1, t2 + 1)
         self._forget(in_b1, less_b1)
         self._forget(in_b2, less_b2)
-        self._plan = _VictimPlan(from_t1, max(0, less_b1 - len(in_b1)))
+        self._from_t1, self._forgets = from_t1, max(0, less_b1 - len(in_b1))
 
     def _forget(self, ghosts: Rows, count: int) -> None:
         """Forget the oldest of these ghosts."""
@@ -122,7 +116,7 @@ class Arc:
 
     def _of_t1(self, count: int) -> int:
         """Return how many of the next victims should be from T1: the plan's, then as many as T1 is above its target."""
-        planned = self._plan.from_t1[:count]
+        planned = self._from_t1[:count]
         ones = sum(planned)
         if len(planned) < count:
             surplus = self._sizes()[0] - ones - self._target

@@ -63,11 +63,8 @@ class _Snapshot:
 
     def __init__(self, tree: _PrefixTree, rows: Rows, ranks: Ranks) -> None:
         self.rows, self.ranks = rows, ranks[rows]
-        self.uses, self.generations, self.youngest = (
-            tree.last_use[rows],
-            tree.generation[rows],
-            tree.youngest[rows],
-        )
+        self.uses, self.generations = tree.last_use[rows], tree.generation[rows]
+        self.youngest = tree.youngest[rows]
         at = np.full(len(ranks), -1)
         at[rows] = np.arange(len(rows))
         self.heir = np.where(tree.above[rows] == rows, -1, at[tree.above[rows]])  # where its parent is

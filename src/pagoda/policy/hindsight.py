@@ -24,7 +24,8 @@ from pagoda.policy.reuse_worth import AGES, CLASSES, Table, age_of, class_of, ta
 # repeated requests within this time count as one use: LRU-K's correlated references
 _AT_ONCE_NS = 1_000_000_000
 _LEARN_SECONDS = 5.0
-_STALE_NS_A_SLOT = 100_000  # how old a queue may become; a pass takes a thousandth of that time
+# how old a queue may become: a pass takes at most a thousandth of that time
+_STALE_NS, _STALE_NS_A_SLOT = 1_000_000_000, 100_000
 _MEMORY = 32  # how many uses are remembered for each slot; beyond that all counts are halved
 _CENSUS = 1 << 15  # how many slots and ghosts are sampled to learn
 _TABLE = CLASSES * AGES
@@ -168,7 +169,7 @@ class Hindsight:
             self._elected = False
             asked, watched = self._known
             self._worth, self._to_publish = worth(asked, watched + self._census(stamp)), True
-        if not 0 <= stamp - self._filled_at < _STALE_NS_A_SLOT * self._hints.slots:
+        if not 0 <= stamp - self._filled_at < max(_STALE_NS, _STALE_NS_A_SLOT * self._hints.slots):
             self._filled_at = stamp
             self._queue.fill(0, stamp, now)
 
@@ -210,10 +211,8 @@ class Hindsight:
     def _census(self, stamp: int) -> Table:
         """Count the ages of chunks that were not asked for again yet, kept or not; takes a sample if there are many."""
         hints, ghosts = self._hints, self._hints.ghosts
-        uses, hits = (
-            np.concatenate([hints.last_use, ghosts.last_use]),
-            np.concatenate([hints.hits, ghosts.hits]),
-        )
+        uses = np.concatenate([hints.last_use, ghosts.last_use])
+        hits = np.concatenate([hints.hits, ghosts.hits])
         weight = 1.0
         if len(uses) > _CENSUS:
             sample = self._random.integers(0, len(uses), _CENSUS)

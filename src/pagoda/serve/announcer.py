@@ -16,13 +16,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.errors import ClosedError
+from pagoda.errors import ClosedError, StoreError
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.serve.served_stores import ServedStore, ServedStores
-from pagoda.threads import Event
+from pagoda.threads import NO_THREAD, Event, begin
 from pagoda.tiers.remote.peer_directory import PERIOD_SECONDS, PeerDirectory, PeerDirectoryConnection
-from pagoda.tiers.remote.store_client import RefusedError
 
 _ROUND_SECONDS = 1.0
 _ROUNDS = PERIOD_SECONDS // 3  # in these every chunk is announced again, a part in each
@@ -41,7 +40,7 @@ class Announcer:
     ) -> None:
         """Start. `url` returns where other machines reach this one, from its address towards the directory.
 
-        `counts` gets "announced" and "announce_failures".
+        StoreError: no thread can be started. `counts` gets "announced" and "announce_failures".
         """
         self._directory, self._url, self._stores, self._counts = directory, url, stores, counts
         self._told: weakref.WeakKeyDictionary[ServedStore, NDArray[np.uint64]] = weakref.WeakKeyDictionary()
@@ -49,7 +48,8 @@ class Announcer:
         self._ended = Event()
         self._log = RateLimitedLog()
         self._thread = threading.Thread(target=self._run, name="pagoda-announcer", daemon=True)
-        self._thread.start()
+        if not begin(self._thread):
+            raise StoreError(f"other machines are not told what is here: {NO_THREAD}")
 
     def close(self) -> None:
         """Stop, soon, and wait for it. Hints that were given end by themselves."""
@@ -64,13 +64,14 @@ class Announcer:
             number += 1
             try:
                 self._announce(number)
-            except (OSError, RefusedError) as error:
+            except Exception as error:  # noqa: BLE001  # a background thread: it goes on with the next round
                 if self._connection is not None:
                     self._connection.close()
                     self._connection = None
                 if not self._ended.is_set():
                     self._counts["announce_failures"] += 1
-                    text = f"{self._directory.address}: {error}: other machines may not find what is new here"
+                    said = f"{type(error).__name__}: {error}"
+                    text = f"{self._directory.address}: {said}: other machines may not find what is new here"
                     self._log.warn(_logger, Reason.IO_ERROR, text)
 
     def _announce(self, number: int) -> None:

@@ -87,12 +87,15 @@ class LiveFeed:
                 await asyncio.sleep(PERIOD_SECONDS)
                 if not self._readers:
                     return
+                trouble = ""
                 try:
                     await self._take()
-                    event = _event(self._latest)
                 except (TimeoutError, OSError, PagodaError, OverloadedError):
-                    late = f"the stores have not answered for {_PATIENCE_SECONDS:g} s: look for a stopped process"
-                    event = _event({**self._latest, "troubles": [late], "sample": None})
+                    trouble = f"the stores have not answered for {_PATIENCE_SECONDS:g} s: look for a stopped process"
+                except Exception as error:  # noqa: BLE001  # a boundary: a stream that ends looks like one that rests
+                    trouble = f"the stores cannot be shown: {type(error).__name__}: {error}"
+                shown = {**self._latest, "troubles": [trouble], "sample": None} if trouble else self._latest
+                event = _event(shown)
                 for queue in list(self._readers):
                     try:
                         queue.put_nowait(event)

@@ -60,9 +60,12 @@ class FileSlab:
             if not self.direct:  # the caller has the bytes: the page cache need not
                 _drop_page_cache(fd, offset, sum(view.nbytes for view in views))
 
-    def write(self, slot: int, buffers: Sequence[Bytes]) -> None:
-        """Write `buffers` in order from the start of `slot`; an OSError leaves the slot torn."""
-        views = self._views(slot, buffers)
+    def write(self, slot: int, buffers: Sequence[Bytes], slots: int = 1) -> None:
+        """Write `buffers` in order from the start of `slot`; an OSError leaves the slot torn.
+
+        With `slots` they are for so many adjacent slots, and fill all but the last.
+        """
+        views = self._views(slot, buffers, slots)
         with self._open_fd():
             self._move_all(self._writev, views, slot * self.slot_bytes)
 
@@ -105,12 +108,12 @@ class FileSlab:
                 fd, self._fd = self._fd, -1
                 os.close(fd)
 
-    def _views(self, slot: int, buffers: Sequence[Bytes]) -> list[memoryview]:
-        if not 0 <= slot < self.slots:
+    def _views(self, slot: int, buffers: Sequence[Bytes], slots: int = 1) -> list[memoryview]:
+        if not 0 <= slot <= self.slots - slots:
             raise ValueError(f"slot {slot} is outside [0, {self.slots})")
         used = [buffer for buffer in buffers if buffer.nbytes]
         total = sum(buffer.nbytes for buffer in used)
-        if total > self.slot_bytes:
+        if total > self.slot_bytes * slots:
             raise ValueError(f"{total} bytes do not fit a slot of {self.slot_bytes}")
         if self.direct and any(buffer.nbytes % PAGE_BYTES or address(buffer) % PAGE_BYTES for buffer in used):
             raise ValueError(f"O_DIRECT needs whole pages of {PAGE_BYTES} bytes that begin on a page")

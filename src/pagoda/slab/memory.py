@@ -23,7 +23,7 @@ from pagoda.fork import reset_in_child
 from pagoda.slab import pinned
 from pagoda.slab.cuda_driver import Driver
 from pagoda.slab.linux_mmap import Memory, collapse_huge_pages, map_shared, populate
-from pagoda.threads import Event, begin
+from pagoda.threads import Event, start_thread
 
 PAGE_BYTES = 4096
 _PIECE_BYTES = 64 << 20  # per populate call: a few tens of ms, so close() never waits long
@@ -76,7 +76,6 @@ class MemorySlab:
         self._stop = Event()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._populated_bytes = 0
         self._pinned: pinned.PinnedMemory | None = None
         reset_in_child(self)
 
@@ -115,12 +114,6 @@ class MemorySlab:
             ]
         return views
 
-    @property
-    def populated_bytes(self) -> int:
-        """How many bytes populate() has faulted in so far (0 where the kernel cannot)."""
-        with self._lock:
-            return self._populated_bytes
-
     def populate(
         self, threads: int = 2, background: bool = True, backed: Sequence[range] | None = None
     ) -> None:
@@ -136,14 +129,10 @@ class MemorySlab:
                 return
             ranges = _byte_ranges([range(self.slots)] if backed is None else backed, self.slot_bytes)
             pieces = pinned.pieces(ranges, _PIECE_BYTES)
-            self._populated_bytes = 0
-            made = [
-                threading.Thread(
-                    target=self._populate, args=(array, pieces), name="pagoda-populate", daemon=True
-                )
-                for _ in range(max(1, threads))
-            ]
-            self._threads = [thread for thread in made if begin(thread)]
+            made = (
+                start_thread(self._populate, "pagoda-populate", array, pieces) for _ in range(max(1, threads))
+            )
+            self._threads = [thread for thread in made if thread is not None]
             running = list(self._threads)
         if not background:
             for thread in running:
@@ -161,8 +150,6 @@ class MemorySlab:
             if not populate(base + start, length):
                 return
             collapse_huge_pages(base + start, length)  # existing pages only: so after populate
-            with self._lock:
-                self._populated_bytes += length
 
     def pin(
         self,

@@ -29,9 +29,8 @@ from pagoda.threads import NO_THREAD, Event, begin
 # driver, which has one lock for all calls (NVIDIA/TensorRT-LLM#17773 uses pieces of 1 GiB for that reason).
 PIECE_BYTES = 256 << 20
 MAX_PIECE_BYTES = 64 << 30  # 512 GiB at once are refused, however much is free (vllm-project/vllm#51080)
-_PAUSE_SECONDS = (
-    0.001  # the least between two pieces: others wait for the driver's lock, some of them with the GIL
-)
+# the least between two pieces: others wait for the driver's lock, some of them with the GIL
+_PAUSE_SECONDS = 0.001
 _CLOSE_SECONDS = 5.0  # how long to wait for copies in flight by default
 _ABANDON = -1.0  # instead of seconds: end, and unregister nothing
 _NOT_SUPPORTED = 801
@@ -270,9 +269,8 @@ class PinnedMemory:
 
     def _register(self) -> float | None:
         """Register piece by piece; returns the seconds for closing once that was requested."""
-        parts = list(
-            _subtract(self._find_parts(), [(a - self._base, n) for a, n in self._registered.items()])
-        )
+        known = [(address - self._base, nbytes) for address, nbytes in self._registered.items()]
+        parts = list(_subtract(self._find_parts(), known))
         self._total_bytes = self.nbytes + sum(nbytes for _, nbytes in parts)
         self._driver.use(self.device_index)
         began, pause = time.monotonic(), _PAUSE_SECONDS

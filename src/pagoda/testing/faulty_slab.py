@@ -59,6 +59,7 @@ class FaultySlab(FileSlab):
         self.hanging = threading.Event()  # set once a call hangs
         self._released = threading.Event()
         self._plans: dict[str, list[_Planned]] = {name: [] for name in CALLS}
+        self._judged: dict[int, _Planned | None] = {}  # by slot: what its next write finds
         self._plan_lock = threading.Lock()
         self._shorten = threading.local()
 
@@ -98,9 +99,31 @@ class FaultySlab(FileSlab):
         if plan is not None and plan.fault is Fault.BIT_FLIP:
             _flip(buffers, plan.at)
 
-    def write(self, slot: int, buffers: Sequence[Bytes]) -> None:
-        """As FileSlab.write, with the planned faults."""
-        plan = self._next("write")
+    def write(self, slot: int, buffers: Sequence[Bytes], slots: int = 1) -> None:
+        """As FileSlab.write, with the planned faults.
+
+        A call for several slots counts as one for each of them, and ends at the first that fails. The faults of those
+        until then are found again by the next call for each.
+        """
+        each = len(buffers) // slots
+        plans: dict[int, _Planned | None] = {}
+        for n in range(slots):
+            plans[slot + n] = self._plan_of(slot + n)
+            try:
+                self._write_slot(slot + n, buffers[n * each : (n + 1) * each], plans[slot + n])
+            except OSError:
+                if slots > 1:
+                    with self._plan_lock:
+                        self._judged.update(plans)
+                raise
+
+    def _plan_of(self, slot: int) -> _Planned | None:
+        with self._plan_lock:
+            if slot in self._judged:
+                return self._judged.pop(slot)
+        return self._next("write")
+
+    def _write_slot(self, slot: int, buffers: Sequence[Bytes], plan: _Planned | None) -> None:
         if plan is not None and plan.fault is Fault.BIT_FLIP:
             buffers = [_copy(buffer) for buffer in buffers]
             _flip(buffers, plan.at)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 
 from pagoda.clock import Clock
+from pagoda.fork import reset_now_and_in_child
 
 
 class CircuitBreaker:
     """Counts failures in a row. After `limit` of them the device rests; then calls are probes until one ends.
 
     A probe that fails starts the next rest, for the calls queued beside it too. A probe that works ends the rest.
-    Thread-safe.
+    Thread-safe; may be used in a forked child.
     """
 
     def __init__(self, clock: Clock, limit: int = 4, rest_seconds: float = 5.0) -> None:
@@ -20,7 +21,7 @@ class CircuitBreaker:
         self._rest_ns = int(rest_seconds * 1e9)
         self._failures = 0
         self._retry_ns = 0
-        self.reset()
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Replace the lock in a forked child: a thread of the parent may have held it."""

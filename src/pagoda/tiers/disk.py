@@ -36,6 +36,7 @@ from pagoda.tiers.io_queue import IoQueue, IoWorker, QueuedTier, ReadRequest, Wo
 _LOAD_LEASE_SECONDS = 10.0  # chunks that a load has found stay until they are read
 BATCH_CHUNKS = 16
 BATCH_BYTES = 64 << 20  # a batch holds its payloads and its slots until the last of it is written
+_CALL_BYTES = 4 << 20  # less than this is written by one thread, and to adjacent slots by one call
 _ADMISSIONS = 256  # runs whose admission is remembered
 _ADMIT_CHUNKS = 64  # how many the policy is asked about at once
 _STORED_SECONDS = 0.02  # for an answer that only saves work: a save does not wait
@@ -353,6 +354,7 @@ class DiskStore(WorkerBackend):
         # for other tiers of this process.
         share = ledger.window // io_threads
         self.batch_chunks = max(1, min(BATCH_CHUNKS, share, BATCH_BYTES // self.slot_bytes))
+        self.fewest_chunks = max(1, min(self.batch_chunks, _CALL_BYTES // self.slot_bytes))
 
     def reset(self) -> None:
         """Create the locks: a thread of a parent process may have held the old ones."""
@@ -396,8 +398,10 @@ class DiskStore(WorkerBackend):
     @contextmanager
     def in_turn(self, batch: int) -> Iterator[None]:
         """Let batches reserve slots in the order in which they were queued, or a head could find no free slot."""
+        deadline = Deadline(_LEDGER_SECONDS)
         with self._batches:
-            self._batches.wait_for(lambda: self._reserved_batch >= batch - 1, _LEDGER_SECONDS)
+            while self._reserved_batch < batch - 1 and self._batches.wait(deadline.remaining()):
+                pass
         try:
             yield
         finally:
@@ -411,6 +415,14 @@ class DiskStore(WorkerBackend):
         self.ledger.close()
 
 
+class _Sealed(NamedTuple):
+    """A chunk that is ready to be written to a slot."""
+
+    slot: int
+    write: WriteRequest
+    pages: tuple[Bytes, Bytes]  # its header and its payload
+
+
 class DiskWorker(IoWorker):
     """The loads and saves of one I/O thread, with its own buffers.
 
@@ -421,8 +433,9 @@ class DiskWorker(IoWorker):
     def __init__(self, store: DiskStore, queue: IoQueue) -> None:
         super().__init__(store, queue)
         self._store = store
-        self._header_page: Bytes = aligned(HEADER_BYTES)
-        self._spare: Bytes | None = None  # made when first needed
+        # of the chunks that one call writes; a load uses the first of them
+        self._header_pages = list(aligned(store.fewest_chunks * HEADER_BYTES).reshape(-1, HEADER_BYTES))
+        self._spare: list[Bytes] = []  # made when first needed
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
@@ -442,11 +455,11 @@ class DiskWorker(IoWorker):
 
     def _load_slot(self, read: ReadRequest) -> Reason | None:
         assert isinstance(read.source, tuple)
-        store, header, (slot, generation) = self._store, self._header_page, read.source
+        store, header, (slot, generation) = self._store, self._header_pages[0], read.source
         if store.breaker.resting:
             return Reason.TIER_SKIPPED
         direct = store.can_use(read.buffer)
-        payload = read.buffer[: store.slot_bytes] if direct else self._spare_payload()
+        payload = read.buffer[: store.slot_bytes] if direct else self._spare_payload(0)
         try:
             store.slab.read(slot, [header, payload])
         except OSError as error:
@@ -493,9 +506,9 @@ class DiskWorker(IoWorker):
             self._save(writes, results)
         except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the futures' value
             self._store.record_error(error, "a batch of saves")
-        for write in writes:
-            done = results.get(write) or self._dropped(Reason.IO_ERROR)
-            self._queue.finish_write(write, done)
+        self._queue.finish_writes(
+            [(write, results.get(write) or self._dropped(Reason.IO_ERROR)) for write in writes]
+        )
         self._store.ledger.namespaces.save_labels()
 
     def _save(self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]) -> None:
@@ -513,11 +526,11 @@ class DiskWorker(IoWorker):
                         live.append(write)
                 for run in runs(live, ledger.window, _follows):
                     self._reserve(run, reserved, results)
-            for write, slot in reserved.items():
+            waiting = list(reserved.items())
+            for first in range(0, len(waiting), store.fewest_chunks):
                 self._queue.read_all(self.load)
-                reason = self._write(write, slot)
-                if reason is not None:
-                    results[write] = self._dropped(reason)
+                sealed = self._seal(waiting[first : first + store.fewest_chunks], results)
+                self._write(sealed, results)
             self._commit(reserved, results)
         finally:
             # Only now has the I/O of these slots ended, however late: they could not be given to others before.
@@ -552,59 +565,84 @@ class DiskWorker(IoWorker):
             else:
                 results[write] = Done(False, outcome.reason)  # counted by the ledger
 
-    def _write(self, write: WriteRequest, reserved: Reserved) -> Reason | None:
-        store, header = self._store, self._header_page
-        if store.breaker.resting:
-            return Reason.TIER_SKIPPED
-        payload, stored_bytes = write.chunk.payload, 0
-        if store.is_lossy:
-            spare, payload = self._spare_payload(), payload[: store.chunk_bytes]
-            used, stored = codec.encode(
-                store.codec_name, payload, store.word_bytes, spare, layout=store.layout
-            )
-            if used != store.codec_name:
-                return store.log_reason(
-                    Reason.TOO_LARGE, f"a chunk with NaN or infinity is no {store.codec_name}"
+    def _seal(
+        self, some: Sequence[tuple[WriteRequest, Reserved]], results: dict[WriteRequest, Done]
+    ) -> list[_Sealed]:  # fmt: skip
+        """Seal chunks, each with its own header page; return them by slot. Adds what is not written to `results`."""
+        store = self._store
+        sealed: list[_Sealed] = []
+        for row, (write, reserved) in enumerate(some):
+            payload, stored_bytes = write.chunk.payload, 0
+            if store.is_lossy:
+                spare, payload = self._spare_payload(row), payload[: store.chunk_bytes]
+                used, stored = codec.encode(
+                    store.codec_name, payload, store.word_bytes, spare, layout=store.layout
                 )
-            payload, stored_bytes = spare, stored.nbytes
-        elif store.can_use(payload):
-            payload = payload[: store.slot_bytes]
-        else:
-            spare = self._spare_payload()
-            np.copyto(spare[: store.chunk_bytes], payload[: store.chunk_bytes])
-            payload = spare
-        described = codec.Header(
-            store_id=store.ledger.store_id,
-            slot=reserved.slot,
-            namespace=write.namespace,
-            epoch=reserved.generation,  # which a clear compares, after a rebuild
-            key=write.chunk.key,
-            position=write.chunk.position,
-            length=store.chunk_bytes,
-            tokens=write.chunk.tokens,
-            codec=store.codec_name,
-            fingerprint=store.layout.fingerprint,
-            sequence=reserved.generation,
-            stored_bytes=stored_bytes,
-        )
-        codec.seal(described, payload, header)
-        # Until this line the payload was what its key names, and so is all that verifies against the checksum.
-        if not write.is_valid():
-            return write.cancelled or Reason.STALE
-        try:
-            store.slab.write(reserved.slot, [header, payload])
-        except OSError as error:
-            return store.record_error(error, f"writing slot {reserved.slot}")
-        store.breaker.record_success()
-        if not write.is_valid():
-            return write.cancelled or Reason.STALE
-        return None
+                if used != store.codec_name:
+                    message = f"a chunk with NaN or infinity is no {store.codec_name}"
+                    results[write] = self._dropped(store.log_reason(Reason.TOO_LARGE, message))
+                    continue
+                payload, stored_bytes = spare, stored.nbytes
+            elif store.can_use(payload):
+                payload = payload[: store.slot_bytes]
+            else:
+                spare = self._spare_payload(row)
+                np.copyto(spare[: store.chunk_bytes], payload[: store.chunk_bytes])
+                payload = spare
+            described = codec.Header(
+                store_id=store.ledger.store_id,
+                slot=reserved.slot,
+                namespace=write.namespace,
+                epoch=reserved.generation,  # which a clear compares, after a rebuild
+                key=write.chunk.key,
+                position=write.chunk.position,
+                length=store.chunk_bytes,
+                tokens=write.chunk.tokens,
+                codec=store.codec_name,
+                fingerprint=store.layout.fingerprint,
+                sequence=reserved.generation,
+                stored_bytes=stored_bytes,
+            )
+            header = self._header_pages[row]
+            codec.seal(described, payload, header)
+            # Until this line the payload was what its key names, and so is all that verifies against the checksum.
+            if write.is_valid():
+                sealed.append(_Sealed(reserved.slot, write, (header, payload)))
+            else:
+                results[write] = self._dropped(write.cancelled or Reason.STALE)
+        return sorted(sealed)  # by slot
 
-    def _spare_payload(self) -> Bytes:
-        """Return a page-aligned payload for buffers that the slab cannot use directly."""
-        if self._spare is None:
-            self._spare = aligned(self._store.slot_bytes)
-        return self._spare
+    def _write(self, sealed: Sequence[_Sealed], results: dict[WriteRequest, Done]) -> None:
+        """Write chunks, those of adjacent slots by one call; add what is not written to `results`."""
+        store = self._store
+        while sealed:
+            ends = (n for n in range(1, len(sealed)) if sealed[n].slot != sealed[n - 1].slot + 1)
+            end = next(ends, len(sealed))
+            run, sealed = sealed[:end], sealed[end:]
+            if store.breaker.resting:
+                results.update((one.write, self._dropped(Reason.TIER_SKIPPED)) for one in run)
+                continue
+            slot, write, _ = run[0]
+            try:
+                store.slab.write(slot, [page for one in run for page in one.pages], len(run))
+            except OSError as error:
+                if len(run) > 1:  # each alone: a bad sector is in one slot
+                    for one in run:
+                        self._write([one], results)
+                else:
+                    results[write] = self._dropped(store.record_error(error, f"writing slot {slot}"))
+                continue
+            store.breaker.record_success()
+            for one in run:
+                if not one.write.is_valid():
+                    results[one.write] = self._dropped(one.write.cancelled or Reason.STALE)
+
+    def _spare_payload(self, row: int) -> Bytes:
+        """Return a page-aligned payload for buffers that the slab cannot use directly, one for each header page."""
+        if not self._spare:
+            rows, width = len(self._header_pages), self._store.slot_bytes
+            self._spare = list(aligned(rows * width).reshape(rows, width))
+        return self._spare[row]
 
     def _commit(self, reserved: dict[WriteRequest, Reserved], results: dict[WriteRequest, Done]) -> None:
         """Commit what was written; take what is settled out of `reserved`."""

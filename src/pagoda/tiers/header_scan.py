@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda import codec
@@ -20,31 +21,18 @@ _scanning: set[Path] = set()  # stores that a thread of this process is scanning
 _scanning_lock = threading.Lock()
 
 
+@dataclass(eq=False)
 class HeaderScan:
     """Reads all headers that the ledger has not seen. For one thread.
 
     A header is trusted by its own checksum. It proves nothing about the payload: reads verify that.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        read_headers: Callable[[int, int], Sequence[Bytes]],
-        layout: KVLayout,
-        on_error: Callable[[OSError, str], object],
-    ) -> None:
-        """Prepare a scan of one store.
-
-        Args:
-            ledger: takes in what is found.
-            read_headers: returns the header pages of [first, first + count); OSError if it cannot.
-            layout: of the chunks; headers of others are ignored.
-            on_error: is told of a header that cannot be read, and what was tried.
-        """
-        self._ledger = ledger
-        self._read_headers = read_headers
-        self._layout = layout
-        self._on_error = on_error
+    _ledger: Ledger  # takes in what is found
+    # returns the header pages of [first, first + count); OSError if it cannot
+    _read_headers: Callable[[int, int], Sequence[Bytes]]
+    _layout: KVLayout  # of the chunks; headers of others are ignored
+    _on_error: Callable[[OSError, str], object]  # is told of a header that cannot be read, and what was tried
 
     def run(self, stop: Event) -> None:
         """Scan unless another thread or process does; return when all headers are read, or on `stop`."""

@@ -16,7 +16,7 @@ from pagoda import policy as policies
 from pagoda.clock import Clock, Deadline
 from pagoda.errors import ClosedError
 from pagoda.finalizers import Finalizer
-from pagoda.fork import reset_in_child
+from pagoda.fork import reset_now_and_in_child
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
@@ -53,8 +53,7 @@ class HostTier(BlockingCalls):
         self._abandoned: dict[Reserved, Finalizer] = {}
         # the process (they fork) that has registered the slab, and the ledger's growth then
         self._registered = 0, 0
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Start with no copies: in a forked child they are its parent's."""

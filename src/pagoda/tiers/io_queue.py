@@ -188,10 +188,13 @@ class IoQueue:
             self._delayed = sorted(each for each in self._delayed if each[-1].cancelled is None)
             return [write for write in chosen if write not in waiting]
 
-    def take(self, most_writes: int, shares: int = 1) -> ReadRequest | list[WriteRequest] | None:
-        """Wait for work; return the next read, or the oldest writes (at most 1/`shares` of the queue). None: closed.
+    def take(
+        self, most_writes: int, shares: int = 1, fewest_writes: int = 1
+    ) -> ReadRequest | list[WriteRequest] | None:  # fmt: skip
+        """Wait for work; return the next read, or the oldest writes. None: closed.
 
-        With 0 for `most_writes`, wait for reads alone.
+        These are at most 1/`shares` of the queue, or `fewest_writes` if that is more. With 0 for `most_writes`, wait
+        for reads alone.
         """
         with self._changed:
             while True:
@@ -205,7 +208,8 @@ class IoQueue:
                 return self._reads.popleft()
             if self._closed:
                 return None
-            count = min(most_writes, -(-len(self._writes) // shares))
+            share = max(fewest_writes, -(-len(self._writes) // shares))
+            count = min(most_writes, share, len(self._writes))
             batch = [self._writes.popleft() for _ in range(count)]
             self._batch += 1
             for write in batch:
@@ -229,14 +233,16 @@ class IoQueue:
                 return
             load(read)
 
-    def finish_write(self, write: WriteRequest, done: Done) -> None:
-        """End a write; can be repeated. Its key is no longer in flight when its future is done."""
+    def finish_writes(self, ends: Sequence[tuple[WriteRequest, Done]]) -> None:
+        """End some writes; can be repeated. The key of each is no longer in flight when its future is done."""
         with self._changed:
-            if self._outstanding_writes.get(write.chunk.key) is write:
-                del self._outstanding_writes[write.chunk.key]
-            self._changed.notify_all()
-        if not write.future.done():
-            write.future.set_result(done)
+            for write, _ in ends:
+                if self._outstanding_writes.get(write.chunk.key) is write:
+                    del self._outstanding_writes[write.chunk.key]
+            self._changed.notify_all()  # once: threads that wait for work wake, too
+        for write, done in ends:
+            if not write.future.done():
+                write.future.set_result(done)
 
     def finish_read(self, read: ReadRequest, done: Done, nbytes: int) -> None:
         """End a read. Its followers get their copies first, because afterwards its buffer is the caller's again."""
@@ -282,6 +288,7 @@ class WorkerBackend(ABC):
     name: str  # of the tier
     chunk_bytes: int
     batch_chunks = 1  # how many writes a worker takes at once
+    fewest_chunks = 1  # so many it takes also if nothing is left for other workers
     reader_threads = 0  # threads that only read
     count: Callable[[Mapping[str, int]], None]  # adds to counters of the tier
 
@@ -415,7 +422,9 @@ class WorkerPool:
     def _work(self, most_writes: int) -> None:
         worker = self._backend.make_worker(self.queue)
         try:
-            while (job := self.queue.take(most_writes, self._io_threads)) is not None:
+            while (
+                job := self.queue.take(most_writes, self._io_threads, self._backend.fewest_chunks)
+            ) is not None:
                 if isinstance(job, list):
                     worker.save(job)
                 else:
@@ -447,7 +456,7 @@ class WorkerPool:
         writes, reads = self.queue.close()
         for write in writes:
             self._backend.count({f"drop_{Reason.CLOSED}": 1})
-            self.queue.finish_write(write, Done(False, Reason.CLOSED))
+            self.queue.finish_writes([(write, Done(False, Reason.CLOSED))])
         for read in reads:
             self.queue.finish_read(read, Done(False, Reason.CLOSED), 0)
         self._backend.interrupt()
@@ -583,7 +592,7 @@ class QueuedTier(BlockingCalls):
 
         def finish() -> None:
             while left:
-                queue.finish_write(left[0], Done(False, reason))
+                queue.finish_writes([(left[0], Done(False, reason))])
                 self._backend.count({f"drop_{reason}": 1})
                 left.popleft()
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import stat
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from pagoda.ledger.store_state import remove_abandoned
+from pagoda.ledger.store_state import write_synced
 from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.tiers.register")
@@ -106,16 +105,7 @@ def _write(directory: Path, entry: Entry) -> None:
         return
     except FileNotFoundError:
         pass
-    remove_abandoned(directory, ".*-*")
-    fresh = directory / f".{name}-{secrets.token_hex(4)}"
-    try:
-        with open(fresh, "x", encoding="utf-8", opener=_private) as stream:
-            json.dump(entry._asdict(), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(fresh, file)
-    finally:
-        fresh.unlink(missing_ok=True)
+    write_synced(file, json.dumps(entry._asdict()).encode())
     files = _files(directory)
     if len(files) > _MOST_ENTRIES:
         for needless in sorted(files, key=_use)[:-_MOST_ENTRIES]:
@@ -171,7 +161,3 @@ def _age(file: Path) -> float:
         return time.time() - file.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

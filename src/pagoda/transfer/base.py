@@ -36,11 +36,9 @@ class Transfer(Protocol):
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy chunks of the engine's KV into slots; changes only the slots."""
-        ...
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy slots into the engine's KV; changes only the KV of those chunks."""
-        ...
 
 
 def checked_slots(

@@ -44,15 +44,11 @@ class BlockKV:
                 f"blocks: one has {array[0].nbytes} bytes, a chunk of the layout {layout.chunk_bytes}"
             )
         self.layout = layout
+        self.run_bytes = layout.chunk_bytes  # the contiguous run of a copy; for benchmarks
         self._threads = threads
         self._blocks = _as_bytes(array)
         self._table = range(len(array)) if table is None else _checked_table(table, len(array))
         self.num_tokens = len(self._table) * layout.chunk_tokens
-
-    @property
-    def run_bytes(self) -> int:
-        """The length of one contiguous run: a whole chunk."""
-        return self.layout.chunk_bytes
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""

@@ -87,17 +87,13 @@ class PagedKV:
                 raise ValueError("slot_mapping must be made of whole blocks where the layout is opaque")
             rows = [_rows_by_token(pool, block_size) for pool in rows]
         self._count = layout.chunk_tokens // self._runs.tokens
-        self._run_bytes: int = min(row.array.itemsize * row.array.shape[-1] for row in rows)
+        # the shortest contiguous run of a copy, which decides its speed; for benchmarks
+        self.run_bytes: int = min(row.array.itemsize * row.array.shape[-1] for row in rows)
         self._copier: CpuCopy | GpuCopy = CpuCopy(rows, self._count, threads=threads)
         if copy_engine is not None:
             table = run_table(rows, layout, self._count)
             self._copier = GpuCopy(copy_engine, table, pools, layer_events)
         self.device_index: int | None = self._copier.device_index  # a CUDA device; None for CPU memory
-
-    @property
-    def run_bytes(self) -> int:
-        """The shortest contiguous run of a copy, in bytes, which decides its speed. For benchmarks."""
-        return self._run_bytes
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""

@@ -187,7 +187,8 @@ class PagesKV:
             rows.append(KvRows(_widest_words(array, plane, offset)[None], offset))
             offset += self._page_table.blocks * plane.page_bytes
         self._copier = CpuCopy(rows, self._page_table.blocks, threads=threads)
-        self._run_bytes = min(plane.page_bytes for plane in seen)
+        # the shortest contiguous run of a copy, which decides its speed; for benchmarks
+        self.run_bytes = min(plane.page_bytes for plane in seen)
         self.layout = layout
         self.num_tokens = self._page_table.num_tokens
 
@@ -200,11 +201,6 @@ class PagesKV:
         other._page_table = self._page_table.with_table(block_table)
         other.num_tokens = other._page_table.num_tokens
         return other
-
-    @property
-    def run_bytes(self) -> int:
-        """The shortest contiguous run of a copy, in bytes, which decides its speed. For benchmarks."""
-        return self._run_bytes
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing else."""

@@ -11,6 +11,8 @@ _PICKLED = {"auto": (".bin", ".pt"), "hf": (".bin", ".pt"), "npcache": (".bin",)
 _FORMATS = {*_SAFETENSORS, *_PICKLED}
 _SUFFIXES = (".safetensors", ".bin", ".pt")
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+# how media become a model's input
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _INDEX = ".safetensors.index.json"
 _REMEDY = "give the checkpoint's hash as `weights`, an option of the connector"
 
@@ -52,7 +54,7 @@ def checkpoint_files(directory: Path, model_config: Any, load_config: Any) -> li
 
     These are the files that vLLM picks for the load format, by its order of preference, so that a complete snapshot
     and one with only vLLM's downloads get the same name. For multimodal models the weights in subdirectories
-    (encoders) are included, and with trust_remote_code the model's own code.
+    (encoders) and the processors' settings are included, and with trust_remote_code the model's own code.
     Raises ValueError, which says what to do, if there are none.
     """
     load_format = str(load_config.load_format)
@@ -63,7 +65,7 @@ def checkpoint_files(directory: Path, model_config: Any, load_config: Any) -> li
     if not names:
         raise ValueError(f"{directory}: no weight files for load_format {load_format!r}; {_REMEDY}")
     if getattr(model_config, "multimodal_config", None) is not None:
-        names += _below(directory, _SUFFIXES)
+        names += _below(directory, _SUFFIXES) + [name for name in here if name in _PROCESSORS]
     if model_config.trust_remote_code:
         names += [name for name in here if name.endswith(".py")] + _below(directory, (".py",))
     return sorted(set(names))

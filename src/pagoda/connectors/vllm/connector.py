@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from pagoda.connectors.vllm.connector_stats import COUNTERS, PagodaPromMetrics, PagodaStats
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
 from pagoda.connectors.vllm.event_publisher import outlet_of
+from pagoda.connectors.vllm.identity.media import hashes_media
 from pagoda.connectors.vllm.metadata import Handshake, PagodaMetadata, PagodaWorkerMetadata
 from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.options import read_options
@@ -68,6 +69,7 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
                 shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
                 drops_last_block=speculative is not None and speculative.use_eagle_block_drop(),
                 in_lockstep=vllm_config.parallel_config.data_parallel_size > 1,
+                hashes_media=hashes_media(vllm_config),
                 role=vllm_config.kv_transfer_config.kv_role,
             )
         else:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
+from pagoda.connectors.identity.lora_adapters import lora_name
 from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.vllm")
@@ -28,6 +29,7 @@ class _Asleep(NamedTuple):
     """The version of weights before a sleep that keeps them, and what proves afterwards that they are the same."""
 
     version: str
+    named: bool
     sample: list[str]
     read: Callable[[], list[str]]
 
@@ -46,12 +48,19 @@ class EngineWeights:
         """
         self._run, self._take = run, take
         self.version = ""
+        self._named = True  # False: the version is a random text
         self._sleeps: _Asleep | None = None  # the reset that belongs to this sleep has not come yet
         self._slept: _Asleep | None = None
 
     def changed(self) -> None:
         """Note that the weights may be others from now on, without a name: a reset, or the begin of an update."""
         self._slept, self._sleeps = self._sleeps, None
+        if self._named:
+            log.info(
+                "the engine was reset, so its weights may be others: no chunk from before hits, and none is shared "
+                "with other engines until the weights have a name again: a version, or a restart"
+            )
+        self._named = False
         self._change(secrets.token_hex(16), False)
 
     def named(self, version: str, engine: Any) -> None:
@@ -72,6 +81,7 @@ class EngineWeights:
             return
         engine.reset_encoder_cache()
         self._slept = self._sleeps = None
+        self._named = True
         self._change(named, True)
         log.info("the weights are %r: chunks are shared with all engines of this version", named)
 
@@ -83,7 +93,7 @@ class EngineWeights:
         read = partial(engine.model_executor.collective_rpc, sampled_weights)
         try:
             asleep = "weights" in engine.model_executor.sleeping_tags
-            self._sleeps = self._slept if asleep else _Asleep(self.version, read(), read)
+            self._sleeps = self._slept if asleep else _Asleep(self.version, self._named, read(), read)
         except Exception as trouble:  # noqa: BLE001  # a boundary: the engine sleeps all the same
             log.warning("chunks will not hit after this sleep: %s: %s", type(trouble).__name__, trouble)
 
@@ -105,7 +115,9 @@ class EngineWeights:
             log.warning("the weights cannot be compared: %s: %s", type(trouble).__name__, trouble)
             return
         if same:
+            self._named = slept.named
             self._change(slept.version, True)
+            log.info("the weights are the same as before the sleep: chunks from then hit again")
 
     def _change(self, version: str, fresh: bool) -> None:
         self.version = version
@@ -165,6 +177,12 @@ def _weights_of(engine: Any) -> Iterator[EngineWeights]:
             yield weights
 
 
+def _add_lora(method: Callable[..., Any], engine: Any, lora_request: Any) -> Any:
+    # of the files that are about to be loaded: others may be at the path by its first request
+    lora_name(lora_request)
+    return method(lora_request)
+
+
 def _set_weight_version(method: Callable[..., Any], engine: Any, weight_version: str) -> None:
     method(weight_version)
     for weights in _weights_of(engine):
@@ -195,10 +213,16 @@ def _reset_prefix_cache(
 
 def _sleep(method: Callable[..., Any], engine: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
     if level == 1:
-        for weights in _weights_of(engine):
-            weights.falls_asleep(engine)
+        return _release_kv_cache_memory(partial(method, level), engine, *args, **kwargs)
+    return method(level, *args, **kwargs)
+
+
+def _release_kv_cache_memory(method: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do what resets the caches and keeps the weights: a sleep of level 1 is that, too."""
+    for weights in _weights_of(engine):
+        weights.falls_asleep(engine)
     try:
-        return method(level, *args, **kwargs)
+        return method(*args, **kwargs)
     except Exception:
         for weights in _weights_of(engine):
             weights.stays_awake()
@@ -206,7 +230,9 @@ def _sleep(method: Callable[..., Any], engine: Any, level: int = 1, *args: Any, 
 
 
 _WATCHED: dict[str, Callable[..., Any]] = {
+    "add_lora": _add_lora,
     "collective_rpc": _collective_rpc,
+    "release_kv_cache_memory": _release_kv_cache_memory,
     "reset_prefix_cache": _reset_prefix_cache,
     "set_weight_version": _set_weight_version,
     "sleep": _sleep,

@@ -11,6 +11,7 @@ from pagoda.cache import Cache, Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.connectors.identity.lora_adapters import lora_name
 from pagoda.connectors.vllm.identity.engine_namespace import salt_of
+from pagoda.connectors.vllm.identity.media import MediaNames
 from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool, wait
@@ -30,7 +31,8 @@ LONGEST_SECONDS = 5.0  # a look-up that takes longer is a miss
 class LookupAnswer(NamedTuple):
     """The answer of a look-up."""
 
-    root: bytes  # of the request's namespace
+    root: bytes  # of the request's namespace ...
+    present: bytes  # ... and what `LookupThreads.root` was then
     lora: str | None
     salt: str | None
     version: str
@@ -73,29 +75,45 @@ class TrackedRequest:
 class LookupThreads:
     """The look-ups of one engine. Used by the scheduler's thread; separate threads ask the tiers."""
 
-    def __init__(self, cache: Cache, hash_tokens: int, salt: str, waits: bool = True) -> None:
-        """Prepare; threads start later. `waits`: a pass over the waiting requests may wait a moment for answers."""
+    def __init__(
+        self, cache: Cache, hash_tokens: int, salt: str, waits: bool = True, hashes_media: bool = True
+    ) -> None:
+        """Prepare; threads start later. `waits`: a pass over the waiting requests may wait a moment for answers.
+
+        `hashes_media`: whether vLLM names media by their content.
+        """
         assert cache.slots is not None  # an engine without a host tier was refused
         self._cache, self._slots = cache, cache.slots
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self._chunk_tokens = cache.layout.chunk_tokens
         self._salt = salt
+        self._media = MediaNames(hashes_media)
         self.version = ""  # of the weights, for look-ups that begin from now on
         self._pass_seconds = _PATIENCE_SECONDS if waits else 0.0
         self._patience = self._pass_seconds  # left in this pass
         self._threads = Pool(_THREADS, "pagoda-look")
+        self._begun: list[
+            tuple[float, Future[LookupAnswer | None]]
+        ] = []  # those under way, and when they began
         self._lines = RateLimitedLog()
 
     def begin(self, tracked: TrackedRequest) -> bool:
-        """Begin to look a request up; False if too many look-ups run already."""
+        """Begin to look a request up; False if too many look-ups run already, or none would be answered."""
+        now = time.monotonic()
+        self._begun = [row for row in self._begun if not row[1].done()]
+        if sum(now - at > LONGEST_SECONDS for at, _ in self._begun) >= _THREADS:
+            # a tier, or a directory of adapters, does not answer
+            tracked.loads, tracked.reason = False, Reason.DEADLINE
+            return False
         if self._threads.under_way >= _MOST:
             return False
         request, hashes = tracked.request, len(tracked.request.block_hashes)
-        digests, last = self._digests(request, 0, hashes), _last(request)
+        digests, last = self._digests(request, 0, hashes), _hash_at(request.block_hashes, hashes)
         prompt = None if tracked.recorded else request.num_prompt_tokens
-        tracked.asked_at, tracked.polled = time.monotonic(), False
+        tracked.asked_at, tracked.polled = now, False
         try:
             tracked.look = self._threads.submit(self._lookup, request, digests, hashes, last, prompt)
+            self._begun.append((now, tracked.look))
             tracked.recorded = True
         except RuntimeError as trouble:  # no thread could be started, or the engine shuts down
             self._lines.warn(log, Reason.IO_ERROR, f"a look-up could not begin: {trouble}")
@@ -106,7 +124,7 @@ class LookupThreads:
     def answered(self, tracked: TrackedRequest) -> bool:
         """Whether a valid answer for this request is known; begins a (new) look-up if it is not."""
         if tracked.look is None and not self.begin(tracked):
-            return False
+            return tracked.reason is not None  # None: too many run
         look = tracked.look
         assert look is not None
         if not tracked.polled:
@@ -141,12 +159,16 @@ class LookupThreads:
         assert tracked.found is not None
         step, hashes = self._chunk_tokens // self._hash_tokens, tracked.request.block_hashes
         have = len(tracked.keys)
-        if have and hashes[have * step - 1 : have * step] != [tracked.named]:
+        if have and _hash_at(hashes, have * step) != tracked.named:
             tracked.forget_keys()
         if (have := len(tracked.keys)) < chunks:
             digests = self._digests(tracked.request, have, chunks * step)
             tracked.keys += derive_keys(digests, tracked.found.root)
-            tracked.named = digests[-1] if digests else tracked.named
+            tracked.named = _hash_at(hashes, len(tracked.keys) * step)
+
+    def shared_tokens(self, request: Any) -> int | None:
+        """Return how many tokens of a request are before the first that only this engine can name; None: all are."""
+        return self._media.shared_tokens(request)
 
     def log_prompt(self, tracked: TrackedRequest, tokens: int) -> None:
         """Log what was stored of a request that has ended, with its first `tokens` tokens; on a thread."""
@@ -178,12 +200,11 @@ class LookupThreads:
         """Accept an answer; if it is too old or belongs to other tokens, look again."""
         if found is not None:
             hashes, at = tracked.request.block_hashes, found.hashes
-            other = at > 0 and hashes[at - 1 : at] != [found.last]
+            other = _hash_at(hashes, at) != found.last
             if other:
                 tracked.forget_keys()
             if other or len(hashes) != at or time.monotonic() - found.at > LEASE_SECONDS:
-                self.begin(tracked)
-                return False
+                return not self.begin(tracked) and tracked.reason is not None
         self._note(tracked, found)
         return True
 
@@ -222,6 +243,7 @@ class LookupThreads:
                 self._lines.warn(log, Reason.IO_ERROR, text)
                 return None
         salt, version = salt_of(self._salt, request.cache_salt), self.version
+        present = self._slots.namespace(weights_version=version)  # before the next line
         root = self._slots.namespace(lora, salt, version)
         keys = derive_keys(digests, root)
         if prompt is not None:
@@ -229,14 +251,15 @@ class LookupThreads:
         hit = self._cache.lookup(
             None, keys=keys, lora=lora, salt=salt, weights_version=version, counted=False
         )
-        return LookupAnswer(root, lora, salt, version, hashes, last, hit, time.monotonic())
+        return LookupAnswer(root, present, lora, salt, version, hashes, last, hit, time.monotonic())
 
     def _digests(self, request: Any, begin: int, hashes: int) -> list[bytes]:
-        """Return the engine's hash at the end of each chunk from number `begin` on: it names the whole prefix."""
+        """Return what names the whole prefix up to the end of each chunk from number `begin` on: the engine's hash."""
         step = self._chunk_tokens // self._hash_tokens
-        return [bytes(digest) for digest in request.block_hashes[begin * step + step - 1 : hashes : step]]
+        digests = [bytes(digest) for digest in request.block_hashes[begin * step + step - 1 : hashes : step]]
+        return self._media.told_apart(digests, begin, self._chunk_tokens, self.shared_tokens(request))
 
 
-def _last(request: Any) -> bytes:
-    """Return the hash of the last whole block of a request: it names all its whole blocks."""
-    return bytes(request.block_hashes[-1]) if request.block_hashes else b""
+def _hash_at(hashes: Any, blocks: int) -> bytes:
+    """Return the hash that names the first so many blocks of a request; empty if there are fewer, or none is asked."""
+    return bytes(hashes[blocks - 1]) if 0 < blocks <= len(hashes) else b""

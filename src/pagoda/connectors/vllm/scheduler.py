@@ -23,7 +23,7 @@ from pagoda.connectors.vllm.metadata import Handshake, Load, PagodaMetadata, Pag
 from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.prefill_steps import computes_answers, prompt_tokens_of
 from pagoda.connectors.vllm.shared_caches import agreed, let_go, opened
-from pagoda.kv_events.notes import BlockFacts
+from pagoda.kv_events.notes import BlockFacts, NoteMaker
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Refused, Reserved
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
@@ -50,6 +50,7 @@ class PagodaScheduler:
         shares_blocks: bool = True,
         drops_last_block: bool = False,
         in_lockstep: bool = False,
+        hashes_media: bool = True,
         role: str = "kv_both",
     ) -> None:
         """Prepare; `opened` makes it work.
@@ -58,12 +59,14 @@ class PagodaScheduler:
         its window.
         `shares_blocks`: other requests find the blocks that one request loaded in the engine's own cache.
         `drops_last_block`: the last block of a hit is computed nevertheless. `in_lockstep`: other engines wait for
-        each step of this one. `role`: a `kv_producer` only stores, a `kv_consumer` only loads.
+        each step of this one. `hashes_media`: vLLM names media by their content. `role`: a `kv_producer` only stores, a
+        `kv_consumer` only loads.
         """
         self._options = options
         self._shares_blocks = shares_blocks
         self._drops_last_block = drops_last_block
         self._in_lockstep = in_lockstep
+        self._hashes_media = hashes_media
         self._loads_any, self._saves_any = role != "kv_producer", role != "kv_consumer"
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self._outlet, self._kv_kind = outlet, kv_kind
@@ -99,15 +102,15 @@ class PagodaScheduler:
         self._block_tokens = first.block_tokens
         self._chunk_tokens = first.layout.chunk_tokens
         self._lookups = LookupThreads(
-            cache, self._hash_tokens, first.namespace.salt, waits=not self._in_lockstep
+            cache, self._hash_tokens, first.namespace.salt, not self._in_lockstep, self._hashes_media
         )
         self._lookups.version = self.weights.version
         if self._outlet is not None:
             facts = BlockFacts(self._chunk_tokens, self._block_tokens, *self._kv_kind)
             self._form = VLLMEventForm({0: facts}, self._hash_tokens)
             keeps, ledgers = self._options.config.prompt_log, self._slots.ledgers
-            root = self._lookups.root()
-            self._events = StoredEvents(ledgers, root, {0: facts}, self._form, self._outlet, keeps)
+            present = self._lookups.root
+            self._events = StoredEvents(ledgers, present, {0: facts}, self._form, self._outlet, keeps)
             if self._loads_any:  # else the tiers save this engine no work: it only leaves notes for others
                 self._events.start()
 
@@ -169,7 +172,8 @@ class PagodaScheduler:
             return None, False
         if not self._lookups.answered(tracked):
             return None, False
-        stop = min(most, 0 if tracked.found is None else tracked.found.hit.stop_tokens) - dropped
+        known = 0 if tracked.found is None or not tracked.loads else tracked.found.hit.stop_tokens
+        stop = min(most, known) - dropped
         if stop - local_tokens < least:
             return 0, False
         chunks = -(-stop // self._chunk_tokens)
@@ -227,9 +231,16 @@ class PagodaScheduler:
         self._loading[request.request_id] = set(keys[first:])
         found = tracked.found
         if self._events is not None:
-            self._events.found(self._form.notes(request, found.root), found.root, first, keys[first:])
+            make = self._notes(request, found.root)
+            self._events.found(make, found.root, found.present, first, keys[first:])
         load = Load(request.request_id, keys, first, table, found.lora, found.salt, found.version)
         self._loads.append(load)
+
+    def _notes(self, request: Any, root: bytes) -> NoteMaker:
+        """Return what makes the notes of a request's chunks: of those that other engines can name, too."""
+        make, shared = self._form.notes(request, root), self._lookups.shared_tokens(request)
+        size = self._chunk_tokens
+        return make if shared is None else lambda chunk: make(chunk) if (chunk + 1) * size <= shared else None
 
     def _count(self, tracked: TrackedRequest, tokens: int) -> None:
         """Count a request once: the tokens it asked for, and the tokens it got from each tier."""
@@ -358,8 +369,9 @@ class PagodaScheduler:
         )
         self._patience -= time.monotonic() - began
         if self._events is not None:
-            root = tracked.found.root
-            self._events.note(self._form.notes(tracked.request, root), root, first, outcomes)
+            found = tracked.found
+            make = self._notes(tracked.request, found.root)
+            self._events.note(make, found.root, found.present, first, outcomes)
         refused = {n: one.reason for n, one in enumerate(outcomes, first) if isinstance(one, Refused)}
         tracked.saved = min(refused, default=done)
         if refused.get(tracked.saved) is Reason.LEDGER_BUSY:
@@ -395,9 +407,7 @@ class PagodaScheduler:
     def _take_version(self, version: str, fresh: bool) -> None:
         """Use the chunks of other weights from now on; see EngineWeights."""
         if self._cache is not None:
-            self._lookups.version = version
-            if self._events is not None:
-                self._events.renew(self._lookups.root())
+            self._lookups.version = version  # the thread of the events takes back what it told of the old one
         present = list(self._tracked.values())
         if fresh:
             self._tracked.clear()

@@ -10,7 +10,6 @@ import contextlib
 import re
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,8 +17,12 @@ from functools import partial
 from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from pagoda.threads import NO_THREAD, Pool, begin, complete, wait
-from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, abort, keep_alive, seconds_left
+from pagoda.codec import HEADER_BYTES
+from pagoda.fork import call_in_child
+from pagoda.metrics import Reason
+from pagoda.threads import NO_THREAD, Answer, Pool, complete, start_thread, wait
+from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, LATE, abort, keep_alive, seconds_left
+from pagoda.tiers.remote.store_client import GetRequest, RefusedError
 
 _HEAD_BYTES = 64 << 10  # of status line and headers
 _STEP_BYTES = 1 << 20  # of one send or receive: the deadline is checked in between
@@ -184,13 +187,23 @@ class HttpConnection:
         self._socket, self._begin, self._end, self._wakes_at = None, 0, 0, 1
 
     def _exchange(self, head: memoryview, body: Sequence[memoryview], until: float) -> Response:
+        is_new = self._socket is None
         sock = self._socket or self._connect(until)
         self._used = time.monotonic()
-        for piece in (head, *body):
-            at = 0
-            while at < piece.nbytes:
-                sock.settimeout(seconds_left(until))
-                at += sock.send(piece[at : at + _STEP_BYTES])
+        try:
+            for piece in (head, *body):
+                at = 0
+                while at < piece.nbytes:
+                    sock.settimeout(seconds_left(until))
+                    at += sock.send(piece[at : at + _STEP_BYTES])
+        except (ConnectionError, ssl.SSLError) as broken:
+            if is_new:  # a server may refuse a body, say why and close, before it has read all of it
+                with contextlib.suppress(OSError, EOFError):
+                    return self._read_head(until)._replace(closes=True)
+            raise ConnectionError(broken.strerror or str(broken)) from None
+        return self._read_head(until)
+
+    def _read_head(self, until: float) -> Response:
         for _ in range(_INTERIMS):
             response = _parse_head(self._read_until(b"\r\n\r\n", until) + b"\r\n")
             if response.status >= 200:
@@ -225,16 +238,19 @@ class HttpConnection:
     def _connect(self, until: float) -> socket.socket:
         self._check_open()
         failure: OSError = OSError("the host has no address")
-        for family, kind, protocol, _, address in resolve(self._host, self._port, until):
+        addresses = resolve(self._host, self._port, until)
+        for number, (family, kind, protocol, _, address) in enumerate(addresses):
+            now = time.monotonic()
+            share = now + (until - now) / (len(addresses) - number)  # the first may lead nowhere
             self._socket, self._begin, self._end = socket.socket(family, kind, protocol), 0, 0
             try:
-                self._socket.settimeout(seconds_left(until))
+                self._socket.settimeout(seconds_left(share))
                 self._check_open()  # from here on `abort` reaches this socket
                 self._socket.connect(address)
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 keep_alive(self._socket)
                 if self._tls is not None:
-                    self._start_tls(self._tls, until)
+                    self._start_tls(self._tls, share)
             except OSError as error:
                 self.drop()
                 failure = error
@@ -302,6 +318,23 @@ class HttpConnectionPool:
             connection.drop()
 
 
+def read_chunk(connection: HttpConnection, response: Response, request: GetRequest, until: float) -> int:
+    """Fill the page and the destination of a request from the body; return how many bytes follow the header.
+
+    RefusedError, OSError: the rest is not read, and the connection is dropped.
+    """
+    with connection.dropped_on_error():
+        if response.length is None or response.length < HEADER_BYTES:
+            raise RefusedError(
+                Reason.FAILED_CHECK, "the value is shorter than a header, or of unknown length"
+            )
+        connection.read_into(request.page.data, until)
+        rest_bytes = response.length - HEADER_BYTES
+        connection.read_into(request.space_for(rest_bytes).data[:rest_bytes], until)
+        connection.finish(response, response.length, until)
+    return rest_bytes
+
+
 def _head_status(connection: HttpConnection, target: str, until: float, headers: Mapping[str, str]) -> int:
     response = connection.request("HEAD", target, until, headers)
     connection.finish(response, 0, until)
@@ -315,7 +348,7 @@ def _parse_head(head: bytes) -> Response:
         name, colon, value = line.partition(b":")
         if not colon or name != name.strip():
             raise ConnectionError("malformed head of the response")
-        fields.setdefault(name.lower(), set()).add(value.strip())
+        fields.setdefault(name.lower(), set()).add(value.strip().lower())
     lengths = fields.get(b"content-length", set())
     if status is None or len(lengths) > 1 or not all(re.fullmatch(rb"\d{1,18}", each) for each in lengths):
         raise ConnectionError("malformed head of the response")
@@ -330,25 +363,34 @@ _Address = tuple[
 ]
 
 
+_asked: dict[tuple[str, int], Future[list[_Address]]] = {}  # of which hosts, unanswered
+
+
 def resolve(host: str, port: int, until: float) -> list[_Address]:
-    """Return the addresses of a host. The system's resolver has no deadline: a late result is left to its thread."""
-    found: list[_Address] = []
-    failures: list[OSError] = []
+    """Return the addresses of a host. OSError: it is not known, or not by `until`.
 
-    def ask() -> None:
-        try:
-            found.extend(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[arg-type, unused-ignore]
-        except OSError as error:
-            failures.append(error)
+    The system's resolver has no deadline: a late result is left to its thread, one for all who ask about a host.
+    """
+    own = Answer[list[_Address]]()
+    answer = _asked.setdefault((host, port), own)
+    if answer is own:
+        own.add_done_callback(lambda _: _asked.pop((host, port), None))
+        if start_thread(_resolve, "pagoda-resolve", own, host, port) is None:
+            own.set_exception(OSError(NO_THREAD))
+    try:
+        return answer.result(seconds_left(until))
+    except TimeoutError:
+        raise TimeoutError(LATE) from None
 
-    thread = threading.Thread(target=ask, name="pagoda-resolve", daemon=True)
-    if not begin(thread):
-        raise OSError(NO_THREAD)
-    thread.join(seconds_left(until))
-    if failures:
-        raise OSError("the host is not known (DNS)")
-    seconds_left(until)
-    return found
+
+def _resolve(answer: Future[list[_Address]], host: str, port: int) -> None:
+    try:
+        answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[arg-type, unused-ignore]
+    except (OSError, ValueError):  # the latter: no host has such a name
+        answer.set_exception(OSError("the host is not known (DNS)"))
+
+
+call_in_child(_asked.clear)  # a child has none of the threads
 
 
 def listed_paths(listing: bytes) -> list[str]:

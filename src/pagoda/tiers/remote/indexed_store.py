@@ -30,10 +30,8 @@ def index_prefix(prefix: str, address: str) -> str:
     return f"{prefix}-index-{hashlib.blake2b(address.encode(), digest_size=4).hexdigest()}"
 
 
-class IndexedStoreClient:
+class IndexedStoreClient(StoreClient):
     """The object store of `store`, whose chunks the Redis of `index` knows. Thread-safe, keeps no connection."""
-
-    read_only = False
 
     def __init__(self, store: StoreClient, index: StoreClient) -> None:
         self._store, self._index = store, index
@@ -47,7 +45,7 @@ class IndexedStoreClient:
         return IndexedStoreConnection(self._store.connection(), self._index.connection())
 
 
-class IndexedStoreConnection:
+class IndexedStoreConnection(StoreConnection):
     """A connection to an object store and one to its index; see StoreConnection. If either fails, so does the call."""
 
     def __init__(self, store: StoreConnection, index: StoreConnection) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-EXACT_KEYS = (
-    512  # asked at once of a store that answers many in one round trip: more take longer than a round trip
-)
+# asked at once of a store that answers many in one round trip: more take longer than a round trip
+EXACT_KEYS = 512
 EXACT_REQUESTS = 16  # where each key is a request, which costs money
 
 
-def leading_run(count: int, ask: Callable[[Sequence[int]], int], *, probes: int, exact: int) -> int:
+def leading_run(count: int, ask: Callable[[Sequence[int]], int], *, probes: int = 16, exact: int) -> int:
     """Return how many of `count` keys are present before the first absent one.
 
     Up to `exact` keys (at least `probes`) are one question. Of more, each question is about `probes` positions, the

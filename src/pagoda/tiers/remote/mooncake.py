@@ -30,11 +30,10 @@ import numpy as np
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.finalizers import close_when_dropped
-from pagoda.fork import reset_in_child
+from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.store_client import (
     NAME_FORMAT,
     GetRequest,
@@ -42,15 +41,13 @@ from pagoda.tiers.remote.store_client import (
     PutRequest,
     PutResult,
     RefusedError,
-    Usage,
+    StoreClient,
+    StoreConnection,
 )
 from pagoda.tiers.remote.store_urls import check_prefix
 
 DEFAULT_PORT = 50051
 _HELPER = Path(__file__).with_name("mooncake_helper.py")
-_KEEPALIVE_SECONDS = 20.0
-_BELIEVED_SECONDS = 2.0
-_PROBES = 16
 _PAUSE_SECONDS = 0.02
 _START_SECONDS = 30.0  # a process that has not joined the pool by then is replaced
 # of the environment, unless it is set: one attempt to reach the master (ours are repeated), no statistics
@@ -207,14 +204,12 @@ class KeptProcesses:
             process.close()
 
 
-class MooncakeClient:
+class MooncakeClient(StoreClient):
     """A Mooncake pool, by its master at mooncake://host:port. Thread-safe.
 
     `segment_bytes`: how much memory of this machine the pool gets, from the first put until this object is dropped or
     the process ends. In a forked child all processes are new.
     """
-
-    read_only = False
 
     def __init__(
         self,
@@ -233,18 +228,14 @@ class MooncakeClient:
         self.name, self._segment_bytes = name, segment_bytes
         self._pool = PoolAddress(parts.hostname or "", parts.port or DEFAULT_PORT, protocol)
         self.address = str(self._pool)
-        self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
-        self.believed_seconds = _BELIEVED_SECONDS
         self.base = f"{prefix}:{NAME_FORMAT}:"
         self._log = RateLimitedLog()
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Start without processes; those of a parent are left alone."""
         self._kept = KeptProcesses()
         close_when_dropped(self, self._kept.close)
-        self._log.reset()
 
     def connection(self) -> MooncakeConnection:
         """Return a new connection that is still to be opened."""
@@ -294,8 +285,11 @@ class MooncakeClient:
         self._log.warn(_logger, reason, f"{self.address}: {message}")
 
 
-class MooncakeConnection:
-    """One process that calls Mooncake; see StoreConnection. For one thread at a time, except `abort`."""
+class MooncakeConnection(StoreConnection):
+    """One process that calls Mooncake; see StoreConnection. For one thread at a time, except `abort`.
+
+    Of several writers of one key the master accepts the first: no other sends.
+    """
 
     def __init__(self, client: MooncakeClient) -> None:
         self._client = client
@@ -315,28 +309,12 @@ class MooncakeConnection:
             raise
         return self
 
-    def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Return how many leading keys are present; the leases of those that are asked about are renewed."""
-
-        def ask(positions: Sequence[int]) -> int:
-            here = self.touch(namespace, [keys[at] for at in positions], until)
-            return here.index(False) if False in here else len(here)
-
-        return leading_run(len(keys), ask, probes=_PROBES, exact=EXACT_KEYS)
-
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
     ) -> list[bool]:
         """Return which keys are present: one request. Their leases are renewed: others are evicted before them."""
         codes = self._call(until, "exist", [self._name(namespace, key) for key in keys])
         return [code == 1 for code in codes]
-
-    def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
-        """Say which keys are present. Of several writers of one key the master accepts the first: no other sends."""
-        return [PutResult.PRESENT if present else None for present in self.touch(namespace, keys, until)]
-
-    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
-        """Do nothing: there are no claims."""
 
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Store a copy; `is_valid` is called after the copy and before it is sent.
@@ -370,9 +348,8 @@ class MooncakeConnection:
         if code in _ABSENT:
             return None
         if code == _TRANSFER_FAILED:
-            self._client.log(
-                Reason.IO_ERROR, "a chunk cannot be read: the machine that has it does not answer"
-            )
+            text = "a chunk cannot be read: the machine that has it does not answer"
+            self._client.log(Reason.IO_ERROR, text)
             return Reason.IO_ERROR
         if code < HEADER_BYTES:
             what = f"cannot be read ({code})" if code < 0 else "is shorter than a header"
@@ -411,10 +388,6 @@ class MooncakeConnection:
         raise RefusedError(
             Reason.NOT_ADMITTED, "a Mooncake pool does not list what it has: see its master's metrics"
         )
-
-    def usage(self, until: float) -> Usage:
-        """Return nothing known: the master's metrics say it."""
-        return Usage(None, None)
 
     def ping(self, until: float) -> None:
         """Return if the master answers."""

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, quote, urlsplit
 
 import numpy as np
@@ -24,8 +24,8 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote import obstore_runner, s3_requests, store_urls
-from pagoda.tiers.remote.http import HttpConnection, HttpConnectionPool, Response, listed_paths
-from pagoda.tiers.remote.leading_run import EXACT_REQUESTS, leading_run
+from pagoda.tiers.remote.http import HttpConnection, HttpConnectionPool, Response, listed_paths, read_chunk
+from pagoda.tiers.remote.leading_run import EXACT_REQUESTS
 from pagoda.tiers.remote.obstore_runner import (
     NO_BUCKET,
     ObstoreRunner,
@@ -41,7 +41,8 @@ from pagoda.tiers.remote.store_client import (
     PutRequest,
     PutResult,
     RefusedError,
-    Usage,
+    StoreClient,
+    StoreConnection,
 )
 
 if TYPE_CHECKING:
@@ -49,9 +50,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _T = TypeVar("_T")
-_AT_ONCE = (
-    EXACT_REQUESTS  # requests in flight of one connection: of a find, and of what a store cannot do in bulk
-)
+# requests in flight of one connection: of a find, and of what a store cannot do in bulk
+_AT_ONCE = EXACT_REQUESTS
 _BATCH = 250  # names per step of a listing: fewer than one bulk request may have (S3: 1000, Azure: 256)
 _NAMESPACES = 1 << 16
 _LISTING_BYTES = 32 << 20  # of one folder, about 60000 names
@@ -59,17 +59,20 @@ BELIEVED_SECONDS = 600.0  # each look-up is a request that costs money
 _SIGNED_FOR = timedelta(minutes=15)  # a URL is used at once, but clocks may differ
 _FIRST_BYTES = 1  # of a piece: pieces are used as they arrive, because joining them would be another copy
 
+# of what can refuse to overwrite; 409: another writer is storing or deleting it, so nothing may be there afterwards
+_PUT_RESULTS = {409: PutResult.BUSY, 412: PutResult.PRESENT}
 _CHUNK_NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
 _FOLDERS = ("[0-9a-f]{64}", "[0-9a-f]{2}")  # of namespaces, and in each of them
 
 
-class ObjectStoreClient:
+class ObjectStoreClient(StoreClient):
     """An object store that many machines share. Thread-safe.
 
     After the first request, a forked child cannot connect: obstore's threads do not exist in it, and OSError says so.
     """
 
-    read_only = False
+    keepalive_seconds = None  # each request costs money
+    believed_seconds = BELIEVED_SECONDS
 
     def __init__(
         self,
@@ -95,8 +98,6 @@ class ObjectStoreClient:
         parts, path = store_urls.parse_store_url(url)
         store_urls.check_prefix(prefix)
         self.name = name or store_urls.TIER_NAMES[parts.scheme]
-        self.keepalive_seconds: float | None = None  # each request costs money
-        self.believed_seconds = BELIEVED_SECONDS
         self._base = "/".join(part for part in (path, prefix, str(NAME_FORMAT)) if part)
         self._parts = parts
         self._options = dict(options)
@@ -114,12 +115,16 @@ class ObjectStoreClient:
         return ObjectStoreConnection(store, self._base, self.address, self._parts, is_direct, secret)
 
 
-class ObjectStoreConnection:
+class ObjectStoreConnection(StoreConnection):
     """One connection pool to an object store, with an event loop that runs only during calls.
 
     For one thread at a time, except `abort` and `close`. A request that is out of time is cancelled and its connection
-    is closed; nothing is retried.
+    is closed; nothing is retried. `find` is exact for up to 16 keys, which take one round of requests. Of more keys,
+    each round tests 16 positions (up to 272 keys: 2 rounds, 4368: 3): see `leading_run`. Object stores keep no recency
+    and no claims, and do not say how full they are.
     """
+
+    exact_keys = EXACT_REQUESTS
 
     def __init__(
         self,
@@ -145,45 +150,18 @@ class ObjectStoreConnection:
         self._in_http_call = False
         self._runner.ended = False
 
-    def open(self, until: float) -> Self:
-        """Send one request that proves that the store can be read."""
-        self.ping(until)
-        return self
-
-    def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Return how many leading keys are present: exact for up to 16 keys, which take one round of requests.
-
-        Of more keys, each round tests 16 positions (up to 272 keys: 2 rounds, 4368: 3): see `leading_run`.
-        """
-        names = [self._name(namespace, key) for key in keys]
-
-        def ask(positions: Sequence[int]) -> int:
-            present = self._are_present([names[at] for at in positions], until)
-            return next((nth for nth, is_present in enumerate(present) if not is_present), len(present))
-
-        return leading_run(len(names), ask, probes=_AT_ONCE, exact=_AT_ONCE)
-
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
     ) -> list[bool]:
-        """Return which keys are present, one request each; an object store keeps no recency."""
-        names = [self._name(namespace, key) for key in keys]
-        return self._are_present(names, until)
-
-    def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
-        """Say which keys are present, one request each; an object store keeps no claims."""
-        return [PutResult.PRESENT if present else None for present in self.touch(namespace, keys, until)]
-
-    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
-        """Do nothing: there are no claims."""
+        """Return which keys are present, one request each."""
+        return self._are_present([self._name(namespace, key) for key in keys], until)
 
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Store it unless the store sees that it is present, then call `is_valid`. The buffers are not copied."""
         name = self._name(request.namespace, request.key)
-        if not self._put_object(name, [request.page, request.stored], until):
-            return PutResult.PRESENT
-        if request.is_valid():
-            return PutResult.STORED
+        result = self._put_object(name, [request.page, request.stored], until)
+        if result is not PutResult.STORED or request.is_valid():
+            return result
         self._delete_one(name, until)
         return PutResult.STALE
 
@@ -222,17 +200,18 @@ class ObjectStoreConnection:
                 raise OSError(f"{self._address}: more than {_NAMESPACES} namespaces")
         return found
 
-    def usage(self, until: float) -> Usage:
-        """Return nothing known: object stores do not say how full they are. Sends no request."""
-        return Usage(None, None)
-
     def ping(self, until: float) -> None:
-        """Return if a name that is never written can be requested."""
+        """Return if a name that is never written can be requested. RefusedError: there is something."""
         name = f"{self._base}/ping"
         if self._is_direct:
-            self._finish(self._request("GET", name, until), (200, 404), until)
+            response = self._request("GET", name, until)
+            self._finish(response, (200, 404), until)
+            is_there = response.status == 200
         else:
-            self._runner.run(self._ping_by_obstore(name), until)
+            is_there = self._runner.run(self._can_get_by_obstore(name), until)
+        if is_there:  # a web server's page for all it does not know: everything would count as stored
+            text = f"{self._address}: has even what nobody stores: is it such a store? look at the URL"
+            raise RefusedError(Reason.IO_ERROR, text)
 
     def abort(self) -> None:
         """Make a call that waits in this connection fail at once with an OSError."""
@@ -250,8 +229,8 @@ class ObjectStoreConnection:
         if not self._runner.running:
             self.__dict__.pop("_store", None)  # frees its pool now, not when cycles are collected
 
-    def _put_object(self, name: str, pieces: list[Bytes], until: float) -> bool:
-        """Store an object, unless the store can tell that it exists; return whether it was stored."""
+    def _put_object(self, name: str, pieces: list[Bytes], until: float) -> PutResult:
+        """Store an object, unless the store can tell that it exists."""
         while True:
             try:
                 if self._is_direct:
@@ -293,27 +272,33 @@ class ObjectStoreConnection:
         if response.status != 200:
             self._finish(response, (404,), until)
             return None
-        connection = self._connection
-        try:
-            if response.length is None or response.length < HEADER_BYTES:
-                raise self._bad_object("is shorter than a header, or its length is not announced")
-            with self._http_errors():
-                connection.read_into(request.page.data, until)
-            rest_bytes = response.length - HEADER_BYTES
-            target = self._checked_destination(request.destination(), rest_bytes)
-            with self._http_errors():
-                connection.read_into(target.data[:rest_bytes], until)
-                connection.finish(response, response.length, until)
-        except BaseException:
-            connection.drop()
-            raise
-        return rest_bytes
+        with self._http_errors():
+            return read_chunk(self._connection, response, request, until)
 
-    def _put_direct(self, name: str, pieces: list[Bytes], until: float) -> bool:
+    def _put_direct(self, name: str, pieces: list[Bytes], until: float) -> PutResult:
         more = {"If-None-Match": "*"} if self._creates else {}
-        response = self._request("PUT", name, until, more, [piece.data for piece in pieces])
-        self._finish(response, (200, 201, 204, 409, 412), until)
-        return response.status < 300
+        body = [piece.data for piece in pieces]
+        response = self._request("PUT", name, until, more, body)
+        if self._is_webdav and response.status in (404, 409):
+            self._finish(response, (404, 409), until)
+            self._make_folder(name.rpartition("/")[0], until)
+            response = self._request("PUT", name, until, more, body)
+        refusals = {} if self._is_webdav else _PUT_RESULTS
+        self._finish(response, (200, 201, 204, *refusals), until)
+        return refusals.get(response.status, PutResult.STORED)
+
+    def _make_folder(self, folder: str, until: float) -> None:
+        """Make a folder of a WebDAV server, and those above it that are missing: some make none for a put."""
+        above = folder.rpartition("/")[0]
+        if not self._has_made(folder, until) and above:
+            self._make_folder(above, until)
+            self._has_made(folder, until)
+
+    def _has_made(self, folder: str, until: float) -> bool:
+        """Make one folder; False: the one above it is missing."""
+        response = self._request("MKCOL", folder + "/", until)
+        self._finish(response, (201, 404, 405, 409), until)  # 405: it is there by now, or cannot be made
+        return response.status in (201, 405)
 
     def _request(
         self,
@@ -443,13 +428,9 @@ class ObjectStoreConnection:
     async def _is_present_by_obstore(self, name: str) -> bool:
         import obstore
 
-        try:
-            await self._runner.result_of(obstore.head_async(self._store, name))
-        except FileNotFoundError:
-            return False
-        return True
+        return await self._unless_absent(obstore.head_async(self._store, name)) is not None
 
-    async def _put_by_obstore(self, name: str, pieces: list[Bytes]) -> bool:
+    async def _put_by_obstore(self, name: str, pieces: list[Bytes]) -> PutResult:
         import obstore
 
         mode = "create" if self._creates else "overwrite"
@@ -458,19 +439,18 @@ class ObjectStoreConnection:
                 obstore.put_async(self._store, name, pieces, mode=mode, use_multipart=False)  # type: ignore[arg-type, unused-ignore]
             )
         except FileExistsError:
-            return False
+            return PutResult.PRESENT
         except FileNotFoundError:
             raise RefusedError(
                 Reason.IO_ERROR, f"{self._address}: there is no such place to write to"
             ) from None
-        return True
+        return PutResult.STORED
 
     async def _get_by_obstore(self, name: str, request: GetRequest) -> int | None:
         import obstore
 
-        try:
-            result: GetResult = await self._runner.result_of(obstore.get_async(self._store, name))
-        except FileNotFoundError:
+        result: GetResult | None = await self._unless_absent(obstore.get_async(self._store, name))
+        if result is None:
             return None
         left = int(result.meta["size"])  # bytes that were announced and have not arrived
         if left < HEADER_BYTES:
@@ -486,7 +466,7 @@ class ObjectStoreConnection:
             if not rest and at + data.nbytes >= HEADER_BYTES:
                 head = HEADER_BYTES - at
                 target[at:HEADER_BYTES] = data[:head]
-                target, at = self._checked_destination(request.destination(), rest_bytes), 0
+                target, at = request.space_for(rest_bytes), 0
                 rest, data = True, data[head:]
             target[at : at + data.nbytes] = data
             at += data.nbytes
@@ -494,12 +474,11 @@ class ObjectStoreConnection:
             raise self._bad_object("is shorter than announced")
         return rest_bytes
 
-    def _checked_destination(self, destination: Bytes | None, nbytes: int) -> Bytes:
-        if destination is None:
-            raise self._bad_object("is not the requested one")
-        if nbytes > destination.nbytes:
-            raise self._bad_object("is larger than its buffer")
-        return destination
+    async def _unless_absent(self, request: Awaitable[_T]) -> _T | None:
+        try:
+            return await self._runner.result_of(request)
+        except FileNotFoundError:
+            return None
 
     async def _next(self, stream: AsyncIterator[_T]) -> _T | None:
         try:
@@ -513,9 +492,8 @@ class ObjectStoreConnection:
 
         try:
             if names:
-                await self._runner.result_of(
-                    obstore.delete_async(self._store, names[0] if len(names) == 1 else names)
-                )
+                which = names[0] if len(names) == 1 else names
+                await self._runner.result_of(obstore.delete_async(self._store, which))
         except FileNotFoundError:  # another client deletes too, and the other names may not have been tried
             if len(names) > 1:
                 await self._for_each(names, lambda name: self._delete_by_obstore([name]))
@@ -527,13 +505,10 @@ class ObjectStoreConnection:
             answers += await gather_all(map(ask, some))
         return answers
 
-    async def _ping_by_obstore(self, name: str) -> None:
+    async def _can_get_by_obstore(self, name: str) -> bool:  # the answer to a HEAD says no missing bucket
         import obstore
 
-        try:
-            await self._runner.result_of(obstore.get_async(self._store, name))
-        except FileNotFoundError:
-            return
+        return await self._unless_absent(obstore.get_async(self._store, name)) is not None
 
     # ---- listings
 
@@ -608,9 +583,8 @@ class ObjectStoreConnection:
     async def _list_folder_by_obstore(self, folder: str) -> list[str]:
         import obstore
 
-        try:
-            found = await self._runner.result_of(obstore.list_with_delimiter_async(self._store, folder))
-        except FileNotFoundError:
+        found = await self._unless_absent(obstore.list_with_delimiter_async(self._store, folder))
+        if found is None:
             return []
         return [*map(str, found["common_prefixes"]), *(str(meta["path"]) for meta in found["objects"])]
 

@@ -16,7 +16,7 @@ from urllib.parse import SplitResult
 from pagoda.metrics import Reason
 from pagoda.threads import Pool
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS
-from pagoda.tiers.remote.store_client import RefusedError
+from pagoda.tiers.remote.store_client import RefusedError, ServerError
 from pagoda.tiers.remote.store_urls import (
     authorization_header,
     endpoint_of,
@@ -51,18 +51,15 @@ def open_store(parts: SplitResult, options: Mapping[str, str]) -> ObjectStore:
     settings = _client_settings(parts, options)
     never: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     try:
-        if parts.scheme == "s3":
-            return store.S3Store(parts.hostname, config=settings, retry_config=never)  # type: ignore[arg-type, unused-ignore]
-        if parts.scheme == "gs":
-            return store.GCSStore(parts.hostname, config=settings, retry_config=never)  # type: ignore[arg-type, unused-ignore]
-        if parts.scheme == "az":
-            return store.AzureStore(parts.hostname, config=settings, retry_config=never)  # type: ignore[arg-type, unused-ignore]
+        buckets = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}
+        if (bucket := buckets.get(parts.scheme)) is not None:
+            found: ObjectStore = bucket(parts.hostname, config=settings, retry_config=never)
+            return found
         client: ClientConfig = {**settings}  # type: ignore[typeddict-item, unused-ignore]
         if parts.username is not None:
             client["default_headers"] = authorization_header(parts)
-        return store.HTTPStore(
-            f"{parts.scheme}://{host_of(parts)}/", client_options=client, retry_config=never
-        )
+        url = f"{parts.scheme}://{host_of(parts)}/"
+        return store.HTTPStore(url, client_options=client, retry_config=never)
     except (BaseError, ValueError) as error:
         unknown = isinstance(error, UnknownConfigurationKeyError) or "Invalid key" in str(error)
         named = [name for name in options if unknown and name.lower() in str(error).lower()]
@@ -263,7 +260,7 @@ class ObstoreRunner:
             return UnsupportedError(said)
         if (300 <= status < 500 and status not in _RETRY_STATUSES) or status in _REASONS_OF_STATUS:
             return RefusedError(_REASONS_OF_STATUS.get(status, Reason.IO_ERROR), said)
-        return OSError(said)
+        return ServerError(said)
 
 
 def batches(items: Sequence[_T], most: int) -> Iterator[Sequence[_T]]:

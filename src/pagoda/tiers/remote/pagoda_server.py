@@ -13,41 +13,37 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Self
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from pagoda.codec import HEADER_BYTES
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.serve_token import own_token
-from pagoda.tiers.remote.http import HttpConnection, Response
+from pagoda.tiers.remote.http import HttpConnection, Response, read_chunk
 from pagoda.tiers.remote.store_client import (
     GetRequest,
     ListingDeadline,
     PutRequest,
     PutResult,
     RefusedError,
-    Usage,
+    ServerError,
+    StoreClient,
+    StoreConnection,
 )
 from pagoda.tiers.remote.store_urls import host_of
 
 _FIND_KEYS = 4096  # in one request
 _SMALL_BYTES = 1 << 16  # a chunk up to this size is sent without asking whether it is present
-_KEEPALIVE_SECONDS = 20.0
-_BELIEVED_SECONDS = 2.0
 _UNUSED = bytes(32)  # no namespace and no key: nothing is stored under it
 _PUT_RESULTS = {200: PutResult.PRESENT, 201: PutResult.STORED, 409: PutResult.BUSY}
 _REASONS = {413: Reason.TOO_LARGE, 422: Reason.FAILED_CHECK, 507: Reason.FULL}
 _TOKEN = re.compile(r"[!-~]{1,4096}")
 
 
-class PagodaServerClient:
+class PagodaServerClient(StoreClient):
     """A `pagoda serve` at `http://:TOKEN@HOST:PORT` (or https). Thread-safe, keeps no connection.
 
     Without a token in the URL, that of this user's own server is sent.
     """
-
-    read_only = False
 
     def __init__(self, url: str, *, name: str = "pagoda") -> None:
         """ConfigError: the token cannot be sent in a header."""
@@ -60,8 +56,6 @@ class PagodaServerClient:
             )
         self.name = name
         self.address = f"{parts.scheme}://{host_of(parts)}"
-        self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
-        self.believed_seconds = _BELIEVED_SECONDS
         self._origin = parts._replace(netloc=host_of(parts))
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -70,20 +64,15 @@ class PagodaServerClient:
         return PagodaServerConnection(self._origin, self._headers)
 
 
-class PagodaServerConnection:
+class PagodaServerConnection(StoreConnection):
     """One connection to a `pagoda serve`; see StoreConnection. For one thread at a time, except `abort`."""
 
     def __init__(self, origin: SplitResult, headers: Mapping[str, str]) -> None:
         self._http = HttpConnection(origin)
         self._headers = dict(headers)
 
-    def open(self, until: float) -> Self:
-        """Connect and check that the server answers and accepts the token: one round trip."""
-        self.ping(until)
-        return self
-
     def ping(self, until: float) -> None:
-        """Return if chunks can be read."""
+        """Return if chunks can be read: the server answers and accepts the token."""
         self._ask("HEAD", _target(_UNUSED, _UNUSED), until, good=(200, 404))
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
@@ -119,9 +108,6 @@ class PagodaServerConnection:
         """Return nothing known: `put` asks for each chunk."""
         return [None] * len(keys)
 
-    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
-        """Do nothing: there are no claims."""
-
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Send a chunk; the server checks it before it appears. A large one is sent only if it is absent.
 
@@ -148,16 +134,7 @@ class PagodaServerConnection:
         if response.status != 200:
             self._answer(response, until, good=(404,))
             return None
-        with self._http.dropped_on_error():  # the rest of a value is not read
-            if response.length is None or response.length < HEADER_BYTES:
-                raise RefusedError(
-                    Reason.FAILED_CHECK, "the value is shorter than a header, or of unknown length"
-                )
-            self._http.read_into(request.page.data, until)
-            rest_bytes = response.length - HEADER_BYTES
-            self._http.read_into(request.space_for(rest_bytes).data[:rest_bytes], until)
-            self._http.finish(response, response.length, until)
-        return rest_bytes
+        return read_chunk(self._http, response, request, until)
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove chunks, one request each; return how many were present."""
@@ -172,10 +149,6 @@ class PagodaServerConnection:
     def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
         """Refuse, for the same reason."""
         raise RefusedError(Reason.NOT_ADMITTED, "its chunks are that machine's: run pagoda ls there")
-
-    def usage(self, until: float) -> Usage:
-        """Return nothing known: `pagoda stats` says it on that machine."""
-        return Usage(None, None)
 
     def abort(self) -> None:
         """Make a call that waits in this connection fail soon with an OSError. From any thread."""
@@ -217,4 +190,4 @@ def _failure(status: int, reason: str) -> Exception:
         return RefusedError(Reason.IO_ERROR, f"{status}: the server does not allow this {reason}".rstrip())
     if status in _REASONS:
         return RefusedError(_REASONS[status], f"{status} {reason}".rstrip())
-    return ConnectionError(f"the server answered {status} {reason}".rstrip())
+    return ServerError(f"the server answered {status} {reason}".rstrip())

@@ -22,6 +22,7 @@ _POSITIONS = 16  # of a prompt's keys that are asked about
 _MACHINES = 8  # named of those that have one key: any of them, so that not all ask the same ones
 _BATCH = 1000  # keys announced in one round trip
 _URL = re.compile(r"https?://([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:\d{1,5})?")
+_TIME_SECONDS = 60.0  # how long its clock is not asked again: it may be set, and this machine may sleep
 _TIME = ReplyShape(b"*$", items=4, depth=1)
 _URLS = ReplyShape(b"*$", 300, items=2 * _MACHINES, depth=1)
 
@@ -56,10 +57,7 @@ class PeerDirectoryConnection(RedisConnection):
     def open(self, until: float) -> Self:
         """Connect, and ask what time it is there. OSError; RefusedError: the user may not read."""
         super().open(until)
-        (now,) = self._execute([command(b"TIME")], until, _TIME)
-        if not isinstance(now, list) or not now or not isinstance(now[0], bytes) or not now[0].isdigit():
-            raise ConnectionError("the reply to TIME has another form than Redis gives it")
-        self._ahead = int(now[0]) - time.monotonic()
+        self._ask_for_time(until)
         return self
 
     def machines(self, keys: Sequence[bytes], until: float) -> list[str]:
@@ -70,11 +68,10 @@ class PeerDirectoryConnection(RedisConnection):
         """
         step = -(-len(keys) // (_POSITIONS - 1))
         asked = sorted({*range(0, len(keys), step), len(keys) - 1}) * 2
-        now = self._period()
+        now = self._period(until)
         names = [self._names.at(keys[at], now - (n >= len(asked) // 2)) for n, at in enumerate(asked)]
-        replies = self._execute(
-            [command(b"SRANDMEMBER", name, b"%d" % _MACHINES) for name in names], until, _URLS
-        )
+        questions = [command(b"SRANDMEMBER", name, b"%d" % _MACHINES) for name in names]
+        replies = self._execute(questions, until, _URLS)
         reach: dict[str, int] = {}
         for at, urls in zip(asked, replies, strict=True):
             for url in map(_machine, urls if isinstance(urls, list) else []):
@@ -86,11 +83,10 @@ class PeerDirectoryConnection(RedisConnection):
         """Say that the machine at `url` has these keys. OSError, RefusedError: perhaps some of them were announced."""
         life = b"%d" % (2 * PERIOD_SECONDS)
         for start in range(0, len(keys), _BATCH):
-            names = [self._names.at(key, self._period()) for key in keys[start : start + _BATCH]]
-            commands = [
-                command(b"SADD", name, url.encode()) + command(b"EXPIRE", name, life) for name in names
-            ]
-            self._send([b"".join(commands)], 2 * len(names), until)
+            now = self._period(until)
+            names = [self._names.at(key, now) for key in keys[start : start + _BATCH]]
+            adds = [command(b"SADD", name, url.encode()) + command(b"EXPIRE", name, life) for name in names]
+            self._send([b"".join(adds)], 2 * len(names), until)
             self._read_replies(2 * len(names), until, NUMBER)
 
     def local_host(self) -> str:
@@ -99,8 +95,18 @@ class PeerDirectoryConnection(RedisConnection):
         host = str(name[0]) if isinstance(name, tuple) else "127.0.0.1"
         return f"[{host}]" if ":" in host else host
 
-    def _period(self) -> int:
+    def _period(self, until: float) -> int:
+        """Return the ten minutes that it is there now; all machines must mean the same ones."""
+        if time.monotonic() >= self._time_end:
+            self._ask_for_time(until)
         return int(self._ahead + time.monotonic()) // PERIOD_SECONDS
+
+    def _ask_for_time(self, until: float) -> None:
+        (now,) = self._execute([command(b"TIME")], until, _TIME)
+        if not isinstance(now, list) or not now or not isinstance(now[0], bytes) or not now[0].isdigit():
+            raise ConnectionError("the reply to TIME has another form than Redis gives it")
+        self._ahead = int(now[0]) - time.monotonic()
+        self._time_end = time.monotonic() + _TIME_SECONDS
 
 
 def _machine(hint: Reply) -> str:

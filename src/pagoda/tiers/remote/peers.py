@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
 from pagoda.clock import Clock
-from pagoda.fork import reset_in_child
+from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Condition, Pool
 from pagoda.tiers.breaker import CircuitBreaker
@@ -34,7 +34,9 @@ from pagoda.tiers.remote.store_client import (
     PutRequest,
     PutResult,
     RefusedError,
-    Usage,
+    StoreClient,
+    StoreConnection,
+    reason_of,
 )
 
 _MOST_PEERS = 8  # that are asked at once
@@ -47,8 +49,6 @@ _LIES, _DISTRUST_SECONDS = 8, 30.0
 _MOST_KEYS = 1 << 17  # whose neighbours are remembered: a few MiB
 _RESOLVE_SECONDS = 30.0  # between two questions for the addresses of a name
 _RESOLVE_PATIENCE_SECONDS = 5.0
-_KEEPALIVE_SECONDS = 20.0
-_BELIEVED_SECONDS = 2.0
 
 _logger = guarded_logger("pagoda.tiers.remote")
 
@@ -67,15 +67,9 @@ class Peer:
         self.client = PagodaServerClient(url)
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
         self.trust = CircuitBreaker(clock, _LIES, _DISTRUST_SECONDS)
-        self.answers = self._broken = (
-            0  # how many look-ups it has answered; the last one that it did not keep
-        )
+        # how many look-ups it has answered; the last one that it did not keep
+        self.answers = self._broken = 0
         self._log = RateLimitedLog(clock)
-
-    def reset(self) -> None:
-        """Replace the locks in a forked child."""
-        for part in (self.breaker, self.trust, self._log):
-            part.reset()
 
     @property
     def is_used(self) -> bool:
@@ -89,8 +83,7 @@ class Peer:
 
     def record_failure(self, error: Exception) -> Reason:
         """Count and log that it did not answer, or refused; return the reason."""
-        reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
-        reason = error.reason if isinstance(error, RefusedError) else reason
+        reason = reason_of(error)
         self.breaker.record_failure()
         self._log.warn(_logger, reason, f"{self.client.address}: {type(error).__name__}: {error}")
         return reason
@@ -109,7 +102,7 @@ class Peer:
             self._log.warn(_logger, Reason.FAILED_CHECK, text)
 
 
-class PeersClient:
+class PeersClient(StoreClient):
     """Neighbours as one store. Thread-safe; in a forked child it makes new connections.
 
     `directory`: names whom to ask, of `urls`, or anybody if there are none. `look_seconds`: how long a caller waits for
@@ -130,8 +123,6 @@ class PeersClient:
         """Connect to nothing yet. ConfigError: a token cannot be sent."""
         self._clock = clock or Clock()
         self.patience_seconds = look_seconds * _PATIENCE_SHARE
-        self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
-        self.believed_seconds = _BELIEVED_SECONDS
         self._peers = {each.url: Peer(each.url, self._clock) for each in urls if not each.all_addresses}
         most = _MOST_PEERS if directory is None else _MOST_FOUND
         self._names = [_PeerName(each.url, most, self._clock) for each in urls if each.all_addresses]
@@ -142,18 +133,11 @@ class PeersClient:
         ]
         self.address = ", ".join(addresses if directory is None else [*addresses, directory.address])
         self._holders: dict[bytes, tuple[Peer, ...]] = {}  # who has a key; the oldest key first
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the locks; also in a forked child."""
         self._lock = threading.Lock()
-        for peer in self.known():
-            peer.reset()
-        for name in self._names:
-            name.reset()
-        if self.directory is not None:
-            self.directory.reset()
 
     def connection(self) -> PeersConnection:
         """Return a new connection that is still to be opened."""
@@ -228,11 +212,6 @@ class _UsedDirectory:
         self._address, self._is_limited, self._clock = directory.address, is_limited, clock
         self._log = RateLimitedLog(clock)
 
-    def reset(self) -> None:
-        """Replace the locks in a forked child."""
-        self.breaker.reset()
-        self._log.reset()
-
     def choose(self, urls: Sequence[str], configured: Sequence[Peer]) -> Sequence[Peer]:
         """Return the first eight of these machines that may be asked, those in order first."""
         known = {peer.client.address: peer for peer in configured}
@@ -253,11 +232,8 @@ class _UsedDirectory:
     def record_failure(self, error: Exception) -> None:
         """Count and log that it did not answer: those that it named last are asked."""
         self.breaker.record_failure()
-        reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
-        text = (
-            f"{self._address}: {type(error).__name__}: {error}: the neighbours that it named last are asked"
-        )
-        self._log.warn(_logger, reason, text)
+        text = f"{type(error).__name__}: {error}: the neighbours that it named last are asked"
+        self._log.warn(_logger, reason_of(error), f"{self._address}: {text}")
 
 
 class _PeerName:
@@ -271,10 +247,6 @@ class _PeerName:
         self._pool = Pool(1, "pagoda-peers-dns")
         self._due = 0.0  # time.monotonic()
         self._log = RateLimitedLog(clock)
-
-    def reset(self) -> None:
-        """Replace the lock in a forked child."""
-        self._log.reset()
 
     def resolve(self, until: float) -> None:
         """Find the addresses if that is due; wait only the first time."""
@@ -315,7 +287,7 @@ class _PeerName:
         return f"{self._url.scheme}://{credentials}{at}{host}:{self._url.port or 80}"
 
 
-class PeersConnection:
+class PeersConnection(StoreConnection):
     """A connection to each neighbour; see StoreConnection. For one thread at a time, except `abort`."""
 
     def __init__(self, client: PeersClient) -> None:
@@ -418,7 +390,7 @@ class PeersConnection:
         try:
             found = line.connection.find(namespace, look.keys, until)
             line.peer.breaker.record_success()
-        except (OSError, RefusedError) as error:
+        except Exception as error:  # noqa: BLE001  # a background thread: nobody else sees it
             if not self._closed:
                 line.peer.record_failure(error)
         finally:
@@ -493,9 +465,6 @@ class PeersConnection:
         """Refuse: neighbours are only read."""
         raise RefusedError(Reason.NOT_ADMITTED, "neighbours are only read")
 
-    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
-        """Do nothing: there are no claims."""
-
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Refuse: neighbours are only read."""
         raise RefusedError(Reason.NOT_ADMITTED, "neighbours are only read")
@@ -507,10 +476,6 @@ class PeersConnection:
     def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
         """Return nothing: each neighbour lists its own."""
         return {}
-
-    def usage(self, until: float) -> Usage:
-        """Return nothing known."""
-        return Usage(None, None)
 
     def abort(self) -> None:
         """Make all calls that wait in this connection fail soon. From any thread."""

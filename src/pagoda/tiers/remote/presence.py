@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable
 
 from pagoda.clock import Clock
+from pagoda.fork import reset_now_and_in_child
 
 _MOST_KEYS = 1 << 17  # a few MiB
 _ANSWERED_NS = 10**9  # for how long after its end an answer explains a miss
@@ -22,7 +23,7 @@ class PresenceCache:
     def __init__(self, clock: Clock, present_seconds: float = 2.0, absent_seconds: float = 1.0) -> None:
         self._clock = clock
         self._lives_ns = {True: int(present_seconds * 1e9), False: int(absent_seconds * 1e9)}
-        self.reset()
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Start empty with a new lock, as in a forked child."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from itertools import compress, takewhile
-from typing import NamedTuple, Self, TypedDict
+from typing import ClassVar, NamedTuple, Self, TypedDict, Unpack
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.errors import ConfigError
@@ -40,6 +40,8 @@ from pagoda.tiers.remote.store_client import (
     PutRequest,
     PutResult,
     RefusedError,
+    StoreClient,
+    StoreConnection,
     Usage,
 )
 
@@ -49,7 +51,6 @@ PIECE_BYTES = (1 << 20) - 4096
 _SMALL_BYTES = 1 << 20  # chunks up to this are written in one transaction
 _WRITE_PIECES = 64  # written before their replies are read
 _READ_PIECES = 4  # requested at once; more would only fill the server's buffers
-_PROBES = 16
 _SCAN_NAMES = 1000
 _NAMESPACES = 1 << 16
 _SHORT = ReplyShape(b":+$*", items=8, depth=1)  # of writing commands and transactions
@@ -58,11 +59,8 @@ _OPENED = ReplyShape(b":+$", 1 << 16)  # of the first commands of a connection
 _SETUP = ReplyShape(b"$*", 1 << 16, items=1 << 10, depth=2)  # SCAN may give more than it was asked for
 _AGE = ReplyShape(b":$")  # of OBJECT; nil of what is gone
 _PAGE = ReplyShape(b"$", HEADER_BYTES)
-_KEEPALIVE_SECONDS = 20.0
-_BELIEVED_SECONDS = 2.0
-_RULES_SECONDS = (
-    60.0  # how long it is believed what a server says of itself: people change that, and failovers do
-)
+# how long it is believed what a server says of itself: people change that, and failovers do
+_RULES_SECONDS = 60.0
 GHOST_SECONDS = 3600.0  # how long it is known that a chunk was asked for once
 _DRAFT_SECONDS = 2.0  # how long a draft or a claim outlives the deadline of its writer
 _RELEASE = b"return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('UNLINK', KEYS[1]) or 0"
@@ -83,58 +81,15 @@ class RedirectError(RefusedError):
 class RedisOptions(TypedDict, total=False):
     """What a client of Redis is made with: see RedisClient."""
 
-    prefix: str
-    ttl_seconds: float
-    ranks: bool
-    second_sight: bool
-    name: str
-    password_file: str
+    prefix: str  # "pagoda" unless given
+    ttl_seconds: float  # LIFE_SECONDS unless given
+    ranks: bool  # False unless given
+    second_sight: bool  # False unless given
+    name: str  # of the tier: "redis" unless given
+    password_file: str  # none unless given
 
 
-class RedisClient:
-    """A Redis at `url` (see RedisAddress, SentinelAddress). All names begin with `<prefix>:`. Thread-safe.
-
-    Keeps no connection. `ttl_seconds`: how long a chunk stays after it was last stored or used; `ranks`: chunks are
-    ranked by their remaining life, also if Redis does not say that it evicts by that. `second_sight`: a chunk is stored
-    when it is asked for a second time, on any machine. `password_file` is read for each connection.
-    """
-
-    read_only = False
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        prefix: str = "pagoda",
-        ttl_seconds: float = LIFE_SECONDS,
-        ranks: bool = False,
-        second_sight: bool = False,
-        name: str = "redis",
-        password_file: str = "",
-    ) -> None:
-        self.name = name
-        self.keepalive_seconds: float | None = _KEEPALIVE_SECONDS
-        kind = SentinelAddress if "+sentinel:" in url[:16] else RedisAddress
-        self._address = kind(url, password_file)
-        self.address = self._address.text
-        self._names = RedisNames(prefix)
-        self._options = ttl_seconds, ranks, second_sight
-        self._nonce, self._ages = os.urandom(8).hex().encode(), ReuseAges()
-        # Redis keeps recency in seconds, and a chunk in use must not expire between two touches
-        self.believed_seconds = min(_BELIEVED_SECONDS, ttl_seconds / 4)
-
-    def connection(self) -> RedisConnection:
-        """Return a new connection that is still to be opened."""
-        owner = b"%d-%b" % (os.getpid(), self._nonce)
-        return self.connection_type(self._address, self._names, *self._options, owner, self._ages)
-
-    @property
-    def connection_type(self) -> type[RedisConnection]:
-        """What `connection` makes."""
-        return RedisConnection
-
-
-class RedisConnection:
+class RedisConnection(StoreConnection):
     """One connection to a Redis; see StoreConnection. For one thread at a time, except `abort`."""
 
     def __init__(
@@ -200,7 +155,7 @@ class RedisConnection:
             replies = self._execute([command(b"EXISTS", name) for name in names], until)
             return sum(1 for _ in takewhile(lambda reply: reply == 1, replies))
 
-        return leading_run(len(keys), ask, probes=_PROBES, exact=EXACT_KEYS)
+        return leading_run(len(keys), ask, exact=EXACT_KEYS)
 
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
@@ -259,13 +214,8 @@ class RedisConnection:
 
         def ask(numbers: Iterable[int]) -> dict[int, Reply]:
             asked = list(numbers)
-            return dict(
-                zip(
-                    asked,
-                    self._replies([command(b"EXISTS", names[at]) for at in asked], until, NUMBER),
-                    strict=True,
-                )
-            )
+            replies = self._replies([command(b"EXISTS", names[at]) for at in asked], until, NUMBER)
+            return dict(zip(asked, replies, strict=True))
 
         found, life = ask(range(len(names))), _draft_life(until)
         absent = [at for at, there in found.items() if there != 1]
@@ -298,10 +248,8 @@ class RedisConnection:
         return result
 
     def _put(self, request: PutRequest, until: float) -> PutResult:
-        name, fields = (
-            self._names.chunk(request.namespace, request.key),
-            _fields(request.page, request.stored),
-        )
+        name = self._names.chunk(request.namespace, request.key)
+        fields = _fields(request.page, request.stored)
         is_valid, rank = request.is_valid, request.rank
         claim, draft = name + b":w", name + b":w:" + os.urandom(16).hex().encode()
         with self._drop_on_refusal(draft, claim, until):
@@ -450,15 +398,11 @@ class RedisConnection:
     def _uses(self, deadline: ListingDeadline) -> Iterator[ChunkUse]:
         for names in self._scan(None, deadline):
             chunks, until = [name for name in names if name.is_chunk], deadline.next_step()
-            replies = self._replies(
-                [command(b"OBJECT", b"IDLETIME", name.text) for name in chunks], until, _AGE
-            )
-            sign = 1
+            asked = [command(b"OBJECT", b"IDLETIME", name.text) for name in chunks]
+            replies, sign = self._replies(asked, until, _AGE), 1
             if any(isinstance(reply, ErrorReply) and "LFU" in reply.text for reply in replies):
-                replies = self._replies(
-                    [command(b"OBJECT", b"FREQ", name.text) for name in chunks], until, _AGE
-                )
-                sign = -1
+                asked = [command(b"OBJECT", b"FREQ", name.text) for name in chunks]
+                replies, sign = self._replies(asked, until, _AGE), -1
             for name, reply in zip(chunks, self._checked(replies), strict=True):
                 if isinstance(reply, int):
                     yield ChunkUse(sign * reply, name.namespace, name.key)
@@ -571,6 +515,34 @@ class RedisConnection:
         if code in _NOT_READY:
             return ConnectionError(text)
         return RefusedError(_REASONS.get(code, Reason.IO_ERROR), text, reconnect=code in _ELSEWHERE)
+
+
+class RedisClient(StoreClient):
+    """A Redis at `url` (see RedisAddress, SentinelAddress). All names begin with `<prefix>:`. Thread-safe.
+
+    Keeps no connection. `ttl_seconds`: how long a chunk stays after it was last stored or used; `ranks`: chunks are
+    ranked by their remaining life, also if Redis does not say that it evicts by that. `second_sight`: a chunk is stored
+    when it is asked for a second time, on any machine. `password_file` is read for each connection.
+    """
+
+    connection_type: ClassVar[type[RedisConnection]] = RedisConnection
+
+    def __init__(self, url: str, **options: Unpack[RedisOptions]) -> None:
+        self.name = options.get("name", "redis")
+        kind = SentinelAddress if "+sentinel:" in url[:16] else RedisAddress
+        self._address = kind(url, options.get("password_file", ""))
+        self.address = self._address.text
+        self._names = RedisNames(options.get("prefix", "pagoda"))
+        ttl_seconds = options.get("ttl_seconds", LIFE_SECONDS)
+        self._options = ttl_seconds, options.get("ranks", False), options.get("second_sight", False)
+        self._nonce, self._ages = os.urandom(8).hex().encode(), ReuseAges()
+        # Redis keeps recency in seconds, and a chunk in use must not expire between two touches
+        self.believed_seconds = min(self.believed_seconds, ttl_seconds / 4)
+
+    def connection(self) -> RedisConnection:
+        """Return a new connection that is still to be opened."""
+        owner = b"%d-%b" % (os.getpid(), self._nonce)
+        return self.connection_type(self._address, self._names, *self._options, owner, self._ages)
 
 
 _Field = tuple[bytes, memoryview]  # of a hash: its name and its value

@@ -15,7 +15,7 @@ from typing import Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from pagoda.errors import ConfigError, StoreError
-from pagoda.threads import NO_THREAD, begin, wait
+from pagoda.threads import NO_THREAD, start_thread, wait
 from pagoda.tiers.remote.resp import ErrorReply, ReplyShape, RespConnection, command
 from pagoda.tiers.remote.store_urls import (
     REDIS_OPTIONS,
@@ -65,10 +65,8 @@ class RedisAddress:
         options = {name: pool.connection_kwargs[name] for name in _KNOWN if name in pool.connection_kwargs}
         self._connection = pool.connection_class
         self.text = f"{scheme}://{_text(options)}"
-        self._user: tuple[str | None, str | None] = (
-            options.pop("username", None),
-            options.pop("password", None),
-        )
+        username, password = options.pop("username", None), options.pop("password", None)
+        self._user: tuple[str | None, str | None] = (username, password)
         self.db = options.pop("db", 0)
         provider = options.pop("credential_provider", None)
         self._provider = provider and _credential_provider(provider)
@@ -127,10 +125,8 @@ class RedisAddress:
         self._late = [thread for thread in self._late if thread.is_alive()]
         if len(self._late) >= _MOST_LATE:
             raise TimeoutError(f"{self.text}: {_MOST_LATE} earlier connections are still being made")
-        thread = threading.Thread(
-            target=self._make, args=(made, until), name="pagoda-redis-connect", daemon=True
-        )
-        if not begin(thread):
+        thread = start_thread(self._make, "pagoda-redis-connect", made, until)
+        if thread is None:
             raise OSError(f"{self.text}: {NO_THREAD}")
         wait([made], max(0.0, until - time.monotonic()))
         if made.cancel():
@@ -162,7 +158,7 @@ class RedisAddress:
             **options,
             protocol=2,
             socket_timeout=left,
-            socket_connect_timeout=left,
+            socket_connect_timeout=left / 2,  # of a host's two addresses the first may lead nowhere
             # RedisConnection reads the replies to AUTH and SELECT, within bounds
             redis_connect_func=lambda _: None,
         )
@@ -200,9 +196,8 @@ class SentinelAddress(RedisAddress):
         places = [
             host if urlsplit(f"//{host}").port else f"{host}:{_SENTINEL_PORT}" for host in hosts.split(",")
         ]
-        own = {name: value for name, value in options.items() if name.startswith("ssl_")} | {
-            "username": username
-        }
+        own = {name: value for name, value in options.items() if name.startswith("ssl_")}
+        own["username"] = username
         asked = parts._replace(netloc=",".join(places), path="", query=urlencode(own))
         self._sentinels = [RedisAddress(each, file) for each in node_urls(urlunsplit(asked))]
 

@@ -11,12 +11,11 @@ from typing import NamedTuple, Self
 from urllib.parse import urlunsplit
 
 from pagoda.errors import ConfigError
-from pagoda.metrics import Reason
 from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_address import HOST
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient
 from pagoda.tiers.remote.resp import NUMBER, ErrorReply, Reply, ReplyShape, RespConnection, command
-from pagoda.tiers.remote.store_client import GetRequest, RefusedError
+from pagoda.tiers.remote.store_client import GetRequest, RefusedError, reason_of
 from pagoda.url_parts import place_of
 
 _SLOTS = 1 << 14
@@ -107,10 +106,8 @@ class ClusterNodeConnection(RedisConnection):
             self._target = target
             yield target.open(until)
         except OSError as error:
-            reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
-            raise RefusedError(
-                reason, f"{place}, to which the chunk is being moved: {error}", contained=True
-            ) from None
+            text = f"{place}, to which the chunk is being moved: {error}"
+            raise RefusedError(reason_of(error), text, contained=True) from None
         finally:
             self._target = None
             if target is not None:
@@ -145,10 +142,7 @@ class ClusterNodeConnection(RedisConnection):
 class ClusterNodeClient(RedisClient):
     """One node of a cluster."""
 
-    @property
-    def connection_type(self) -> type[RedisConnection]:
-        """What `connection` makes."""
-        return ClusterNodeConnection
+    connection_type = ClusterNodeConnection
 
 
 class RedisClusterClient(RedisNodesClient):

@@ -49,9 +49,8 @@ class ChunkLives(NamedTuple):
 
     life_ms: int
     ages: ReuseAges
-    ranks: bool = (
-        False  # each use extends the life; else one use in a while renews it, and other uses write nothing
-    )
+    # each use extends the life; else one use in a while renews it, and other uses write nothing
+    ranks: bool = False
     has_gt: bool = True  # PEXPIRE ... GT is there: since Redis 7
     extends: bool = True  # the user may ask for lives and extend them
 

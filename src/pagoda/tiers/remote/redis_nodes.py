@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.clock import Clock
-from pagoda.fork import reset_in_child
+from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool, wait
 from pagoda.tiers.breaker import CircuitBreaker
@@ -36,7 +36,10 @@ from pagoda.tiers.remote.store_client import (
     PutRequest,
     PutResult,
     RefusedError,
+    StoreClient,
+    StoreConnection,
     Usage,
+    reason_of,
 )
 from pagoda.tiers.remote.store_urls import node_urls
 from pagoda.url_parts import place_of, split_url
@@ -73,8 +76,6 @@ class RedisNode:
         """Replace the locks in a forked child, which has no connection yet."""
         self.is_probed = False
         self.lines = set()
-        for part in (self.breaker, self.write_breaker, self._log):
-            part.reset()
 
     def failed(self, error: Exception) -> RefusedError:
         """Count and log that the node failed; return the miss of its keys. End all calls of a node that is left out."""
@@ -95,18 +96,16 @@ class RedisNode:
 
     def contain(self, error: Exception) -> RefusedError:
         """Log what the node did wrong; return the refusal that says nothing about the other nodes."""
-        reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
-        reason = error.reason if isinstance(error, RefusedError) else reason
+        reason = reason_of(error)
         place = f"{self.client.address}: "
         text = f"{place}{type(error).__name__}: {str(error).removeprefix(place)}"
         self._log.warn(_logger, reason, f"{text}: the other nodes are used as before")
         return RefusedError(reason, text, contained=True)
 
 
-class RedisNodesClient:
+class RedisNodesClient(StoreClient):
     """Several Redis as one store: what is common to a pool and a cluster. Thread-safe, keeps no connection."""
 
-    read_only = False
     is_cluster = False
     _client_type: type[RedisClient] = RedisClient
 
@@ -131,12 +130,10 @@ class RedisNodesClient:
         self.name = first.name
         places = ",".join(sorted(node.place for node in self.nodes))  # on two machines the same text
         self.address = f"{self._url.scheme}://{places}/{first.address.rpartition('/')[2]}"
-        self.keepalive_seconds = first.keepalive_seconds
         self.believed_seconds = first.believed_seconds
         self.version = 0  # of the list of nodes
         self._probes = Pool(_MOST_THREADS, "pagoda-redis-probe")
-        self.reset()
-        reset_in_child(self)
+        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the locks; also in a forked child."""
@@ -222,7 +219,7 @@ class _NodeLine:
         self.is_open = self.is_busy = False
 
 
-class RedisNodesConnection:
+class RedisNodesConnection(StoreConnection):
     """One connection to each node; see StoreConnection. For one thread at a time, except `abort`.
 
     What a node does wrong is a contained refusal: a miss or a drop with a reason. OSError: no node is used now.

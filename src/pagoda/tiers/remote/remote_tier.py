@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from typing import TypeVar
 
 from pagoda import codec
@@ -29,16 +30,18 @@ from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.io_queue import IoQueue, IoWorker, QueuedTier, ReadRequest, WorkerBackend, WriteRequest
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, EXACT_REQUESTS
 from pagoda.tiers.remote.presence import PresenceCache
-from pagoda.tiers.remote.query_queue import QueryFunction, QueryQueue
+from pagoda.tiers.remote.query_queue import QueryQueue
 from pagoda.tiers.remote.store_client import (
     GetRequest,
     ListingDeadline,
     PutRequest,
     PutResult,
     RefusedError,
+    ServerError,
     StoreClient,
     StoreConnection,
     Usage,
+    reason_of,
 )
 
 STORE_ID = b"pagoda/remote/1\0"  # in the headers, where a store of one machine has its id
@@ -65,6 +68,11 @@ _BUSY_SECONDS = 10.0  # how long that goes on, in addition to twice the time tha
 # of each doubling of the position in a chain: a tail is evicted before its head, although a store compares a few
 # chunks at a time; and the last chunk of the longest prompt still before what was used some seconds earlier
 _RANK_MS = 300
+
+
+_NOT_STORED = {
+    PutResult.BUSY: Reason.BUSY, PutResult.UNSEEN: Reason.NOT_ADMITTED, PutResult.STALE: Reason.STALE,
+}  # fmt: skip
 
 
 class RemoteTier(QueuedTier):
@@ -318,8 +326,6 @@ class RemoteStore(WorkerBackend):
         self._stopped = False
         self.trusted_since = 0.0  # connections that are older are replaced before their next use
         self._touch_lock, self._touch_connection = threading.RLock(), WorkerConnection(self)
-        for part in (self.breaker, self.write_breaker, self.touch_breaker, self.presence, self._log):
-            part.reset()
 
     # ---- the backend of the worker pool --------------------------------------------------------------------------
 
@@ -336,23 +342,27 @@ class RemoteStore(WorkerBackend):
                 query = self.queries.take(_PROBE_SECONDS if self.breaker.is_open else pause)
                 if query is not None:
                     skipped, asked = self.breaker.is_open, query.function
-                    answer = Reason.TIER_SKIPPED if skipped else self._call(connection, asked, "a question")
+                    answer = Reason.TIER_SKIPPED if skipped else self.call(connection, asked, "a question")
                     self.queries.finish(query, answer)
                     if self.usage is None and not self.breaker.is_open:
-                        self._call(connection, self.update_usage, "asking how it is set up")
+                        self.call(connection, self.update_usage, "asking how it is set up")
                 if stop.is_set():
                     break
                 if self.breaker.is_open and not self.breaker.resting:
-                    self._call(connection, self._probe, "asking whether it is back")
+                    self.call(connection, self._probe, "asking whether it is back")
                 elif pause is not None and not self.breaker.is_open and connection.idle_for(pause):
-                    self._call(connection, self._probe, "keeping a connection open")
+                    self.call(connection, self._probe, "keeping a connection open")
         finally:
             self.queries.close()
             connection.close()
 
-    def _call(self, connection: WorkerConnection, function: QueryFunction, what: str) -> int | Reason:
+    def call(
+        self, connection: WorkerConnection, work: Callable[[StoreConnection], _T], what: str,
+        refusals: CircuitBreaker | None = None,
+    ) -> _T | Reason:  # fmt: skip
+        """Do some work of a background thread, as `WorkerConnection.call` does; any error is a reason."""
         try:
-            return connection.call(function, what)
+            return connection.call(work, what, refusals)
         except Exception as error:  # noqa: BLE001  # a background thread: other queries still need their answers
             return self.record_error(error, what)
 
@@ -397,8 +407,7 @@ class RemoteStore(WorkerBackend):
                 return Reason.CLOSED
             self.breaker.record_failure(rests=rests)
             self.queries.wake()
-        reason = Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
-        said = str(error).removeprefix(f"{self.client.address}: ")
+        reason, said = reason_of(error), str(error).removeprefix(f"{self.client.address}: ")
         self.log_reason(reason, f"{what} failed: {type(error).__name__}: {said}")
         return reason
 
@@ -672,16 +681,14 @@ class RemoteWorker(IoWorker):
     ) -> bool:
         """Return whether a value that cannot be served stays: other callers can use it, or this request was wrong."""
         if codec.is_foreign(self._page):
-            self._store.log_reason(
-                Reason.FAILED_CHECK, "a chunk that another version wrote cannot be read: it stays"
-            )
+            text = "a chunk that another version wrote cannot be read: it stays"
+            self._store.log_reason(Reason.FAILED_CHECK, text)
             return True
         if found is None or not codec.agrees(found, expected):
             return False
         if found.codec in codec.LOSSY and self._store.codec_name not in codec.LOSSY:
-            self._store.log_reason(
-                Reason.FAILED_CHECK, "a chunk of a lossy codec is not for this exact tier: it stays"
-            )
+            text = "a chunk of a lossy codec is not for this exact tier: it stays"
+            self._store.log_reason(Reason.FAILED_CHECK, text)
             return True
         return read.position not in (None, found.position) or not self._can_read(found.codec)
 
@@ -713,7 +720,7 @@ class RemoteWorker(IoWorker):
                 continue
             if reason is not None:
                 self._store.count({f"drop_{reason}": 1})
-            self._queue.finish_write(write, Done(reason is None, reason))
+            self._queue.finish_writes([(write, Done(reason is None, reason))])
         self._release([write for write, claim in claims.items() if not isinstance(claim, PutResult)])
 
     def _claim(self, writes: Sequence[WriteRequest]) -> dict[WriteRequest, PutResult | Reason | None]:
@@ -724,14 +731,10 @@ class RemoteWorker(IoWorker):
         for namespace in {write.namespace for write in asked}:
             batch = [write for write in asked if write.namespace == namespace]
             keys, until = [write.chunk.key for write in batch], store.batch_deadline()
-            try:
-                found = self._connection.call(
-                    lambda connection, question=(namespace, keys, until): connection.claim(*question),  # type: ignore[misc]
-                    "asking before a save",
-                    store.write_breaker,
-                )
-            except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the futures' value
-                found = store.record_error(error, "asking before a save")
+            claim = methodcaller("claim", namespace, keys, until)
+            found: list[PutResult | None] | Reason = store.call(
+                self._connection, claim, "asking before a save", store.write_breaker
+            )
             claims.update(
                 dict.fromkeys(batch, found) if isinstance(found, Reason) else zip(batch, found, strict=True)
             )
@@ -744,14 +747,8 @@ class RemoteWorker(IoWorker):
             if self._store.breaker.is_open:
                 return
             keys = [write.chunk.key for write in unsent if write.namespace == namespace]
-            end = namespace, keys, self._store.deadline()
-            try:
-                self._connection.call(
-                    lambda connection, end=end: connection.release(*end),  # type: ignore[misc]
-                    "releasing claims",
-                )
-            except Exception as error:  # noqa: BLE001  # a background thread: the next batch must be written
-                self._store.record_error(error, "releasing claims")
+            release = methodcaller("release", namespace, keys, self._store.deadline())
+            self._store.call(self._connection, release, "releasing claims")
 
     def _put_back(self, write: WriteRequest) -> bool:
         """Do a write of a chunk that another machine is sending again a moment later; False once that took too long."""
@@ -796,19 +793,18 @@ class RemoteWorker(IoWorker):
         def put(connection: StoreConnection) -> PutResult:
             until, rank = store.deadline(stored.nbytes), store.rank(write.stamp, write.chunk.position)
             request = PutRequest(write.namespace, write.chunk.key, self._page, stored, is_valid, rank)
-            return connection.put(request, until)
+            try:
+                return connection.put(request, until)
+            except ServerError as answer:
+                raise RefusedError(Reason.IO_ERROR, str(answer)) from None
 
         result = self._connection.call(put, "a save", store.write_breaker)
         return result if isinstance(result, Reason) else self._finish_put(write, result)
 
     def _finish_put(self, write: WriteRequest, result: PutResult) -> Reason | None:
         store, key = self._store, write.chunk.key
-        if result is PutResult.BUSY:
-            return write.cancelled or Reason.BUSY
-        if result is PutResult.UNSEEN:
-            return write.cancelled or Reason.NOT_ADMITTED
-        if result is PutResult.STALE:
-            return write.cancelled or Reason.STALE
+        if (reason := _NOT_STORED.get(result)) is not None:
+            return write.cancelled or reason
         if write.cancelled is not None:  # its key was removed while it was being published
             self._connection.call(
                 lambda connection: connection.remove(write.namespace, [key], store.deadline()), "a removal"

@@ -15,9 +15,8 @@ from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, LATE, keep_alive,
 LINE_BYTES = 8192  # no line of a reply is longer; also the most that is read ahead
 STRING_BYTES = 1 << 20  # no string of a reply is longer
 _SKIPPED_BYTES = 1 << 29  # no value in Redis is longer: an unwanted one is skipped in bounded time
-_BULK_AHEAD_BYTES = (
-    12  # the end of one bulk string and the length of the next: the rest is read into its destination
-)
+# the end of one bulk string and the length of the next: the rest is read into its destination
+_BULK_AHEAD_BYTES = 12
 _COPIED_BYTES = 4096  # strings of up to so many bytes are read ahead too
 _SLACK_SECONDS = 0.01  # a timeout that was set less long ago is exact enough
 _SKIP_BYTES = 1 << 16

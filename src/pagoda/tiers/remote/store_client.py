@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, Self
 
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
+from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 
 NAME_FORMAT = 1  # of the names and values in remote stores; all names contain it
 
@@ -27,6 +28,17 @@ class RefusedError(Exception):
         self.reason = reason
         self.reconnect = reconnect
         self.contained = contained
+
+
+class ServerError(OSError):
+    """The store answered that it cannot do this now. Of a write it says nothing about reads, as when a disk is full."""
+
+
+def reason_of(error: Exception) -> Reason:
+    """Return why a call of a store has failed or was refused."""
+    if isinstance(error, RefusedError):
+        return error.reason
+    return Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
 
 
 class ListingDeadline:
@@ -110,19 +122,32 @@ class StoreConnection(Protocol):
     be one of our chunks (FAILED_CHECK). A `rank` says how many milliseconds earlier than the head of a chain that is
     used now a chunk may be evicted, for stores that have such an order. No answer makes a call use more memory than its
     arguments have. Names contain NAME_FORMAT, the namespace (its root) and the key, and no others are ever touched.
+
+    Implementations inherit from it what is the same in most stores.
     """
+
+    exact_keys: int = EXACT_KEYS
 
     def open(self, until: float) -> Self:
         """Connect, authenticate and prove that the store answers; return this connection. OSError, RefusedError.
 
         Called once, before all others but `abort` and `close`. If it fails, the connection is to be closed.
         """
+        self.ping(until)
+        return self
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Return how many leading keys are present, in as few round trips as possible; moves no chunk.
 
-        Of many keys some positions may be asked about only: see `leading_run`.
+        Of many keys some positions may be asked about only: see `leading_run`. Here by `touch`, all of up to
+        `exact_keys`: for a store in which a touch changes nothing.
         """
+
+        def ask(positions: Sequence[int]) -> int:
+            here = self.touch(namespace, [keys[at] for at in positions], until)
+            return here.index(False) if False in here else len(here)
+
+        return leading_run(len(keys), ask, exact=self.exact_keys)
 
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
@@ -132,11 +157,14 @@ class StoreConnection(Protocol):
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
         """Ask before puts: PRESENT, BUSY or UNSEEN of each key that is not to be sent, None of the others.
 
-        A store that can keeps other writers from these others until they are put, or until a while after `until`.
+        A store that can keeps other writers from these others until they are put, or until a while after `until`; here
+        there are no claims.
         """
+        return [PutResult.PRESENT if present else None for present in self.touch(namespace, keys, until)]
 
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
         """Let other writers have keys that were claimed and are not put. Never ends the claim of another process."""
+        return None
 
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Store a chunk as a value that appears completely or not at all.
@@ -162,7 +190,8 @@ class StoreConnection(Protocol):
         """Return the number of chunks of each namespace (its root). Lists all names: for people."""
 
     def usage(self, until: float) -> Usage:
-        """Return how full the store is."""
+        """Return how full the store is; here nothing is known."""
+        return Usage(None, None)
 
     def ping(self, until: float) -> None:
         """Return if the store answers and can be read. A contained refusal: a part of it does."""
@@ -179,10 +208,10 @@ class StoreClient(Protocol):
 
     name: str  # of the tier: "redis", "s3", ...
     address: str  # for people: contains no password
-    keepalive_seconds: float | None
+    keepalive_seconds: float | None = 20.0
     """How often an idle connection for look-ups is used, so that it stays ready; None: that would cost requests."""
-    believed_seconds: float  # how long a key in use is assumed to be present still: see Tier
-    read_only: bool  # nothing is ever stored there: no write-back, no touches
+    believed_seconds: float = 2.0  # how long a key in use is assumed to be present still: see Tier
+    read_only: bool = False  # nothing is ever stored there: no write-back, no touches
 
     def connection(self) -> StoreConnection:
         """Return a new connection that is still to be opened. Never waits. OSError."""

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from pagoda.slab import address
 from pagoda.threads import Condition, complete, if_free
 from pagoda.transfer.base import Bytes, Ids
 from pagoda.transfer.gpu.autotune import fastest_way
@@ -34,7 +35,6 @@ from pagoda.transfer.gpu.staging_ring import (
     CopyCall,
     RingPipeline,
     Workspace,
-    address_of,
     ring_batches,
 )
 from pagoda.transfer.run_table import RunTable
@@ -120,20 +120,16 @@ class CopyEngine:
         places = staging.data_ptr() - begin + np.array(rows, dtype=np.int64) * size
         stream.wait_event(after)
         if (kernels := self.device.kernels) is None:
-            chunks = Chunks(ids, [], places)
-            stream.run(
-                partial(self._copy_runs, CopyCall(table, True, None, None), chunks, stream, 0, table.rows)
-            )
+            call, chunks = CopyCall(table, True, None, None), Chunks(ids, [], places)
+            stream.run(partial(self._copy_runs, call, chunks, stream, 0, table.rows))
         else:
             word = _word_bytes(table, places)
 
             def gather() -> None:
                 # No caller waits, and the table may be dropped before this runs. So the table is uploaded again: the
                 # kernel's inputs are allocated on this stream, and torch reuses them in the order of this stream.
-                uploaded = kernels.upload(table)
-                kernels.gather(
-                    uploaded, self.device.upload(ids), self.device.upload(places), 0, table.rows, word
-                )
+                inputs = kernels.upload(table), self.device.upload(ids), self.device.upload(places)
+                kernels.move(*inputs, 0, table.rows, word, gather=True)
 
             stream.run(gather)
         return staging, stream.record_event()
@@ -184,7 +180,7 @@ class CopyEngine:
 
     def _run_trial(self, storing: bool, way: str, table: RunTable, ids: Ids, slots: list[Bytes]) -> None:
         """Copy scratch memory one way; the device can reach it under its addresses here."""
-        chunks = Chunks(ids, slots, np.array([address_of(slot) for slot in slots], dtype=np.int64))
+        chunks = Chunks(ids, slots, np.array([address(slot) for slot in slots], dtype=np.int64))
         with self._workspace() as workspace:
             self._method_of(way)(workspace, CopyCall(table, storing, None, None), chunks)
 
@@ -197,7 +193,7 @@ class CopyEngine:
     def _copy_in_scope(self, call: CopyCall, ids: Ids, slots: Sequence[Bytes]) -> None:
         way = self.way_of(call.table, call.storing)
         begin, end = call.table.span(0, call.table.rows)
-        found = [self.device.device_address(address_of(slot) + begin, end - begin) for slot in slots]
+        found = [self.device.device_address(address(slot) + begin, end - begin) for slot in slots]
         places = np.array([0 if place is None else place - begin for place in found], dtype=np.int64)
         chunks = Chunks(ids, list(slots), places)
         registered, others = (chunks.picked(np.flatnonzero(which)) for which in (places != 0, places == 0))
@@ -231,7 +227,7 @@ class CopyEngine:
         for ids, slot in zip(chunks.ids, chunks.slots, strict=True):
             if not call.storing:
                 np.copyto(bounce, slot[begin:end])
-            bounced = Chunks(ids[None], [slot], np.array([address_of(bounce) - begin]))
+            bounced = Chunks(ids[None], [slot], np.array([address(bounce) - begin]))
             for layer, first, last in call.ranges():
                 stream.run(partial(self._copy_runs, call, bounced, stream, first, last))
                 call.record(layer, 1, stream.record_event())
@@ -283,10 +279,10 @@ class CopyEngine:
             inputs.extend((self.device.upload(ids), self.device.upload(places)))
 
         stream.run(upload)
-        move = kernels.gather if call.storing else kernels.scatter
 
         def launch(begin: int, end: int, which: slice, where: slice) -> None:
-            move(tables[0], inputs[0][which], inputs[1][where], begin, end, word)
+            ids, places = inputs[0][which], inputs[1][where]
+            kernels.move(tables[0], ids, places, begin, end, word, gather=call.storing)
 
         return launch
 

@@ -31,7 +31,6 @@ class DeviceEvent(Protocol):
 
     def synchronize(self) -> None:
         """Block this thread until all work launched before the event is done."""
-        ...
 
 
 class DeviceStream(Protocol):
@@ -41,15 +40,12 @@ class DeviceStream(Protocol):
 
     def run(self, work: Callable[[], None]) -> None:
         """Call `work`; what it launches is launched on this stream."""
-        ...
 
     def wait_event(self, event: DeviceEvent | None) -> None:
         """Let all work launched from now on wait for the event; does not block."""
-        ...
 
     def record_event(self) -> DeviceEvent:
         """Return an event after all work launched so far."""
-        ...
 
 
 class Device(Protocol):
@@ -60,43 +56,33 @@ class Device(Protocol):
 
     def current_event(self) -> DeviceEvent | None:
         """Return an event after all work of this thread's current stream; None if nothing is ever queued."""
-        ...
 
     def current_stream_wait(self, event: DeviceEvent | None) -> None:
         """Let later work of this thread's current stream wait for the event; does not block."""
-        ...
 
     def current_stream(self) -> DeviceStream:
         """Return this thread's current stream."""
-        ...
 
     def new_streams(self, number: int) -> list[DeviceStream]:
         """Return that many new streams."""
-        ...
 
     def upload(self, numbers: Ids) -> torch.Tensor:
         """Copy numbers to the device, in the order of the stream on which this is run; does not block."""
-        ...
 
     def copy(self, to: int, source: int, nbytes: int, stream: DeviceStream) -> None:
         """Copy bytes between addresses of either side, asynchronously; to be called in `stream.run`."""
-        ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return uint8 memory on the device. Raises torch's error if none is left."""
-        ...
 
     def allocate_host(self, nbytes: int) -> torch.Tensor | None:
         """Return pinned uint8 host memory, which the device can reach; None if the machine refuses it."""
-        ...
 
     def device_address(self, address: int, nbytes: int) -> int | None:
         """Return the device's address of a range of host memory; None if the range is not registered."""
-        ...
 
     def copy_scope(self) -> AbstractContextManager[None]:
         """Wrap a whole call, on its thread: device addresses stay valid, and the work of others is not disturbed."""
-        ...
 
 
 class CudaDevice:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -101,10 +102,8 @@ class DevicePagesKV:
         row_bytes = end - begin
 
         def allocate() -> tuple[SnapshotBuffer, int]:
-            rings, rows = (
-                gpu_copy.copy_engine.allocate_rings(gpu_copy.table),
-                max(1, snapshot_bytes // row_bytes),
-            )
+            rings = gpu_copy.copy_engine.allocate_rings(gpu_copy.table)
+            rows = max(1, snapshot_bytes // row_bytes)
             while True:
                 try:
                     memory = gpu_copy.copy_engine.device.allocate(rows * row_bytes).view(rows, row_bytes)
@@ -165,26 +164,20 @@ class SnapshotBuffer:
             self._free += rows
 
 
+@dataclass(eq=False)
 class DeviceSnapshot:
     """Chunks as they were at one point of a stream, in device memory until `release` or until this object is deleted.
 
     `to_slots` is for one thread, any thread.
     """
 
-    def __init__(
-        self,
-        gpu_copy: GpuCopy,
-        layout: KVLayout,
-        begin: int,
-        memory: torch.Tensor,
-        rows: list[int],
-        copied: DeviceEvent,
-        buffer: SnapshotBuffer | None,
-    ) -> None:
-        self._copier = gpu_copy  # the copy reads its table until `copied`
-        self._layout, self._begin = layout, begin
-        self._memory, self._rows, self._copied = memory, rows, copied
-        self._buffer = buffer
+    _copier: GpuCopy  # the copy reads its table until `_copied`
+    _layout: KVLayout
+    _begin: int
+    _memory: torch.Tensor
+    _rows: list[int]
+    _copied: DeviceEvent
+    _buffer: SnapshotBuffer | None
 
     @property
     def nbytes(self) -> int:

@@ -144,51 +144,7 @@ class Kernels:
         word_bytes = int(np.gcd.reduce(numbers, axis=None, initial=16))
         return DeviceTable(lines, table.nbytes, int(table.count), int(table.group), word_bytes)
 
-    def gather(
-        self,
-        table: DeviceTable,
-        ids: torch.Tensor,
-        places: torch.Tensor,
-        begin: int,
-        end: int,
-        word_bytes: int,
-    ) -> None:
-        """Copy rows [begin, end) of chunks from the device's memory to their places; changes those bytes only.
-
-        `ids` is int64 [chunks, count] and `places` int64 [chunks], contiguous, both on this device. Run j of a row p
-        of chunk c goes to `places[c] + offset[p] + j * nbytes[p]`: device memory, or host memory that is registered. An
-        id below 0 is skipped, and so is a chunk whose place is 0.
-        `word_bytes`, one of 16, 8, 4, 2, 1, has to divide all places, which is not checked, and the table, which is
-        checked. Launches one kernel in the current stream, or none if there is nothing to do, and returns; the
-        caller keeps ids, places and all memory until it has run. Raises ValueError for anything else.
-        """
-        self._launch(table, ids, places, begin, end, word_bytes, gather=True)
-
-    def scatter(
-        self,
-        table: DeviceTable,
-        ids: torch.Tensor,
-        places: torch.Tensor,
-        begin: int,
-        end: int,
-        word_bytes: int,
-    ) -> None:
-        """Copy rows [begin, end) of chunks from their places to the device's memory; all else as in `gather`.
-
-        An id that occurs twice gets the bytes of either run, or some of each.
-        """
-        self._launch(table, ids, places, begin, end, word_bytes, gather=False)
-
-    def warm(self) -> None:
-        """Compile and load all variants, each by a launch that moves nothing.
-
-        Without it the first launch of a kind waits for its compilation, and loading it may wait for the device.
-        """
-        nothing = torch.zeros(4, dtype=torch.int64, device=self._device)
-        for constants in variants():
-            self._run(1, (nothing, nothing, nothing), (0, 1, 1, 1, 1, 1, 0), constants)
-
-    def _launch(
+    def move(
         self,
         table: DeviceTable,
         ids: torch.Tensor,
@@ -199,6 +155,16 @@ class Kernels:
         *,
         gather: bool,
     ) -> None:
+        """Copy rows [begin, end) of chunks from the device's memory to their places, or back; changes only those.
+
+        `ids` is int64 [chunks, count] and `places` int64 [chunks], contiguous, both on this device. Run j of a row p
+        of chunk c goes to `places[c] + offset[p] + j * nbytes[p]`: device memory, or host memory that is registered. An
+        id below 0 is skipped, and so is a chunk whose place is 0. On the way back an id that occurs twice gets the
+        bytes of either run, or some of each.
+        `word_bytes`, one of 16, 8, 4, 2, 1, has to divide all places, which is not checked, and the table, which is
+        checked. Launches one kernel in the current stream, or none if there is nothing to do, and returns; the
+        caller keeps ids, places and all memory until it has run. Raises ValueError for anything else.
+        """
         rows = len(table.nbytes)
         _check(table, ids, places, word_bytes)
         if not 0 <= begin <= end <= rows:
@@ -215,6 +181,15 @@ class Kernels:
             raise ValueError(f"{len(places)} chunks of {units} pieces are too much for one launch")
         numbers = (int(begin), units, pieces, table.count, table.group, tiles, items)
         self._run(min(self._programs, items), (table.lines, ids, places), numbers, constants)
+
+    def warm(self) -> None:
+        """Compile and load all variants, each by a launch that moves nothing.
+
+        Without it the first launch of a kind waits for its compilation, and loading it may wait for the device.
+        """
+        nothing = torch.zeros(4, dtype=torch.int64, device=self._device)
+        for constants in variants():
+            self._run(1, (nothing, nothing, nothing), (0, 1, 1, 1, 1, 1, 0), constants)
 
     def _run(
         self, programs: int, tensors: Sequence[torch.Tensor], numbers: Sequence[int], constants: Constants

@@ -11,11 +11,13 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pagoda.slab import address
 from pagoda.transfer.base import Bytes, Ids
 from pagoda.transfer.gpu.device import Device, DeviceEvent, DeviceStream
 from pagoda.transfer.gpu.layer_events import LayerEvents
@@ -150,22 +152,19 @@ class StagingRing(NamedTuple):
         return self.address + self.offset(number) - begin + steps
 
 
+@dataclass(eq=False)
 class RingPipeline:
     """Copies the batches of one call through the ring, in order. Used by one thread, once."""
 
-    def __init__(
-        self,
-        device: Device,
-        call: CopyCall,
-        chunks: Chunks,
-        ring: StagingRing,
-        bounce: Bytes | None,
-        kernel_stream: DeviceStream,
-        copy_stream: DeviceStream,
-    ) -> None:
-        self._device, self._call, self._chunks = device, call, chunks
-        self._ring, self._bounce = ring, bounce
-        self._kernel_stream, self._copy_stream = kernel_stream, copy_stream
+    _device: Device
+    _call: CopyCall
+    _chunks: Chunks
+    _ring: StagingRing
+    _bounce: Bytes | None
+    _kernel_stream: DeviceStream
+    _copy_stream: DeviceStream
+
+    def __post_init__(self) -> None:
         self._free: list[DeviceEvent | None] = [None] * _SEGMENTS  # after which a segment may be overwritten
         self._copied: list[DeviceEvent | None] = [None] * _SEGMENTS
         # In the bounce buffer, not yet in slots.
@@ -216,7 +215,7 @@ class RingPipeline:
         begin, end = self._call.table.span(batch.begin, batch.end)
         size, segment = end - begin, self._ring.address + self._ring.offset(number)
         if self._bounce is not None:
-            at = address_of(self._bounce) + self._ring.offset(number)
+            at = address(self._bounce) + self._ring.offset(number)
             pairs = [(segment, at, (batch.last - batch.first) * size)]
         else:
             places = self._chunks.places[batch.first : batch.last].tolist()
@@ -244,9 +243,3 @@ def ring_batches(call: CopyCall, chunks: int, segment_bytes: int) -> Iterator[Ri
             for first in range(0, chunks, each):
                 last = min(first + each, chunks)
                 yield RingBatch(begin, end, first, last, layer if end == last_row else None)
-
-
-def address_of(array: Bytes) -> int:
-    """Return the address of an array's first byte."""
-    found: int = array.__array_interface__["data"][0]  # at a tenth of the cost of array.ctypes
-    return found

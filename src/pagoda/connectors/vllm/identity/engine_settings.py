@@ -44,6 +44,17 @@ _ENVIRONMENT = (  # variables that change how vLLM quantises weights or activati
     "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD",
     "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD",
 )
+# flags of the same kind, named only if they are not what vLLM sets by default
+_FLAGS = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
+    "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH": False,
+}
+_ATTENTION_FLAGS = (  # false by default
+    "disable_flashinfer_q_quantization",
+    "indexer_sparse_logits",
+    "use_prefill_query_quantization",
+)
 _NO_DRAFT = ("ngram", "ngram_gpu", "suffix")  # for these vLLM uses the model itself as the draft
 
 
@@ -58,8 +69,13 @@ def config_facts(vllm_config: VllmConfig) -> dict[str, object]:
     facts = {
         "model": _model_facts(vllm_config.model_config),
         "cache": {name: getattr(cache, name, None) for name in _CACHE},
-        "attention": [attention.use_non_causal, attention.indexer_kv_dtype],
-        "environment": {name: getattr(envs, name, None) for name in _ENVIRONMENT},
+        "attention": [
+            attention.use_non_causal,
+            attention.indexer_kv_dtype,
+            *(name for name in _ATTENTION_FLAGS if getattr(attention, name, False)),
+        ],
+        "environment": {name: getattr(envs, name, None) for name in _ENVIRONMENT}
+        | {name: not usual for name, usual in _FLAGS.items() if bool(getattr(envs, name, usual)) != usual},
         "additional": vllm_config.additional_config or None,
         "lora": _lora_facts(vllm_config),
         "draft": _draft_facts(vllm_config),

@@ -44,7 +44,7 @@ class LookupTable:
         self._patience = cache.config.deadline_seconds
         self._finder = ChunkFinder(cache, groups)
         self.version = ""  # of the weights
-        self.root = self._finder.root(self.version)
+        self.root = self.present_root()
         self._known: dict[bytes, AskedChunk] = {}
         self._new: dict[str, list[AskedChunk]] = {}  # by request
         self._wanted: list[AskedChunk] = []
@@ -64,14 +64,19 @@ class LookupTable:
 
     # ---- asking
 
-    def look(self, name: bytes, group: int, position: int, request: str, lower: bool) -> ChunkState:
-        """Return what is known of a chunk; if nothing is known, add it to the next question."""
+    def look(
+        self, name: bytes, digest: bytes, group: int, position: int, request: str, lower: bool
+    ) -> ChunkState:
+        """Return what is known of a chunk; if nothing is known, add it to the next question.
+
+        `digest`: what its key is made of.
+        """
         self._drain()
         self._verify()
         now = time.monotonic()
         asked = self._known.get(name)
         if asked is None or (asked.state is ChunkState.MISSED and self._again(asked, request, lower, now)):
-            key = derive_keys([name], self.root)[0]
+            key = derive_keys([digest], self.root)[0]
             users = set() if asked is None else asked.users
             asked = AskedChunk(
                 name, key, group, position, self.version, lower, since=now, seen=now, users=users
@@ -114,7 +119,7 @@ class LookupTable:
         """Pass the questions since the last call to the threads; release chunks that no request reads."""
         self._drain()
         now = time.monotonic()
-        if self._finder.root(self.version) != self.root:  # another process has changed the weights
+        if self.present_root() != self.root:  # another process has changed the weights
             self.forget()
         for asked in self._new.values():
             if question := [one for one in asked if one.state is ChunkState.ASKED]:
@@ -247,7 +252,11 @@ class LookupTable:
         self._drop(list(self._known.values()))
         self._new, self._wanted = {}, []
         self._of.clear()
-        self.root = self._finder.root(self.version)
+        self.root = self.present_root()
+
+    def present_root(self) -> bytes:
+        """Return the root of the namespace of chunks that are stored from now on. Thread-safe."""
+        return self._finder.root(self.version)
 
     def _drop(self, dropped: Sequence[AskedChunk]) -> None:
         """Forget these; slots that are being loaded from are kept for a while."""

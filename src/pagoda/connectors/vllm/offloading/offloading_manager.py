@@ -27,6 +27,7 @@ from pagoda.clock import Deadline
 from pagoda.connectors.vllm.engine_weights import EngineWeights
 from pagoda.connectors.vllm.event_notes import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
+from pagoda.connectors.vllm.identity.media import MediaNames
 from pagoda.connectors.vllm.offloading.chunk_finder import ChunkState, Group
 from pagoda.connectors.vllm.offloading.lookup_table import LookupTable
 from pagoda.connectors.vllm.offloading.messages import Placed, SlotsSpec
@@ -35,11 +36,12 @@ from pagoda.keys import derive_keys
 from pagoda.kv_events.notes import ChunkNote, Groups
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Outcome, Refused, Reserved
+from pagoda.metrics import Reason
 from pagoda.threads import Pool
 
 REFUSED, LATE = "vllm:pagoda_refused_chunks", "vllm:pagoda_late_lookups"
 FAILED = "vllm:pagoda_failed_loads"
-_RESERVE_SECONDS = 0.02  # of one step: a chunk that has no slot by then is not stored
+_RESERVE_SECONDS = 0.02  # for one request: a chunk that has no slot by then is not stored
 _TURN_CHUNKS = 8  # that are reserved of one group before the next
 _MOST_LOGS = 16  # calls under way beside which a prompt is still logged
 _LINGER_SECONDS = 30.0  # a reservation whose end vLLM will not report is aborted after this time
@@ -86,6 +88,7 @@ class PagodaOffloadingManager(OffloadingManager):
         self._groups = tuple(groups.values())
         self._questions = LookupTable(cache, self._groups)
         self.weights = EngineWeights(run, self._take_version)
+        self.media = MediaNames()
         self._requests: dict[str, _Request] = {}
         self._storing: dict[bytes, Reserved] = {}
         self._lingering: list[tuple[float, list[Reserved]]] = []
@@ -93,9 +96,10 @@ class PagodaOffloadingManager(OffloadingManager):
         self._stored: SimpleQueue[list[bytes]] = SimpleQueue()
         self._events: StoredEvents | None = None
         self._form: VLLMEventForm
-        self._told_root = b""
         self._refused = 0
         self._failed = 0
+        # a request has waited for slots in vain in this step: the process that has the lock may be stopped
+        self._stuck = False
         self._closed = False
 
     # ---- what is stored
@@ -110,7 +114,8 @@ class PagodaOffloadingManager(OffloadingManager):
             return LookupResult.MISS
         group, position = self._place(key, req_context)
         lower = allowed.allows(Medium.STORAGE, Locality.LOCAL)
-        state = self._questions.look(bytes(key), group, position, req_context.req_id, lower)
+        (digest,) = self._digests(request, group, position, [bytes(key)])
+        state = self._questions.look(bytes(key), digest, group, position, req_context.req_id, lower)
         return _ANSWERS[state]
 
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
@@ -158,6 +163,9 @@ class PagodaOffloadingManager(OffloadingManager):
         taken: list[bytes] = []
         request = self._requests.setdefault(req_context.req_id, _Request())
         names = [bytes(key) for key in keys] if request.stores and not self._closed else []
+        if self._stuck:
+            self._refused += len(names)
+            names = []
         left, deadline = len(names), Deadline(_RESERVE_SECONDS)
         for group, first, run in self._runs(names, req_context):
             outcomes = self._reserved(request, root, group, first, run, deadline)
@@ -196,7 +204,7 @@ class PagodaOffloadingManager(OffloadingManager):
         self, request: _Request, root: bytes, group: int, first: int, run: list[bytes], deadline: Deadline
     ) -> list[ChunkRef | None]:
         """Reserve a slot for each chunk of a run; None if it is stored already. Ends before the first refused."""
-        keys = derive_keys(run, root)
+        keys = derive_keys(self._digests(request, group, first, run), root)
         if request.stamp is None:
             request.stamp = self._slots.stamp()
         chained = self._groups[group].window is None
@@ -215,6 +223,8 @@ class PagodaOffloadingManager(OffloadingManager):
             self._keep_notes(self._events, request, group, first, run, outcomes)
         request.tails[group] = first + len(keys) - 1, keys[-1]
         refused = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, Refused)]
+        first_outcome = outcomes[0]
+        self._stuck = isinstance(first_outcome, Refused) and first_outcome.reason is Reason.LEDGER_BUSY
         return [
             ChunkRef(key, first + n, keys[n - 1] if n else parent, outcome.slot, outcome.generation)
             if isinstance(outcome, Reserved)
@@ -277,9 +287,9 @@ class PagodaOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self, context: Any) -> None:
         """Start the look-ups of what this step asked for."""
+        self._stuck = False
         self._take_stored()
         self._questions.flush()
-        self._renew_events()  # another process may have changed the weights
         now = time.monotonic()
         if self._lingering and self._lingering[0][0] < now:
             given_up = [item for until, items in self._lingering if until < now for item in items]
@@ -298,7 +308,6 @@ class PagodaOffloadingManager(OffloadingManager):
             else:
                 request.stores = False
         self._questions.take_version(version)
-        self._renew_events()
         if self._storing:  # after a reset vLLM no longer reports how these end
             self._lingering.append((time.monotonic() + _LINGER_SECONDS, list(self._storing.values())))
             self._storing.clear()
@@ -310,17 +319,10 @@ class PagodaOffloadingManager(OffloadingManager):
 
         `hash_tokens`: of one of vLLM's block hashes.
         """
-        form, root = VLLMEventForm(groups, hash_tokens), self._questions.root
+        form, present = VLLMEventForm(groups, hash_tokens), self._questions.present_root
         keeps, ledgers = self._cache.config.prompt_log, self._slots.ledgers
-        self._form, self._told_root = form, root
-        self._events = StoredEvents(ledgers, root, groups, form, outlet, keeps)
+        self._form, self._events = form, StoredEvents(ledgers, present, groups, form, outlet, keeps)
         self._events.start()
-
-    def _renew_events(self) -> None:
-        """Take everything back that was told of other weights."""
-        if self._events is not None and self._told_root != self._questions.root:
-            self._told_root = self._questions.root
-            self._events.renew(self._told_root)
 
     def _keep_notes(
         self,
@@ -333,21 +335,23 @@ class PagodaOffloadingManager(OffloadingManager):
     ) -> None:
         """Keep the notes of a run of chunks that a request loads, or, with `outcomes`, that were just reserved.
 
-        Of whole chunks: vLLM also stores parts of blocks, under the hash of the tokens before their end.
+        Of whole chunks: vLLM also stores parts of blocks, under the hash of the tokens before their end. Of those that
+        other engines can name, too.
         """
         if request.source is None:
             return
         root, number = self._questions.root, list(self._numbers)[group]
         make = self._form.notes(request.source, root, number)
+        digests = self._digests(request, group, first, run)
 
         def whole(chunk: int) -> ChunkNote | None:
             note = make(chunk)
-            return note if note is not None and note.hashes.endswith(run[chunk - first][:-4]) else None
+            return note if note is not None and note.hashes.endswith(digests[chunk - first][:-4]) else None
 
         if outcomes is None:
-            events.found(whole, root, first, derive_keys(run, root))
+            events.found(whole, root, root, first, derive_keys(digests, root))
         else:
-            events.note(whole, root, first, outcomes)
+            events.note(whole, root, root, first, outcomes)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call."""
@@ -383,6 +387,11 @@ class PagodaOffloadingManager(OffloadingManager):
         group = self._numbers[int.from_bytes(key[-4:], "big")]
         end = context.get_offload_key_position(key) or 0
         return group, max(0, -(-end // self._groups[group].chunk_tokens) - 1)
+
+    def _digests(self, request: _Request, group: int, first: int, names: Sequence[bytes]) -> list[bytes]:
+        """Return what the keys of consecutive chunks of a request are made of: vLLM's names, where they say enough."""
+        shared = self.media.shared_tokens(request.source) if request.source is not None else None
+        return self.media.told_apart(names, first, self._groups[group].chunk_tokens, shared)
 
     def _spec(self, request: str) -> SlotsSpec:
         questions = self._questions
