@@ -14,7 +14,7 @@ from pagoda.blend.blend_policies import Deviation, FirstK, blend_setting
 from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
 from pagoda.connectors.transformers.supported_models import probe_model
 from pagoda.quality import measure_quality
-from pagoda.quality.approaches import Codec, KVCache, Prepared, SwappedValues, ZeroedKV
+from pagoda.quality.approaches import CONTROLS, Codec, KVCache, Prepared, Spoiled
 from pagoda.quality.measure import QualitySample, measured
 from pagoda.quality.prompt_lines import ExpectedAnswer, QualityPrompt, prompts_digest
 from pagoda.quality.report import figures_of, judged
@@ -119,14 +119,14 @@ def test_controls_fail_the_gate(run: QualityRun) -> None:
     assert min(kl["zeroed KV"], kl["swapped values"]) > FEW["blend"].kl
 
 
-@pytest.mark.parametrize("spoil", [ZeroedKV, SwappedValues])
-def test_a_feature_that_spoils_the_kv_fails(model: LlamaForCausalLM, spoil: type) -> None:
+@pytest.mark.parametrize("spoiled", CONTROLS)
+def test_a_feature_that_spoils_the_kv_fails(model: LlamaForCausalLM, spoiled: Spoiled) -> None:
     """As if blending put documents in a wrong order, or lost them."""
 
-    class Broken(spoil):  # type: ignore[misc]
-        name, setting = "broken", blend_setting(Deviation(), 0.15)
+    class Broken:
+        name, setting, prepare = "broken", blend_setting(Deviation(), 0.15), spoiled.prepare
 
-    found = measured(model, prompts(8), [Broken(), ZeroedKV()], new_tokens=3)
+    found = measured(model, prompts(8), [Broken(), CONTROLS[0]], new_tokens=3)
     row = judged_rows(found, {"broken": Broken.setting})["broken"]
     assert not row.passed and any("KL divergence" in reason for reason in row.reasons)
 

@@ -129,34 +129,35 @@ class Codec:
         return Prepared(fill, sum(encoded.nbytes for _, encoded in stored), slots.nbytes)
 
 
-class ZeroedKV:
-    """A control: the KV of the documents (without documents: of half of the prompt) is lost, and zeros are used."""
+class Spoiled:
+    """A control: a copy of exact KV that is spoiled, layer by layer, by the tokens of its documents."""
 
-    name, setting = "zeroed KV", None
+    setting = None
 
-    def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
-        """Spoil a copy."""
-        kv = copy.deepcopy(exact_kv)
-        end = sum(_spans(prompt))
-        for layer in kv.layers:
-            layer.keys[:, :, :end] = 0
-            layer.values[:, :, :end] = 0
-        return Prepared(lambda: kv)
-
-
-class SwappedValues:
-    """A control: the keys of each document have the values of the next one (without documents: of another half)."""
-
-    name, setting = "swapped values", None
+    def __init__(self, name: str, spoil: Callable[[KVLayer, list[int]], None]) -> None:
+        self.name, self._spoil = name, spoil
 
     def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
         """Spoil a copy."""
         kv = copy.deepcopy(exact_kv)
-        spans = _spans(prompt)
         for layer in kv.layers:
-            whole = layer.values[:, :, : sum(spans)]
-            layer.values[:, :, : sum(spans)] = whole.roll(-spans[0], dims=2)
+            self._spoil(layer, _spans(prompt))
         return Prepared(lambda: kv)
+
+
+def _zero(layer: KVLayer, spans: list[int]) -> None:
+    layer.keys[:, :, : sum(spans)] = 0
+    layer.values[:, :, : sum(spans)] = 0
+
+
+def _swap(layer: KVLayer, spans: list[int]) -> None:
+    whole = layer.values[:, :, : sum(spans)]
+    layer.values[:, :, : sum(spans)] = whole.roll(-spans[0], dims=2)
+
+
+CONTROLS = (Spoiled("zeroed KV", _zero), Spoiled("swapped values", _swap))
+"""The KV of the documents (without documents: of half of the prompt) is lost, and zeros are used; the keys of each
+document have the values of the next one (without documents: of another half)."""
 
 
 def _spans(prompt: QualityPrompt) -> list[int]:

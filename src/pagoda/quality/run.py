@@ -65,7 +65,7 @@ def measure_quality(
     from pagoda.blend.blend_policies import Deviation
     from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
     from pagoda.connectors.transformers.supported_models import check_model, probe_model
-    from pagoda.quality.approaches import Approach, Blend, Codec, SwappedValues, ZeroedKV
+    from pagoda.quality.approaches import CONTROLS, Approach, Blend, Codec
     from pagoda.quality.measure import measured
     from pagoda.quality.report import judged
     from pagoda.quality_bounds import DEFAULT_BOUNDS, too_loose
@@ -77,7 +77,6 @@ def measure_quality(
     _check_prompts(prompts, bool(blends), chunk_tokens if codecs else 0)
     check_model(model)
     probed, weights = probe_model(model, chunk_tokens), weights_digest(model)
-    controls: list[Approach] = [ZeroedKV(), SwappedValues()]
     with ExitStack() as opened:
         features: list[Approach] = [Codec(name, model, probed) for name in dict.fromkeys(codecs)]
         if blends:
@@ -88,11 +87,11 @@ def measure_quality(
             asked = [(Deviation(), 0.0), *(one for one in blends if any(one[1:]))]
             named = {blend.name: blend for blend in (Blend(cached, *one) for one in asked)}
             features = [*named.values(), *features]
-        total = (1 + len(features) + len(controls)) * (1 + len(prompts))
+        total = (1 + len(features) + len(CONTROLS)) * (1 + len(prompts))
         samples = measured(
             model,
             prompts,
-            [*features, *controls],
+            [*features, *CONTROLS],
             tokenizer=tokenizer,
             new_tokens=new_tokens,
             step=lambda name: step(name, total),
@@ -106,7 +105,7 @@ def measure_quality(
     rows = judged(
         samples,
         {one.name: one.setting for one in features if one.setting is not None},
-        [control.name for control in controls],
+        [control.name for control in CONTROLS],
         bounds=bounds,
         has_answers=has_answers,
         digest=prompts_digest(prompts),

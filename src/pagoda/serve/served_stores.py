@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,8 @@ _RUN_SECONDS = 5.0  # chunks of one namespace that arrive, or are read, within t
 _MOST_RUNS = 1024
 _MOST_STORES = 64  # then no more are made
 
+K = TypeVar("K")
+V = TypeVar("V")
 _logger = guarded_logger("pagoda.serve")
 
 
@@ -288,9 +290,7 @@ class ServedStores:
                 return Reason.EVICTED
             page = sealed
             with self._lock:
-                self._headers[name] = page
-                while len(self._headers) > _MOST_HEADERS:
-                    self._headers.popitem(last=False)
+                _keep(self._headers, name, page, _MOST_HEADERS)
         return page
 
     def read(self, namespace: bytes, key: bytes, found: LocatedChunk, buffer: Bytes) -> bytes | Reason:
@@ -386,19 +386,13 @@ class ServedStores:
             until, stamp = self._runs.get(run, (0.0, 0))
             if now > until:
                 until, stamp = now + _RUN_SECONDS, store.ledger.stamp()
-            self._runs[run] = until, stamp
-            self._runs.move_to_end(run)
-            while len(self._runs) > _MOST_RUNS:
-                self._runs.popitem(last=False)
+            _keep(self._runs, run, (until, stamp), _MOST_RUNS)
         return stamp
 
     def label(self, namespace: bytes, fields: Mapping[str, str]) -> None:
         """Remember what people may read of a namespace; the stores get it with its next chunk. Never of a salt."""
         with self._lock:
-            self._labels[namespace] = dict(fields)
-            self._labels.move_to_end(namespace)
-            while len(self._labels) > _MOST_LABELS:
-                self._labels.popitem(last=False)
+            _keep(self._labels, namespace, dict(fields), _MOST_LABELS)
 
     def remove(self, namespace: bytes, key: bytes) -> int:
         """Remove a chunk from all stores; return how many had it. Raises StoreError."""
@@ -410,6 +404,14 @@ class ServedStores:
             if len(found.slots):
                 removed += admin.remove(store.ledger, [key])
         return removed
+
+
+def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    """Keep a value as the latest, and no more than the latest `most`."""
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > most:
+        kept.popitem(last=False)
 
 
 def lossy_codec_of(store: Path) -> str:
