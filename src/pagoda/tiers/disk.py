@@ -509,7 +509,6 @@ class DiskWorker(IoWorker):
         self._queue.finish_writes(
             [(write, results.get(write) or self._dropped(Reason.IO_ERROR)) for write in writes]
         )
-        self._store.ledger.namespaces.save_labels()
 
     def _save(self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]) -> None:
         store, ledger = self._store, self._store.ledger
@@ -532,6 +531,7 @@ class DiskWorker(IoWorker):
                 sealed = self._seal(waiting[first : first + store.fewest_chunks], results)
                 self._write(sealed, results)
             self._commit(reserved, results)
+            ledger.namespaces.save_labels()  # before the writes end: they may be all that was waited for
         finally:
             # Only now has the I/O of these slots ended, however late: they could not be given to others before.
             if reserved:
