@@ -27,7 +27,8 @@ def test_what_is_pinned_stays_until_it_is_unpinned(shm_root: Path, tmp_path: Pat
                 "model": "llama kv_dtype=bfloat16",
                 "num_tokens": 64,
             }
-        ]
+        ],
+        "failed": {},
     }
     for number in range(23):
         put(ledger, QWEN, range(1000 * (number + 1), 1000 * (number + 1) + 48))
