@@ -14,6 +14,8 @@ import pytest
 
 from pagoda.finalizers import settle
 from pagoda.ledger import Busy, Ledger, Reserved, admin
+from pagoda.ledger.lmdb_tables import Tables
+from pagoda.ledger.session import Session
 from tests.cache.kit import cache_at
 from tests.children import in_child
 from tests.faults.support import NAMESPACE, Store, keys, memory_spec, python, succeeded
@@ -206,6 +208,33 @@ def test_a_child_that_a_signal_handler_forks_in_a_transaction_leaves_the_tables_
     ledger.close()
     again = Ledger.open(memory_spec(shm_root, 64))  # and not a new store
     assert again.directory == ledger.directory and admin.gauges(again)["ready"]
+
+
+def test_a_child_that_is_forked_while_the_tables_are_opened_writes_nothing(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a signal handler: it returns into a call whose gate is the parent's, before there is a transaction."""
+    ledger, parent, children = Store(shm_root, slots=64).ledger, os.getpid(), list[int]()
+    session, own_tables = ledger.session, Session._own_tables
+
+    def forking(self: Session) -> Tables:
+        tables = own_tables(self)
+        if self is session and not children:
+            children.append(os.fork())
+        return tables
+
+    session._shut()  # as after a fork: the next call opens them
+    monkeypatch.setattr(Session, "_own_tables", forking)
+    try:
+        outcomes = ledger.reserve(keys(range(5)), namespace=NAMESPACE, deadline_seconds=30.0)
+    finally:
+        if os.getpid() != parent:
+            os._exit(any(isinstance(one, Reserved) for one in outcomes))  # they are its parent's
+    assert os.waitpid(children[0], 0)[1] == 0
+    assert all(isinstance(one, Reserved) for one in outcomes)
+    assert ledger.commit(outcomes) == [True] * 5
+    admin.check(ledger)
+    ledger.close()
 
 
 def test_a_handler_that_forks_in_a_transaction_does_not_open_the_gate(shm_root: Path) -> None:

@@ -171,17 +171,15 @@ class Gate:
     def __init__(self, file: LockFile) -> None:
         self._file = file
         self._inside = threading.RLock()  # knows its owner as soon as it is taken; never taken twice
+        # whether this thread is inside, or waits for other processes: a signal handler or a finalizer asks, and a
+        # transaction, because a child that a signal handler forks in the middle of a call is not inside
+        self.entered: Callable[[], bool] = self._inside._is_owned  # type: ignore[attr-defined]
         self._owner: int | None = None
 
     @property
     def taken(self) -> bool:
         """Whether a thread of this process is inside, or waits for other processes."""
         return self._owner is not None
-
-    @property
-    def entered(self) -> bool:
-        """Whether this thread is inside, or waits for other processes: a signal handler or a finalizer asks."""
-        return bool(self._inside._is_owned())  # type: ignore[attr-defined]
 
     def run(self, work: Callable[[], T], deadline_seconds: float, exclusive: bool = False) -> T:
         """Run `work` while the gate is shared with the readers of other processes, or held exclusively."""
@@ -214,7 +212,7 @@ class Gate:
 
     def hold(self, deadline_seconds: float) -> bool:
         """Keep other threads out until `let_go` is called on this thread; False if it could not be taken in time."""
-        return not self.entered and self._inside.acquire(timeout=max(deadline_seconds, 0.0))
+        return not self.entered() and self._inside.acquire(timeout=max(deadline_seconds, 0.0))
 
     def let_go(self) -> None:
         """End what `hold` began; does nothing if this thread holds nothing."""

@@ -400,6 +400,8 @@ class Session:
         number = row = 0
         try:
             with tables.begin(write=True) as txn:
+                if not self.gate.entered():  # a signal handler forked since it was taken: it is the parent's
+                    raise DeadlineMissedError
                 transaction = Transaction(txn, tables, 0, self._alive, self.clock.monotonic_ns())
                 number = transaction.meta.next_member
                 transaction.meta.next_member += 1
@@ -497,7 +499,7 @@ class Session:
         """Start without reservations, without a member and with separate locks, until the first call."""
         tables, self._tables = self._tables, None
         if tables is not None:  # a thread of the parent was inside the gate, or waited, for too long
-            tables.close_in_child(inside=self.gate.entered)
+            tables.close_in_child(inside=self.gate.entered())
         self._deferred.clear()
         self._counting = threading.Lock()
         self._row = np.zeros(WIDTH, np.uint64).data
@@ -536,7 +538,7 @@ _forking = _Forking()
 def _before_fork() -> None:
     until = time.monotonic() + _FORK_SECONDS
     # a signal handler may fork in the middle of a transaction, which keeps its gate
-    _forking.sessions = tuple(session for session in _sessions if not session.gate.entered)
+    _forking.sessions = tuple(session for session in _sessions if not session.gate.entered())
     for session in _forking.sessions:
         session.before_fork(until)
 
