@@ -118,6 +118,17 @@ def test_between_two_rests_the_thread_runs_a_bounded_amount_of_python(
     assert max(lines) <= MOST_LINES
 
 
+def test_what_is_told_again_is_told_from_the_beginning(events: StoredEvents) -> None:
+    """A router that has forgotten the first chunks of a prompt ignores the others."""
+    (tier,) = events._tiers
+    assert events._for_a_while(map(events._send, tier.removed()))
+    first = next(tier.new()).tolist()
+    assert len(first) == PIECE
+    for again in (tier.tell_again, tier.choose_again):
+        again()
+        assert next(tier.new()).tolist() == first
+
+
 def test_while_nothing_changes_no_slot_is_looked_at(
     events: StoredEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,11 +60,11 @@ class TierDifference:
     def tell_again(self) -> None:
         """Tell everything once more. What is evicted before its turn is still told to be gone."""
         self._state[self._state == _TOLD] = _WAITS
-        self._unchosen = True
+        self.choose_again()
 
     def choose_again(self) -> None:
-        """Choose once more what is told next: what was chosen was not told."""
-        self._unchosen = True
+        """Choose once more what is told next, from the beginning: routers ignore a chunk if they know no parent of it."""
+        self._chosen, self._unchosen = self._chosen[:0], True
 
     def keep_only(self, roots: set[bytes]) -> None:
         """Tell that what was told of all other namespaces is gone."""
