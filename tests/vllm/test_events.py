@@ -561,6 +561,9 @@ def test_what_is_stored_again_during_a_large_clear_stays_told(
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
     monkeypatch.setattr("pagoda.kv_events.tier_difference._GONE_PIECE", 1)
     monkeypatch.setattr("pagoda.kv_events.tier_difference._ROWS", 1)
+    monkeypatch.setattr(
+        "pagoda.kv_events.tier_difference._CHOSEN_SECONDS", -1.0
+    )  # also in the middle of a walk
     cache.clear()
     (other,) = engine.stored(request_of(1, 1))
     (new,) = engine.stored(again)
@@ -851,7 +854,7 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each that comes makes all routers begin again: the last chunks must be told all the same."""
-    for name, value in {"_ROUND": 0.02, "_RETELL": 0.05}.items():
+    for name, value in {"_ROUND": 0.02, "_PAUSE": 0.02, "_RETELL": 0.05}.items():
         monkeypatch.setattr(f"pagoda.kv_events.stored_events.{name}_SECONDS", value)
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # eight chunks a round
     engine, requests = Engine(cache), [request_of(8, seed) for seed in range(7)]

@@ -63,7 +63,7 @@ class TierDifference:
         self.choose_again()
 
     def choose_again(self) -> None:
-        """Choose once more what is told next, from the beginning: routers ignore a chunk if they know no parent of it."""
+        """Choose once more what is told next, from the beginning: routers ignore a chunk if its parent is unknown."""
         self._chosen, self._unchosen = self._chosen[:0], True
 
     def keep_only(self, roots: set[bytes]) -> None:
