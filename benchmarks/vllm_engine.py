@@ -366,13 +366,14 @@ def _watch(room: Room) -> None:
         for name in names:
             setattr(half, name, _timed(room, name, getattr(half, name)))
     _time_copies(room, PagesKV)
-    count = PagodaStats.count
+    take = PagodaStats.take
 
-    def counted(self: PagodaStats, name: str, number: float) -> None:
-        room.counts[name] += number  # type: ignore[assignment]
-        count(self, name, number)
+    def counted(self: PagodaStats) -> PagodaStats | None:
+        if (taken := take(self)) is not None:  # each half's own; vLLM adds the one to the other afterwards
+            room.counts.update(taken.data)
+        return taken
 
-    PagodaStats.count = counted  # type: ignore[method-assign]
+    PagodaStats.take = counted  # type: ignore[method-assign]
 
 
 def _timed(room: Room, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
