@@ -226,6 +226,10 @@ def test_a_root_that_cannot_be_read_fails_and_hides_no_other(shm_root: Path, tmp
         (line,) = [line for line in done.stderr.splitlines() if root in line]
         assert "File name too long" in line
     assert admin.gauges(ledger)["ready"] == 0
+    ledger.close()
+    removed = answer("remove", "--yes", code=1, **where)
+    assert [Path(one["directory"]).parent for one in removed["stores"]] == [shm_root]  # type: ignore[attr-defined]
+    assert "File name too long" in removed["failed"][root]  # type: ignore[index]
     assert "cannot be read: File name too long" in refused("stats", root)
 
 
