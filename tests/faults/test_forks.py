@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from random import Random
 from threading import Thread
+from types import FrameType
 
+import lmdb
 import pytest
 
 from pagoda.finalizers import settle
 from pagoda.ledger import Busy, Ledger, Reserved, admin
 from pagoda.ledger.lmdb_tables import Tables
+from pagoda.ledger.locks import Gate
 from pagoda.ledger.session import Session
+from pagoda.ledger.store_state import TABLES
 from tests.cache.kit import cache_at
 from tests.children import in_child
-from tests.faults.support import NAMESPACE, Store, keys, memory_spec, python, succeeded
+from tests.faults.support import NAMESPACE, PATIENT_SECONDS, Store, keys, memory_spec, python, succeeded
 
 OUTLIVES = """
 import os, signal, sys, time
@@ -217,8 +223,8 @@ def test_a_child_that_is_forked_while_the_tables_are_opened_writes_nothing(
     ledger, parent, ends = Store(shm_root, slots=64).ledger, os.getpid(), list[int]()
     session, own_tables = ledger.session, Session._own_tables
 
-    def forking(self: Session) -> Tables:
-        tables = own_tables(self)
+    def forking(self: Session, gate: Gate) -> Tables:
+        tables = own_tables(self, gate)
         if self is session and os.getpid() == parent and (child := os.fork()):
             ends.append(os.waitpid(child, 0)[1])  # the child ends while its parent has the gate
         return tables
@@ -235,6 +241,57 @@ def test_a_child_that_is_forked_while_the_tables_are_opened_writes_nothing(
     assert ledger.commit(outcomes) == [True] * 5
     admin.check(ledger)
     ledger.close()
+
+
+def test_a_child_that_is_forked_while_the_tables_are_opened_uses_the_store_afterwards(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, parent, ends = Store(shm_root, slots=64), os.getpid(), list[int]()
+    store.save(keys(range(5)))
+    session, own_tables = store.ledger.session, Session._own_tables
+
+    def forking(self: Session, gate: Gate) -> Tables:
+        tables = own_tables(self, gate)
+        if self is session and os.getpid() == parent and not ends:
+            ends.append(os.fork())
+        return tables
+
+    session._shut()  # as after a fork: the next call opens them
+    monkeypatch.setattr(Session, "_own_tables", forking)
+    try:
+        found = len(store.ledger.match_prefix(keys(range(5)), deadline_seconds=PATIENT_SECONDS).slots)
+    finally:
+        if os.getpid() != parent:
+            try:
+                os._exit(store.load(keys(range(5))) != 5)
+            finally:
+                os._exit(1)
+    assert found == 5
+    assert os.waitpid(ends[0], 0)[1] == 0
+    store.close()
+
+
+def test_a_child_that_is_forked_within_the_opening_of_tables_does_not_have_them(shm_root: Path) -> None:
+    """`lmdb.open` runs Python code, in which a handler may run. These are tables without a gate, as of a new store."""
+    store, path, parent, ends = Store(shm_root), shm_root / "tables", os.getpid(), list[int]()
+    shutil.copy(store.ledger.directory / TABLES, path)
+
+    def fork(frame: FrameType, _event: str, _argument: object) -> None:
+        if "lmdb" in Path(frame.f_code.co_filename).parts and not ends:
+            ends.append(os.fork())
+
+    sys.settrace(fork)
+    refused = False
+    try:
+        Tables(path, store.ledger.session.store.state.map_bytes).close()
+    except lmdb.Error:
+        refused = True
+    finally:
+        sys.settrace(None)
+        if os.getpid() != parent:
+            os._exit(not refused)
+    assert not refused and [os.waitpid(child, 0)[1] for child in ends] == [0]
+    store.close()
 
 
 def test_a_handler_that_forks_in_a_transaction_does_not_open_the_gate(shm_root: Path) -> None:

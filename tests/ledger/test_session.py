@@ -88,14 +88,14 @@ def test_the_error_of_a_transaction_can_be_sent_to_another_process(ledger: Ledge
 
 def test_after_an_error_of_lmdb_the_environment_is_another(ledger: Ledger) -> None:
     """LMDB does not continue with a transaction whose commit failed: every later call would fail too."""
-    before = ledger.session._open().env
+    before = ledger.session.read(lambda _, tables: tables).env
 
     def fail(*_: object) -> None:
         raise lmdb.Error
 
     with pytest.raises(UnavailableError):
         ledger.session.write(fail, 1.0)
-    assert ledger.session._open().env is not before
+    assert ledger.session.read(lambda _, tables: tables).env is not before
     with pytest.raises(lmdb.Error):
         before.begin()  # it was closed
 
@@ -116,7 +116,7 @@ def test_the_last_to_leave_syncs_before_it_says_so(tmp_path: Path, monkeypatch: 
                 done.append(name)
             return getattr(self._env, name)
 
-    tables = ledger.session._open()
+    tables = ledger.session.read(lambda _, tables: tables)
     tables.env = Watched(tables.env)  # type: ignore[assignment]
     flush, mark = Columns.flush, OpenStore.mark_clean
     monkeypatch.setattr(Columns, "flush", lambda self: (done.append("flush"), flush(self))[1])

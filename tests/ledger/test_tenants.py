@@ -73,7 +73,7 @@ def test_any_number_of_tenants_may_come_and_go(shm_root: Path, kind: Kind) -> No
         put(ledger, keys(number), tenant(number), chained=False)
     rows = admin.list_namespaces(ledger)
     assert sum(row.chunks for row in rows.values()) == ledger.slots
-    assert len(rows) <= ledger.slots + ledger.session._open().most_labels
+    assert len(rows) <= ledger.slots + ledger.session.read(lambda _, tables: tables).most_labels
     admin.check(ledger)
     assert sizes(ledger) == begun
     ledger.close()
@@ -308,7 +308,7 @@ def test_a_torn_record_is_none(shm_root: Path) -> None:
 def test_names_are_bounded_in_length_and_number(shm_root: Path) -> None:
     ledger = opened(shm_root, kind="file")
     put(ledger, keys(1))
-    most = ledger.session._open().most_labels
+    most = ledger.session.read(lambda _, tables: tables).most_labels
     for number in range(3 * most):
         fields = {"model": "m" * 400, "lora": f"{number:05d}" + "/a/path/to/an/adapter" * 40}
         ledger.namespaces.register(tenant(number), fields)
@@ -342,7 +342,7 @@ def test_a_flood_of_names_loses_none_that_is_told_again(ledger: Ledger) -> None:
             ledger.namespaces.register(tenant(number), {"model": f"{number}"})
         ledger.namespaces.write_labels()
     rows = admin.list_namespaces(ledger)
-    most = ledger.session._open().most_labels
+    most = ledger.session.read(lambda _, tables: tables).most_labels
     assert sum(tenant(number) in rows for number in range(600)) >= min(600, most) - 1
 
 

@@ -70,8 +70,8 @@ class Columns:
         self.parent_generation: NDArray[np.uint64] = self._view(np.uint64, slots)
         self.hits: NDArray[np.uint32] = self._view(np.uint32, slots)
         self.position: NDArray[np.uint32] = self._view(np.uint32, slots)
-        # each column for single values, at two thirds of the cost; the keys as bytes
-        self.cells = [self.keys.data.cast("B") if one is self.keys else one.data for one in self._all()]
+        self.cells: list[memoryview] = []
+        self.renew_cells()
         self.table = GhostTable(
             self._view(np.uint64, ghosts),
             self._view(np.int64, ghosts),
@@ -81,6 +81,15 @@ class Columns:
         )
         # what policies read of them
         self.ghosts, self.forgotten = Ghosts(self.table.last_use, self.table.hits), self.table.forgotten
+
+    def renew_cells(self) -> None:
+        """Replace `cells`: each column for single values, at two thirds of the cost; the keys as bytes.
+
+        Whoever is using those before can neither read nor write there any more (ValueError).
+        """
+        for cells in self.cells:
+            cells.release()
+        self.cells = [self.keys.data.cast("B") if one is self.keys else one.data for one in self._all()]
 
     def _view(self, dtype: type[D], count: int) -> NDArray[D]:
         view: NDArray[D] = np.frombuffer(self._map, dtype, count, self._offset)

@@ -18,19 +18,26 @@
 
 LMDB is opened without its locks, without sync and without a writable map (see `locks`): a thread that begins a
 transaction is inside the gate, and ends the transaction before it releases the gate.
+
+A forked child never uses an environment of its parent, whatever call it returns into: all are closed there, and what is
+closed refuses every use. So each is known here as soon as it is open.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from struct import Struct
 from typing import NamedTuple, TypeAlias
 
 import lmdb
+
+from pagoda.fork import reset_in_child
+from pagoda.ledger.locks import Gate
 
 PLACE = Struct("<IQ")  # a row of `pending`, and how a row of `entries` begins
 ENTRY = Struct("<IQQI")
@@ -146,15 +153,26 @@ class Tables:
         "labels", "meta",
     )  # fmt: skip
 
-    def __init__(self, path: Path, map_bytes: int, create: bool = False) -> None:
+    def __init__(self, path: Path, map_bytes: int, create: bool = False, gate: Gate | None = None) -> None:
+        """Open them. `gate`: whoever uses them is inside it, as this call is; None: only this thread uses them.
+
+        LMDB's errors, also in a child that a signal handler forked since.
+        """
         self.most_labels = map_bytes // _BYTES_PER_LABEL
         self._map_bytes = map_bytes
-        self._written: Txn | None = None  # the last write transaction
-        self.env = lmdb.open(
-            str(path), map_size=map_bytes - _SPARE_BYTES, subdir=False, lock=False, writemap=False, sync=False,
+        self._gate, self._thread = gate, threading.get_ident()
+        self._opened: list[lmdb.Environment] = []
+        self._forked = False
+        reset_in_child(self)
+        opener = partial(
+            lmdb.open, map_size=map_bytes - _SPARE_BYTES, subdir=False, lock=False, writemap=False, sync=False,
             metasync=False, readahead=False, create=create, mode=0o600, max_dbs=len(self.NAMES),
         )  # fmt: skip
+        self._opened.extend(map(opener, [str(path)]))  # built in: no signal handler runs before it is noted
+        [self.env] = self._opened
         try:
+            if self._forked or (gate is not None and gate.forked):  # before that, or within: it calls Python
+                raise lmdb.Error("a signal handler forked: the tables are the parent's")
             opened = [self.env.open_db(name.encode(), create=create) for name in self.NAMES]
         except lmdb.Error:
             self.env.close()
@@ -183,13 +201,10 @@ class Tables:
     def begin(self, write: bool = False) -> Txn:
         """Begin a transaction; inside the gate."""
         try:
-            txn = self.env.begin(write=write)
+            return self.env.begin(write=write)
         except lmdb.MapResizedError:  # another process has used some of the spare part
             self.narrow()
-            txn = self.env.begin(write=write)
-        if write:
-            self._written = txn
-        return txn
+            return self.env.begin(write=write)
 
     def widen(self) -> None:
         """Let the next transaction of this process use the whole map; inside the gate, between transactions."""
@@ -203,26 +218,19 @@ class Tables:
         """Close the environment; no transaction may be open."""
         self.env.close()
 
-    def close_in_child(self, inside: bool) -> None:
-        """Close what a thread of the parent had open while it forked.
+    def reset(self) -> None:
+        """Close, in a forked child, what its parent had open, with a transaction in which a signal handler forked.
 
-        `inside`: it was this thread, in a signal handler. The parent continues the transaction; here it is aborted, and
-        fails when this thread returns to it. If it was another thread that was writing, a close would wait for it, and
-        it does not exist here: then the environment stays as it is for as long as the process lives, whatever drops its
-        references.
+        If another thread was using it, a close would wait for that thread, which does not exist here: then it stays
+        open as long as the process lives, whatever drops its references. Nothing that runs here has one.
         """
-        try:
-            if self._written is not None and inside:
-                self._written.abort()
-            if self._written is not None:
-                self._written.id()
-        except lmdb.Error:  # it has ended
-            self._written = None
-        if self._written is None:
-            with contextlib.suppress(lmdb.Error):
-                self.close()
-        else:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.env))
+        self._forked = True
+        used_here = self._thread == threading.get_ident() if self._gate is None else self._gate.entered()
+        for env in self._opened:
+            if used_here:
+                env.close()
+            else:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(env))
 
 
 def map_bytes(slots: int) -> int:

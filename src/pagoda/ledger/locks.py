@@ -175,6 +175,7 @@ class Gate:
         # transaction, because a child that a signal handler forks in the middle of a call is not inside
         self.entered: Callable[[], bool] = self._inside._is_owned  # type: ignore[attr-defined]
         self._owner: int | None = None
+        self.forked = False  # this is a child of the process whose gate it is
 
     @property
     def taken(self) -> bool:

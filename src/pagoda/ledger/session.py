@@ -3,6 +3,10 @@
 A transaction begins and ends in one function on one thread inside the gate, with no I/O, log or yield in it. It is a
 function passed to `write` or `read`: a `with` statement would lose the gate to signal handlers (see `Gate`). Whatever
 prevents it becomes an `UnavailableError` with a reason; the ledger turns that into a miss.
+
+A signal handler may fork in the middle of it, and the child returns into a transaction that is its parent's. There the
+tables are closed, the views that write to the columns are released, and the gate is `forked`: the child keeps nothing
+of what the parent did, and its errors say nothing about the store. What it calls afterwards is its own.
 """
 
 from __future__ import annotations
@@ -99,13 +103,14 @@ class Session:
 
         Work that `frees` may use a spare part of the map: a full map must never prevent a removal.
         """
+        gate = self.gate
         step = self._free if frees else self._transact
         try:
             if self.lost:
                 self.require_store()
-            transaction, result = self.gate.run(partial(step, work), deadline_seconds, exclusive=True)
+            transaction, result = gate.run(partial(step, work), deadline_seconds, exclusive=True)
         except Exception as error:
-            self._raise_unavailable("changed", error)
+            self._raise_unavailable("changed", error, gate)
             raise
         self.count(transaction.counts)
         if self.page_guards is not None:
@@ -175,16 +180,16 @@ class Session:
 
     def read(self, work: Callable[[Txn, Tables], T], deadline_seconds: float = PATIENT_SECONDS) -> T:
         """Run `work` as one read transaction. UnavailableError if it cannot be run."""
-        until = time.monotonic() + deadline_seconds
+        until, gate = time.monotonic() + deadline_seconds, self.gate
         try:
             if self.lost:
                 self.require_store()
-            found = self.gate.run(partial(self._look, work), deadline_seconds)
+            found = gate.run(partial(self._look, work), deadline_seconds)
             if not found:  # the first call after a fork: become a new member
                 look = partial(self._look, work, opens=True)
-                found = self.gate.run(look, until - time.monotonic(), exclusive=True)
+                found = gate.run(look, until - time.monotonic(), exclusive=True)
         except Exception as error:
-            self._raise_unavailable("read", error)
+            self._raise_unavailable("read", error, gate)
             raise
         return found[0]
 
@@ -229,9 +234,14 @@ class Session:
                       self.store.directory, error)  # fmt: skip
         return is_damage(error) or isinstance(error, lmdb.Error | OSError | StoreError)
 
-    def _raise_unavailable(self, done: str, error: Exception) -> None:
-        """Raise what an error of a transaction means; returns if it was wrong use, or is what `check` found."""
-        if isinstance(error, lmdb.MapFullError):
+    def _raise_unavailable(self, done: str, error: Exception, gate: Gate) -> None:
+        """Raise what an error of a transaction means; returns if it was wrong use, or is what `check` found.
+
+        `gate`: where it ran. What a forked child meets in its parent's transaction says nothing about the store.
+        """
+        if gate.forked:
+            reason = Reason.IO_ERROR
+        elif isinstance(error, lmdb.MapFullError):
             reason = Reason.FULL
         elif isinstance(error, DeadlineMissedError):
             reason = Reason.LEDGER_BUSY
@@ -313,11 +323,10 @@ class Session:
     def count(self, counts: Mapping[str, int]) -> None:
         """Add to this member's counters, of pagoda.metrics.COUNTERS; KeyError for an unknown one."""
         with self._counting:
-            row = self._row
             for counter, n in counts.items():
                 column = self._column.get(counter)
                 if column is not None:
-                    row[column] += n
+                    self._row[column] += n  # in a child that was forked meanwhile it is no row of the parent
                 # else the versions that used this store before left no column for it
                 elif counter not in COUNTERS:
                     raise KeyError(counter)
@@ -352,17 +361,21 @@ class Session:
         """Open the tables if they are not open, and become a member. Called inside the gate, held exclusively."""
         if self.closed:
             raise self._was_closed()
-        tables = self._tables
+        gate, tables = self.gate, self._tables
+        if not gate.entered():  # a signal handler forked since it was taken: it is the parent's
+            raise DeadlineMissedError
         if tables is None:
-            tables = self._tables = self._own_tables()
+            tables = self._own_tables(gate)
+            if not gate.forked:  # no signal handler runs between this and what follows
+                self._tables = tables
         if not self.member:
-            self._add_member(tables)
+            self._add_member(tables, gate)
         return tables
 
-    def _own_tables(self) -> Tables:
+    def _own_tables(self, gate: Gate) -> Tables:
         """Open the tables by path. The store is checked before and after: no other store is read or written."""
         self.require_store()
-        tables = Tables(self.store.directory / TABLES, self.store.state.map_bytes)
+        tables = Tables(self.store.directory / TABLES, self.store.state.map_bytes, gate=gate)
         try:
             self.require_store()
         except StoreError:
@@ -395,13 +408,11 @@ class Session:
         if tables is not None:
             tables.close()
 
-    def _add_member(self, tables: Tables) -> None:
+    def _add_member(self, tables: Tables, gate: Gate) -> None:
         transaction: Transaction | None = None
         number = row = 0
         try:
             with tables.begin(write=True) as txn:
-                if not self.gate.entered():  # a signal handler forked since it was taken: it is the parent's
-                    raise DeadlineMissedError
                 transaction = Transaction(txn, tables, 0, self._alive, self.clock.monotonic_ns())
                 number = transaction.meta.next_member
                 transaction.meta.next_member += 1
@@ -409,23 +420,25 @@ class Session:
                     raise StoreError(f"member {number} of {self.store.directory} is taken: discard the store")
                 row = self._enter(transaction, number)
                 self._column = columns_of(txn, tables)
-            self._become(number, row)
+            self._become(number, row, gate)
         except BaseException:
-            if self._committed(tables, transaction):
-                self._become(number, row)
+            if not gate.forked and self._committed(tables, transaction):
+                self._become(number, row, gate)
             else:
                 self.store.locks.unlock(MEMBERS + number)  # or no process could ever become that member
             raise
 
-    def _become(self, number: int, row: int) -> None:
-        """Become the member of that number, with its counters in that row."""
+    def _become(self, number: int, row: int, gate: Gate) -> None:
+        """Become the member of that number, with its counters in that row; inside that gate."""
         if self.member != number:
             with self._counting:
+                if gate.forked:  # it is the parent's member
+                    raise DeadlineMissedError
                 self._counters[row] = self._row
                 self._row = self._counters[row].data
                 self.member = number
             if self.page_guards is not None:
-                self.page_guards.become(row)
+                self.page_guards.become(row, gate)
 
     def _enter(self, transaction: Transaction, number: int) -> int:
         """Write the row of member `number`; return its row of counters."""
@@ -450,13 +463,14 @@ class Session:
         if self.closed:  # a forked child that lost the store has nothing to give up
             _sessions.discard(self)
             return
-        shared = False  # with a thread inside the gate: the last reference to the lock file closes it
+        # shared with a thread inside the gate: the last reference to the lock file closes it
+        shared, gate = False, self.gate
         try:
-            self.gate.run(self._finish, _LEAVE_SECONDS, exclusive=True)
+            gate.run(self._finish, _LEAVE_SECONDS, exclusive=True)
         except DeadlineMissedError:
             shared = True
         except Exception as error:
-            if not self._is_trouble(error):
+            if not gate.forked and not self._is_trouble(error):
                 raise
         finally:
             self.closed = True
@@ -497,14 +511,14 @@ class Session:
 
     def after_fork_in_child(self) -> None:
         """Start without reservations, without a member and with separate locks, until the first call."""
-        tables, self._tables = self._tables, None
-        if tables is not None:  # a thread of the parent was inside the gate, or waited, for too long
-            tables.close_in_child(inside=self.gate.entered())
+        self.gate.forked = True
+        self._tables = None  # closed, unless another thread of the parent had them
         self._deferred.clear()
         self._counting = threading.Lock()
         self._row = np.zeros(WIDTH, np.uint64).data
         self.gate = Gate(self.store.locks)
         self.member = 0
+        self.columns.renew_cells()
         if self.page_guards is not None:
             self.page_guards.forget()
         if self.store.state.private:  # the fork copied its memory: the child's slots are not the parent's

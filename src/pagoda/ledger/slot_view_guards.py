@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.ledger.columns import BARE, Columns, map_file
-from pagoda.ledger.locks import barrier
+from pagoda.ledger.locks import Gate, barrier
 from pagoda.ledger.store_state import GUARD_BYTES, GUARD_WORDS
 
 _BUCKETS = 64  # slots that are equal modulo this share a bit of a word
@@ -62,10 +62,12 @@ class PageGuards:
         self._out: dict[int, _Guard] = {}  # by id
         self._ended: deque[weakref.ref[Bytes]] = deque()
 
-    def become(self, row: int) -> None:
-        """Become the member of this row."""
+    def become(self, row: int, gate: Gate) -> None:
+        """Become the member of this row, inside that gate."""
         with self._lock:
             own = self._rows[row * GUARD_WORDS : (row + 1) * GUARD_WORDS]
+            if gate.forked:  # it is the parent's row; no signal handler runs between this and what follows
+                return
             own[:] = self._own
             self._own, self._joined = own, True
 
@@ -110,7 +112,7 @@ class PageGuards:
         if not self._ended:
             return
         with self._lock:
-            ended, own = self._ended, self._own
+            ended, free, out = self._ended, self._free, self._out
             while ended:
                 loan = ended[0]
                 assert isinstance(loan, _Guard)
@@ -118,11 +120,11 @@ class PageGuards:
                 if word == _SHARED:
                     self._sharing -= 1
                     if not self._sharing:
-                        own[_SHARED] = 0
+                        self._own[_SHARED] = 0
                 elif word >= 0:
-                    own[word] = 0
-                    self._free.append(word)
-                self._out.pop(id(loan), None)
+                    self._own[word] = 0  # in a child that was forked meanwhile it is no row of the parent
+                    free.append(word)
+                out.pop(id(loan), None)
                 if ended and ended[0] is loan:  # else a signal handler has run this in between
                     ended.popleft()
 

@@ -113,7 +113,9 @@ class OpenStore:
         if not self.is_current() or is_marked(self.directory, TableMark.DAMAGED, self.state.incarnation):
             return
         known = checksum(self.directory, self.state.slots, used_bytes)
-        if known is not None:
+        if (
+            known is not None and self.is_last()
+        ):  # still: a child that a signal handler forked meanwhile is not
             clean = msgspec.structs.replace(self.state, clean=True, used_bytes=used_bytes, checksum=known)
             write_state(self.directory, clean)
 
@@ -227,9 +229,10 @@ def _open_existing(
         if not locks.is_at(directory / LOCKS):  # it was removed during the wait
             return None
         if locks.lock(OPEN, exclusive=True):
-            state = _judge(directory, spec, clock)
+            state = _judge(directory, spec, clock, locks)
             if state is None:
                 if may_discard:
+                    _require_alone(directory, locks)
                     discard(directory)
                 return None
             # converting a lock that this process holds succeeds at once
@@ -269,7 +272,13 @@ def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
     return OpenStore(directory, state, locks, sole=False)
 
 
-def _judge(directory: Path, spec: StoreSpec, clock: Clock) -> StoreState | None:
+def _require_alone(directory: Path, locks: LockFile) -> None:
+    """Raise StoreError in a child that a signal handler forked since the store was taken: it has given up the lock."""
+    if not locks.lock(OPEN, exclusive=True):
+        raise StoreError(f"the parent of this process is opening the store at {directory}: open it again")
+
+
+def _judge(directory: Path, spec: StoreSpec, clock: Clock, locks: LockFile) -> StoreState | None:
     """Bring a store that no other process has open up to date; None if it must be discarded."""
     state = read_state(directory)
     if state is None or (state.kind, state.slot_bytes) != (spec.kind, spec.slot_bytes):
@@ -281,7 +290,8 @@ def _judge(directory: Path, spec: StoreSpec, clock: Clock) -> StoreState | None:
             f"{state.slab_format}, this one reads {SLAB_FORMAT}): use that version, choose another path or remove it"
         )
     boot = clock.boot_id()
-    wrong = _distrusted(directory, state, boot)
+    wrong = _distrusted(directory, state, boot, locks)
+    _require_alone(directory, locks)
     if wrong and (state.kind == "memory" or not (directory / SLAB).is_file()):
         log.warning("discarding the store at %s: %s", directory, wrong)
         return None
@@ -293,7 +303,7 @@ def _judge(directory: Path, spec: StoreSpec, clock: Clock) -> StoreState | None:
     return _renew(directory, state, spec, boot, clock)
 
 
-def _distrusted(directory: Path, state: StoreState, boot: str) -> str | None:
+def _distrusted(directory: Path, state: StoreState, boot: str, locks: LockFile) -> str | None:
     """Return why the tables of a store that no other process has open cannot be trusted; None if they can."""
     if state.format != FORMAT:
         return f"it is of format {state.format}, this version writes {FORMAT}"
@@ -307,6 +317,7 @@ def _distrusted(directory: Path, state: StoreState, boot: str) -> str | None:
         return wrong
     if state.clean and checksum(directory, state.slots, state.used_bytes) != state.checksum:
         return "its tables are not what they were when it was closed"
+    _require_alone(directory, locks)
     # Damaged pages may end this process by a signal: the next start must not end the same way.
     set_mark(directory, TableMark.OPENING, state.incarnation)
     wrong = find_damage(directory, state, known=state.clean)
@@ -337,7 +348,7 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
         map_bytes=map_bytes(spec.slots), incarnation=1, recency_offset=0, boot_id=NEVER_BOOTED, clean=False,
         private=spec.private, inodes={},
     )  # fmt: skip
-    first = _first_slots(spec, state)
+    first, maker = _first_slots(spec, state), os.getpid()
     making = spec.root / f"{MAKING}{secrets.token_hex(6)}"
     making.mkdir(mode=0o700)
     try:
@@ -357,7 +368,8 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
             f"the store at {directory} cannot be made ({error}): free some room or choose another path"
         ) from error
     finally:
-        shutil.rmtree(making, ignore_errors=True)
+        if os.getpid() == maker:  # no child that a signal handler forked
+            shutil.rmtree(making, ignore_errors=True)
     return OpenStore(directory, state, locks, sole=True)
 
 

@@ -302,6 +302,7 @@ class Transaction:
 
     def publish(self, columns: Columns, stamp: int) -> None:
         """Assign to the columns what was committed: after the commit, before the gate is released."""
+        cells = columns.cells  # first: a fork between two steps releases these in the child
         if os.getpid() != self._pid:
             return  # a signal handler forked meanwhile: the parent publishes, or has done so
         columns.capacity = max(1, self.meta.with_pages())
@@ -311,9 +312,7 @@ class Transaction:
             columns.table.remember(
                 marks, columns.last_use[slots], columns.hits[slots], stamp, GHOST_REASONS.index(reason)
             )
-        generation, keys, last_use, lease_until, parent_slot, parent_generation, hits, position = (
-            columns.cells
-        )
+        generation, keys, last_use, lease_until, parent_slot, parent_generation, hits, position = cells
         for slot, number in self._generations.items():
             last_use[slot] = NOT_READY  # first: the old chunk must not be taken for one of the new generation
             generation[slot] = number
