@@ -451,10 +451,10 @@ class WriteBackQueue:
 
     def _send(self, batch: _WriteBatch, piece: Sequence[ChunkRef]) -> None:
         """Hand chunks to the tier, once it is writing few enough to be given more; do not wait forever."""
+        most = 2 * self._piece - len(piece)
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or self._writing + len(piece) <= 2 * self._piece, _WRITE_SECONDS
-            )
+            if self._writing > most:
+                self._changed.wait_for(lambda: self._closed or self._writing <= most, _WRITE_SECONDS)
         try:
             leased = self._lease(piece)
             chunks = self._chunks(piece)

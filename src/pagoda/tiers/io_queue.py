@@ -266,7 +266,7 @@ class IoQueue:
         """Wait until no write of these keys (None: nothing at all) is outstanding; False after `timeout` seconds."""
         chosen = None if keys is None else list(keys)
         with self._ended:
-            return self._ended.wait_for(lambda: self._has_ended(chosen), timeout)
+            return self._ended.wait_for(partial(self._has_ended, chosen), timeout)
 
     def _has_ended(self, keys: list[bytes] | None) -> bool:
         if keys is None:
