@@ -89,3 +89,20 @@ def test_a_store_that_skips_a_tier_is_not_written_there(stack: Stack) -> None:
     assert stack.cache.flush(PATIENT_SECONDS)
     assert (stack.quick.stats()["ready"], stack.slow.stats()["ready"]) == (4, 0)
     stack.cache.close()
+
+
+def test_a_thread_that_waits_for_notes_sleeps_when_writes_end(stack: Stack) -> None:
+    """To wake it for each chunk would cost as much as to hand the chunk over; a flush is woken."""
+    stack.slab.fail_next("write", Fault.HANG)
+    tokens = prompt(4)
+    assert stack.cache.store(tokens, kv_of(tokens).transfer).refused == 0
+    (queue,) = (each for each in stack.cache._resources.writeback if each.tier is stack.slow)
+    wait_until(
+        lambda: stack.slab.hanging.is_set() and len(queue._noted._changed._waiters) == 1, PATIENT_SECONDS
+    )
+    (waiting,) = queue._noted._changed._waiters
+    stack.slab.release()
+    wait_until(lambda: not queue._writing, PATIENT_SECONDS)
+    assert list(queue._noted._changed._waiters) == [waiting]
+    assert stack.cache.flush(PATIENT_SECONDS)
+    stack.cache.close()

@@ -186,3 +186,20 @@ def test_every_policy_that_has_a_name_can_be_had(shm_root: Path, name: str) -> N
     assert len(put(ledger, keys(*range(2 * SLOTS)), chained=False)) == 2 * SLOTS
     assert type(ledger.evictor._policy).__name__.lower() == name
     ledger.close()
+
+
+def test_with_room_for_all_a_run_is_admitted_without_a_transaction(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = opened(shm_root, FakeClock())
+    assert (
+        ledger.admit(keys(0, 1), start=0, stamp=ledger.stamp()) == 2
+    )  # how much room there is, is not known yet
+    assert len(put(ledger, keys(0, 1))) == 2
+    reads, read = list[object](), ledger.session.read
+    monkeypatch.setattr(ledger.session, "read", lambda *given: reads.append(given) or read(*given))
+    assert ledger.admit(keys(*range(2, SLOTS)), start=2, stamp=ledger.stamp()) == SLOTS - 2
+    assert not reads
+    assert ledger.admit(keys(*range(2, SLOTS + 1)), start=2, stamp=ledger.stamp()) == SLOTS - 1
+    assert reads
+    ledger.close()

@@ -309,3 +309,19 @@ def test_those_for_whom_there_is_room_are_compared_with_nobody() -> None:
     stamps = START + 30 * SECOND - np.arange(5)
     assert policy.admit(Newcomers(stamps, hits[[2, 0, 0, 0, 0]], np.zeros(5, np.int64)), 2, 0) == 2
     assert policy.admit(Newcomers(stamps, hits, np.zeros(5, np.int64)), 2, 0) == 4
+
+
+def test_no_queue_is_kept_ready_while_many_slots_are_free() -> None:
+    columns = columns_of()
+    policy, few = (
+        Hindsight(columns),
+        Newcomers(START - np.arange(2), np.zeros(2, np.uint32), np.zeros(2, np.int64)),
+    )
+    policy.admit(few, SLOTS // 8, 0)
+    policy.prepare(START, 0)
+    assert not len(policy._queue._batch.rows)
+    assert len(policy.victims(3, START, 0)) == 3  # asked all the same, it makes one
+    policy = Hindsight(columns)
+    policy.admit(few, SLOTS // 8 - 1, 0)
+    policy.prepare(START, 0)
+    assert len(policy._queue._batch.rows)

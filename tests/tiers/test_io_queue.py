@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Done
 from pagoda.tiers.io_queue import IoQueue, ReadRequest, WriteRequest
+from tests.cache.kit import wait_until
 from tests.tiers.tools import LAYOUT, ROOT, chunks_of, is_right, keys_of, payload_of, room
 
 KEYS = keys_of(8)
@@ -220,3 +221,24 @@ def test_close_wakes_who_waits_for_work() -> None:
     queue.close()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_thread_that_waits_for_work_sleeps_when_work_ends() -> None:
+    """To wake it costs more than a small write does; what waits for the end is woken."""
+    queue, mine = IoQueue(8), write(1)
+    reading = read(2)
+    assert added(queue, mine) is mine and queue.take(1) == [mine]
+    assert queue.add_read(reading) is None and queue.take(1) is reading
+    worker = threading.Thread(target=queue.take, args=(1,))
+    waiter = threading.Thread(target=queue.wait, args=(None, 60.0))
+    worker.start()
+    waiter.start()
+    wait_until(lambda: len(queue._changed._waiters) == len(queue._ended._waiters) == 1)
+    (waiting,) = queue._changed._waiters
+    queue.finish_writes([(mine, OK)])
+    queue.finish_read(reading, OK, 0)
+    waiter.join(60.0)
+    assert not waiter.is_alive() and list(queue._changed._waiters) == [waiting]
+    queue.close()
+    worker.join(60.0)
+    assert not worker.is_alive()

@@ -117,6 +117,23 @@ def _not_taken(theirs: Any, method: Any) -> list[inspect.Parameter]:
     return list(inspect.signature(theirs).parameters.values())[len(takes) :]
 
 
+def test_whether_a_step_is_bound_is_asked_before_the_calls_for_a_layer_alone() -> None:
+    """PagodaConnector answers no, so that vLLM makes no call for each layer: no other code may depend on it."""
+    import vllm
+
+    from pagoda.connectors.vllm.connector import PagodaConnector
+
+    root = Path(vllm.__file__).parent
+    connectors = root / "distributed/kv_transfer/kv_connector/v1"
+    files = [file for file in root.rglob("*.py") if connectors not in file.parents]
+    files += [connectors / "base.py", connectors / "multi_connector.py"]
+    asked = re.compile(r"\w\.has_connector_metadata\(")
+    asking = {file.name: file.read_text() for file in files if asked.search(file.read_text())}
+    assert list(asking) == ["kv_transfer_utils.py"] and len(asked.findall(*asking.values())) == 1
+    assert "wait_for_layer_load" in asking["kv_transfer_utils.py"]
+    assert not PagodaConnector.has_connector_metadata(object.__new__(PagodaConnector))
+
+
 def test_every_key_that_vllm_reads_of_our_options_is_decided() -> None:
     import vllm
 

@@ -103,8 +103,12 @@ class Halves:
         assert answers[0] is not None
         return answers[0]
 
-    def step(self, table: list[int], others_load: bool = False, **scheduled: int) -> PagodaMetadata:
-        state = KVConnectorBlockState(set(scheduled), lambda _: (table,), {})
+    def step(
+        self, table: list[int] | dict[str, list[int]], others_load: bool = False, **scheduled: int
+    ) -> PagodaMetadata:
+        """Schedule these requests; `table`: the blocks of all of them, or of each."""
+        tables = table if isinstance(table, dict) else dict.fromkeys(scheduled, table)
+        state = KVConnectorBlockState(set(scheduled), lambda name: (tables[name],), {})
         return self.scheduler.step(
             SimpleNamespace(
                 num_scheduled_tokens=scheduled,
@@ -261,6 +265,29 @@ def test_a_save_that_cannot_be_copied_is_given_up(halves: Halves) -> None:
     assert stats is not None and stats.data["refused_chunks"] == 1
     halves.stored(tokens(1), "again", [1, 2, 3, 4])
     assert halves.asked(halves.request(tokens(2), "third")) == CHUNK
+
+
+def test_the_saves_of_a_step_are_one_commit_and_fail_alone(
+    halves: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call and a transaction for each request would cost more than the chunks do."""
+    names = ("first", "second", "third")
+    requests = [halves.request(tokens(1, seed), name) for seed, name in enumerate(names)]
+    assert [halves.asked(request) for request in requests] == [0, 0, 0]
+    rows = {"first": [1, 2, 3, 4], "second": [5, 6, 7, BLOCKS], "third": [8, 9, 10, 11]}
+    commits, commit = list[int](), halves.worker._slots._ledger.commit
+
+    def counted(reserved: Any, *rest: Any, **options: Any) -> Any:
+        commits.append(len(reserved))
+        return commit(reserved, *rest, **options)
+
+    monkeypatch.setattr(halves.worker._slots._ledger, "commit", counted)
+    halves.saved(halves.step(rows, **dict.fromkeys(names, CHUNK)))
+    assert commits == [2]
+    stats = halves.worker.take_stats()
+    assert stats is not None and (stats.data["saved_chunks"], stats.data["refused_chunks"]) == (2, 1)
+    again = [halves.request([*tokens(1, seed), 1], f"again {seed}") for seed in range(3)]
+    assert [halves.asked(request) for request in again] == [CHUNK, 0, CHUNK]
 
 
 def test_a_session_whose_tokens_are_replaced_gets_keys_of_its_new_tokens(halves: Halves) -> None:

@@ -251,10 +251,10 @@ class HostSlots:
             visible = [one for one, how in zip(reserved, results, strict=True) if how is CommitResult.WHOLE]
             self._resources.counters.add({"stored_bytes": len(visible) * self._host.chunk_bytes})
             kept = {(one.slot, one.generation) for one in visible}
+            lower = self._weights.scope()[1].written
             for namespace, refs in written.items():
                 for run in runs(refs, self.count, follows):
                     stored = [ref for ref in run if (ref.slot, ref.generation) in kept]
-                    lower = self._weights.scope()[1].written
                     stamps = {tier.name: recency_stamp(tier) for tier in lower}
                     for queue in self._resources.writeback:
                         queue.enqueue(namespace, stored, stamps)

@@ -34,7 +34,7 @@ from pagoda.fork import reset_now_and_in_child
 from pagoda.ledger import Ledger, Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import Reason, guarded_logger
-from pagoda.threads import Condition, start_thread
+from pagoda.threads import Condition, Event, start_thread
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers.base import Chunk, Done, Tier, runs
 
@@ -178,7 +178,8 @@ class WriteBackQueue:
 
     def reset(self) -> None:
         """Create the lock and an empty queue, with no thread: the parent writes the chunks that the parent noted."""
-        self._changed = Condition()
+        self._changed = Condition()  # of what calls wait for: ends of writes
+        self._noted = Event()  # for the thread
         self._queue: deque[_WriteBatch] = deque()
         self._accesses: deque[tuple[Access, int | None]] = deque()  # with their stamps
         self._due = 0.0  # when the tier is told of the accesses (time.monotonic())
@@ -211,13 +212,9 @@ class WriteBackQueue:
             self._put(_WriteBatch(namespace, list(refs), stamp))
         elif self._policy != "selective":
             fresh = list(compress(refs, (~self._is_known(*columns_of(refs))).tolist()))
-            batch = _WriteBatch(namespace, fresh, stamp)
-            if not fresh:
-                return
-            if self._policy == "write_through":
-                self._put(batch)
-            else:
-                self._mark_dirty(batch)
+            note = self._put if self._policy == "write_through" else self._mark_dirty
+            if fresh:
+                note(_WriteBatch(namespace, fresh, stamp))
 
     def is_settled(self, slots: Slots, generations: Generations) -> bool:
         """Whether no note is needed about the chunks in these host slots."""
@@ -279,7 +276,7 @@ class WriteBackQueue:
         if self._thread is None and not self._closed:
             # without a thread the notes wait for the next call
             self._thread = start_thread(self._run, f"pagoda-writeback-{self.tier.name}")
-        self._changed.notify_all()
+        self._noted.set()
 
     # -- waiting for it -------------------------------------------------------------------------------------------
 
@@ -319,6 +316,7 @@ class WriteBackQueue:
             self._queue.clear()
             self._accesses.clear()
             self._waiting = 0
+            self._noted.set()
             self._changed.notify_all()
             thread = self._thread
         self._drop(left, Reason.CLOSED)
@@ -346,18 +344,19 @@ class WriteBackQueue:
 
     def _wait_for_note(self) -> _WriteBatch | tuple[Access, int | None] | None:
         """Wait for the next note and take it; None when the thread is to end."""
-        with self._changed:
-            while (note := self._take_note()) is None:
-                if self._closed:
-                    return None
+        while True:
+            self._noted.clear()  # before it looks: what is noted from then on wakes it
+            with self._changed:
+                if self._dirty and not self._queue and self._host is not None:
+                    self._enqueue_coldest(self._host.ledger)
+                note = self._take_note()
+                self._working = note is not None
+                if self._closed or note is not None:
+                    return note
                 pauses = [_TICK_SECONDS] if self._dirty else []
                 if self._accesses:
                     pauses.append(max(0.0, self._due - time.monotonic()))
-                self._changed.wait(min(pauses, default=None))
-                if self._dirty and self._host is not None:
-                    self._enqueue_coldest(self._host.ledger)
-            self._working = True
-            return note
+            self._noted.wait(min(pauses, default=None))
 
     def _take_note(self) -> _WriteBatch | tuple[Access, int | None] | None:
         """Take the next note, if one is due. Called with the lock."""
@@ -452,10 +451,10 @@ class WriteBackQueue:
 
     def _send(self, batch: _WriteBatch, piece: Sequence[ChunkRef]) -> None:
         """Hand chunks to the tier, once it is writing few enough to be given more; do not wait forever."""
+        most = 2 * self._piece - len(piece)
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or self._writing + len(piece) <= 2 * self._piece, _WRITE_SECONDS
-            )
+            if self._writing > most:
+                self._changed.wait_for(lambda: self._closed or self._writing <= most, _WRITE_SECONDS)
         try:
             leased = self._lease(piece)
             chunks = self._chunks(piece)
@@ -501,10 +500,8 @@ class WriteBackQueue:
         try:
             done = future.result()
             if not self._closed:  # then the slots may hold other chunks
-                if done.ok:
-                    self.settle([ref])
-                elif done.reason is Reason.NOT_ADMITTED:
-                    self.settle([ref], _REFUSED_SECONDS)
+                if done.ok or done.reason is Reason.NOT_ADMITTED:
+                    self.settle([ref], 0.0 if done.ok else _REFUSED_SECONDS)
                 if lease is not None and self._host is not None:
                     before, after = lease
                     ends = self._host.ledger.columns.lease_until

@@ -302,7 +302,8 @@ class Ledger:
         Changes ghosts, and recency and leases of what is present. Reserve the others as `admitted`.
         """
         request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
-        self._look(request, time.monotonic() + deadline_seconds)
+        if self._room < len(request.keys):  # as in `reserve`: with room for all, all are admitted
+            self._look(request, time.monotonic() + deadline_seconds)
         self._admit(request, range(len(request.keys)), None)
         return min(request.end, len(request.keys))
 

@@ -125,6 +125,7 @@ class Hindsight:
         self._version = 0.0
         self._stamp = 0  # of the latest call
         self._filled_at = 0
+        self._room = 0  # free slots, when the latest newcomers came
         self._elected, self._to_publish = False, False
         self._refuses = False  # whether enough has been seen to refuse newcomers
         self._random = np.random.default_rng(0)
@@ -143,7 +144,7 @@ class Hindsight:
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
         """Admit those worth at least as much as their victims; a head is worth at least as much as its tail."""
-        total = len(newcomers.stamps)
+        total, self._room = len(newcomers.stamps), room
         known = newcomers.last_use > 0
         if known.any():
             self._note(newcomers.hits[known], newcomers.stamps[known] - newcomers.last_use[known])
@@ -169,7 +170,8 @@ class Hindsight:
             self._elected = False
             asked, watched = self._known
             self._worth, self._to_publish = worth(asked, watched + self._census(stamp)), True
-        if not 0 <= stamp - self._filled_at < max(_STALE_NS, _STALE_NS_A_SLOT * self._hints.slots):
+        stale = not 0 <= stamp - self._filled_at < max(_STALE_NS, _STALE_NS_A_SLOT * self._hints.slots)
+        if stale and self._room * 8 < self._hints.capacity:  # else none has to be evicted soon
             self._filled_at = stamp
             self._queue.fill(0, stamp, now)
 

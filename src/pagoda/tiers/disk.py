@@ -173,14 +173,10 @@ class DiskTier(QueuedTier):
         """Return how many leading keys are stored or queued; copies nothing."""
         if self._closed or self._breaker.resting:
             return 0
-        found = 0
-        for source in self._sources(
+        sources = self._sources(
             keys, start, namespace, deadline_seconds, stamp=stamp, touch=touch, lease_seconds=0.0
-        ):
-            if isinstance(source, Reason):
-                break
-            found += 1
-        return found
+        )
+        return next((n for n, source in enumerate(sources) if isinstance(source, Reason)), len(keys))
 
     def touch(
         self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, stamp: int | None = None, asked: bool = True

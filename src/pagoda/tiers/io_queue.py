@@ -87,7 +87,10 @@ class IoQueue:
     def __init__(self, write_chunks: int, read_chunks: int = 4096) -> None:
         self._write_chunks = write_chunks
         self._read_chunks = read_chunks
-        self._changed = Condition()
+        self._changed, self._ended = (
+            Condition(),
+            Condition(),
+        )  # the second wakes `wait` alone; never held together
         self._writes: deque[WriteRequest] = deque()
         # writes that were put back: a heap, by when due
         self._delayed: list[tuple[float, int, WriteRequest]] = []
@@ -130,14 +133,13 @@ class IoQueue:
                 return Reason.QUEUE_FULL
             flight = read.key, read.position, read.namespace
             leader = self._leaders.get(flight)
-            target: list[ReadRequest] | deque[ReadRequest] = (
-                self._reads if leader is None else leader.followers
-            )
             # No signal handler runs from here to the end of the append, so all of this happens or nothing.
             self._read_count += 1
             if leader is None:
                 self._leaders[flight] = read
-            target.append(read)
+                self._reads.append(read)
+            else:
+                leader.followers.append(read)
             self._changed.notify_all()
             return None
 
@@ -239,7 +241,8 @@ class IoQueue:
             for write, _ in ends:
                 if self._outstanding_writes.get(write.chunk.key) is write:
                     del self._outstanding_writes[write.chunk.key]
-            self._changed.notify_all()  # once: threads that wait for work wake, too
+        with self._ended:
+            self._ended.notify_all()
         for write, done in ends:
             if not write.future.done():
                 write.future.set_result(done)
@@ -254,15 +257,16 @@ class IoQueue:
                 np.copyto(follower.buffer[:nbytes], read.buffer[:nbytes])
         with self._changed:
             self._read_count -= 1 + len(followers)
-            self._changed.notify_all()
+        with self._ended:
+            self._ended.notify_all()
         for each in (read, *followers):
             each.future.set_result(done)
 
     def wait(self, keys: Iterable[bytes] | None, timeout: float) -> bool:
         """Wait until no write of these keys (None: nothing at all) is outstanding; False after `timeout` seconds."""
         chosen = None if keys is None else list(keys)
-        with self._changed:
-            return self._changed.wait_for(lambda: self._has_ended(chosen), timeout)
+        with self._ended:
+            return self._ended.wait_for(partial(self._has_ended, chosen), timeout)
 
     def _has_ended(self, keys: list[bytes] | None) -> bool:
         if keys is None:

@@ -105,11 +105,16 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Take the step's work."""
         super().bind_connector_metadata(connector_metadata)
+        self._step: PagodaMetadata = connector_metadata
         self._working.begin(self._step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the step's loads; they continue while this step and the next ones run."""
         self._working.load(self._step)
+
+    def has_connector_metadata(self) -> bool:
+        """Return False: vLLM asks before it calls the next two, twice for each layer, and neither does anything."""
+        return False
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: no request is scheduled before its load has ended."""
@@ -220,12 +225,6 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def _is_alone(self) -> bool:
         return get_kv_transfer_group() is self  # False below a MultiConnector
-
-    @property
-    def _step(self) -> PagodaMetadata:
-        meta = self._get_connector_metadata()
-        assert isinstance(meta, PagodaMetadata)
-        return meta
 
     @property
     def _working(self) -> PagodaWorker:

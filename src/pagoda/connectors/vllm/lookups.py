@@ -246,7 +246,7 @@ class LookupThreads:
                 return None
         salt, version = salt_of(self._salt, request.cache_salt), self.version
         present = self._slots.namespace(weights_version=version)  # before the next line
-        root = self._slots.namespace(lora, salt, version)
+        root = self._slots.namespace(lora, salt, version) if lora or salt else present
         self._name_adapter(request, root)
         keys = derive_keys(digests, root)
         if prompt is not None:

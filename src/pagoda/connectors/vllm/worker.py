@@ -51,6 +51,10 @@ class _Loading(NamedTuple):
     began: float
 
 
+# chunks of one request: the root of their namespace, a snapshot that is still to be copied, and the slots
+_Copied = tuple[bytes, list[ChunkRef], DeviceSnapshot | None, list[Bytes]]
+
+
 class PagodaWorker:
     """Does what the scheduler's half requests. Used by the worker's thread; copies run on separate threads."""
 
@@ -157,7 +161,7 @@ class PagodaWorker:
             self._step_interrupted()
         elif self._prefills is not None:
             self._prefills.end()
-        here = meta.scheduler_pid == os.getpid()
+        here, copied = meta.scheduler_pid == os.getpid(), list[_Copied]()
         for save in meta.saves:
             if not self._seen.writes:
                 continue  # another rank has the same bytes and writes them
@@ -171,8 +175,16 @@ class PagodaWorker:
                 copies = self._adopted(copies)
             if not self._seen.on_cpu:
                 copies = self._with_room(save, copies)
-            if copies:
-                self._copy(save, copies)
+            if copies and (one := self._copy(save, copies)) is not None:
+                copied.append(one)
+        try:
+            if copied:  # by one call: one for each request would cost more
+                self._save_threads.submit(self._commit, copied)
+        except Exception as trouble:  # noqa: BLE001  # a boundary, as in `_copy`
+            for _, copies, snapshot, _ in copied:
+                if snapshot is not None:
+                    snapshot.release()
+                self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
 
     def _step_interrupted(self) -> None:
         if self._healthy:
@@ -194,26 +206,25 @@ class PagodaWorker:
             self._report.later[save.request] = Later(rest[0].position, len(rest))
         return copies[:fit]
 
-    def _copy(self, save: Save, copies: list[ChunkRef]) -> None:
-        slots, snapshot = self._slots, None
+    def _copy(self, save: Save, copies: list[ChunkRef]) -> _Copied | None:
+        """Copy pages into slots, or into a snapshot; None if that failed."""
+        snapshot = None
         try:
             blocks_per_chunk = self._layout.chunk_tokens // self._seen.block_tokens
             kv = self._pages.with_table([-1] * (save.first * blocks_per_chunk) + save.blocks)
             starts = [copy.position * self._layout.chunk_tokens for copy in copies]
-            views = slots.views([copy.slot for copy in copies])
+            views = self._slots.views([copy.slot for copy in copies])
             if isinstance(kv, PagesKV):
                 kv.to_slots(starts, views)
             else:
                 snapshot = kv.snapshot(starts, self._staging)
-            self._save_threads.submit(self._commit, save.root, copies, snapshot, views)
         except Exception as trouble:  # noqa: BLE001  # a boundary: what is not saved is computed again
-            if snapshot is not None:
-                snapshot.release()
             self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
-            return
+            return None
         self._stats.count("saved_bytes", len(copies) * self._layout.chunk_bytes // self._seen.parts)
         if self._seen.part == 0:
             self._stats.count("saved_chunks", len(copies))
+        return save.root, copies, snapshot, views
 
     def _not_saved(self, copies: list[ChunkRef], why: str, reason: Reason) -> None:
         self._give_up(copies)
@@ -223,21 +234,20 @@ class PagodaWorker:
     def _give_up(self, copies: list[ChunkRef]) -> None:
         self._slots.abort([copy.reserved for copy in copies])
 
-    def _commit(
-        self, root: bytes, copies: list[ChunkRef], snapshot: DeviceSnapshot | None, views: list[Bytes]
-    ) -> None:
-        """Copy a snapshot, if there is one, into the slots, and commit them. Runs on a thread."""
-        slots = self._slots
-        try:
-            if snapshot is not None:
-                try:
-                    snapshot.to_slots(views)
-                finally:
-                    snapshot.release()
-        except Exception as trouble:  # noqa: BLE001  # a boundary: the thread continues
-            self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
-            return
-        slots.commit({root: copies}, self._seen.part)
+    def _commit(self, copied: list[_Copied]) -> None:
+        """Copy the snapshots of a step, if there are some, into the slots, and commit all. Runs on a thread."""
+        written: dict[bytes, list[ChunkRef]] = {}
+        for root, copies, snapshot, views in copied:
+            try:
+                if snapshot is not None:
+                    try:
+                        snapshot.to_slots(views)
+                    finally:
+                        snapshot.release()
+                written.setdefault(root, []).extend(copies)
+            except Exception as trouble:  # noqa: BLE001  # a boundary: the thread continues
+                self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
+        self._slots.commit(written, self._seen.part)
 
     # ---- what is reported after a step
 
