@@ -30,7 +30,7 @@ _ROUND_SECONDS = 0.1
 # between two times that all is told: so long at least, and at most; four times as long as it took, if it was completed,
 # else twice as long as before
 _RETELL_SECONDS, _LONGEST_RETELL_SECONDS, _RETELL_SHARE = 1.0, 600.0, 4.0
-_BURST_SECONDS = 0.0002  # of the processor; when the piece that has begun is done, this thread rests
+_BURST_SECONDS = 0.0002  # of the processor; when the half of a piece that has begun is done, it rests
 _REST = 10  # times as long as a burst: an eleventh of a processor at most, however much there is to tell
 _MOST_TELLING = 0.2  # seconds for what is gone from a tier, or new in it; then the next one has its turn
 _PAUSE_SECONDS = 0.002  # between two rounds if the first has not told all, and while the outlet is full

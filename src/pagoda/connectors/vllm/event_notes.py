@@ -57,7 +57,7 @@ class VLLMEventForm:
 
     def _names(self, chunks: Sequence[bytes], group: int) -> list[Any]:
         """Return the hashes of the blocks of chunks, as events name them."""
-        # that function asks for its option, which for each block would take 13 us a chunk instead of 4
+        # that function asks for its option, which for each block would take 13 us a chunk instead of 1
         numbers = isinstance(maybe_convert_block_hash(BlockHash(bytes(NAME_BYTES))), int)
         return [
             name
