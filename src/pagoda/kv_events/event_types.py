@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
-from pagoda.kv_events.notes import LOCAL, BlockFacts, ChunkNote
-
-_HASH_BYTES = 8
+from pagoda.kv_events.notes import LOCAL, NAME_BYTES, BlockFacts, ChunkNote, packed_token_ids
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
@@ -17,7 +14,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    token_ids: list[int]  # none for the blocks of a tenant
+    token_ids: msgspec.Raw  # a list of integers; none for the blocks of a tenant
     block_size: int  # tokens of a block
     lora_id: int | None
     medium: str
@@ -49,7 +46,7 @@ class ChunkEventForm:
         return BlockStored(
             block_hashes=[_name(note.hashes) for note in run],
             parent_block_hash=_name(first.parent) if first.parent else None,
-            token_ids=np.frombuffer(b"".join(note.tokens for note in run), np.int32).tolist(),
+            token_ids=packed_token_ids(run),
             block_size=self._facts.block_tokens,
             lora_id=None,
             medium=medium,
@@ -64,4 +61,4 @@ class ChunkEventForm:
 
 def _name(key: bytes) -> int:
     """Return the hash by which events name a chunk."""
-    return int.from_bytes(key[-_HASH_BYTES:], "big")
+    return int.from_bytes(key[-NAME_BYTES:], "big")

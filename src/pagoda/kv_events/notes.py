@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
+import numpy as np
 
 from pagoda.keys import KEY_BYTES
 
+NAME_BYTES = 8  # of a hash, if events name blocks by numbers: the last ones
 LOCAL = "LOCAL"  # an event's locality: stored on the machine of the engine that tells it
 _LONGEST_RUN = 4096  # tokens of one event
 _DEFLATED = b"\x78"  # begins what zlib has packed; no note in msgpack does
 _MOST_UNPACKED_BYTES = 1 << 20
+_UINT32 = np.dtype([("marker", np.uint8), ("value", ">u4")])  # in msgpack
 
 
 class BlockFacts(msgspec.Struct, frozen=True):
@@ -36,7 +39,7 @@ class BlockFacts(msgspec.Struct, frozen=True):
 
     def fits(self, note: ChunkNote) -> bool:
         """Whether a note is of one chunk of this engine: hashes of all its blocks, and all its tokens or none."""
-        whole = bool(note.hashes) and not len(note.hashes) % self.blocks
+        whole = len(note.hashes) >= NAME_BYTES * self.blocks and not len(note.hashes) % self.blocks
         return whole and len(note.root) == KEY_BYTES and len(note.tokens) in (0, 4 * self.chunk_tokens)
 
 
@@ -100,6 +103,14 @@ def runs(notes: Iterable[ChunkNote], groups: Groups) -> Iterator[Sequence[ChunkN
             end += 1
         yield notes[at:end]
         at = end
+
+
+def packed_token_ids(run: Iterable[ChunkNote]) -> msgspec.Raw:
+    """Return the token ids of chunks in order, as a list in msgpack: no object of Python is made of each. Pure."""
+    ids = np.frombuffer(b"".join(note.tokens for note in run), np.uint32)
+    told = np.empty(len(ids), _UINT32)
+    told["marker"], told["value"] = 0xCE, ids
+    return msgspec.Raw(b"\xdd" + len(ids).to_bytes(4, "big") + told.tobytes())
 
 
 def _continues(before: ChunkNote, note: ChunkNote, facts: BlockFacts) -> bool:

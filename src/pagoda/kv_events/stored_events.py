@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from pagoda.kv_events.notes import ChunkNote, EventForm, Groups, NoteMaker, packed, runs, unpacked
-from pagoda.kv_events.tier_difference import PIECE, Slots, TierDifference
+from pagoda.kv_events.tier_difference import PIECE, TierDifference
 from pagoda.ledger import Ledger, Outcome, Present, Reserved
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
 from pagoda.ledger.columns import marks_of
@@ -33,7 +33,7 @@ _ROUND_SECONDS = 0.1
 # between two times that all is told: so long at least, and at most; four times as long as it took, if it was completed,
 # else twice as long as before
 _RETELL_SECONDS, _LONGEST_RETELL_SECONDS, _RETELL_SHARE = 1.0, 600.0, 4.0
-_BURST_SECONDS = 0.0002  # of the processor; when the piece that has begun is done, this thread rests
+_BURST_SECONDS = 0.0002  # of the processor; when the half of a piece that has begun is done, it rests
 _REST = 10  # times as long as a burst: an eleventh of a processor at most, however much there is to tell
 _MOST_TELLING = 0.2  # seconds for what is gone from a tier, or new in it; then the next one has its turn
 _PAUSE_SECONDS = 0.002  # between two rounds if the first has not told all, and while the outlet is full
@@ -122,11 +122,8 @@ class StoredEvents:
         """
         there = [(n, one) for n, one in enumerate(outcomes, first) if isinstance(one, Reserved | Present)]
         notes = self._remember(make, root, present, [(chunk, one.key) for chunk, one in there])
-        written = [
-            (one.slot, one.generation, one.key, notes[one.key])
-            for _, one in there
-            if isinstance(one, Reserved) and one.key in notes
-        ]
+        new = [one for _, one in there if isinstance(one, Reserved) and one.key in notes]
+        written = [(one.slot, one.generation, one.key, notes[one.key]) for one in new]
         self._write(next(tier for tier in self._tiers if tier.medium == MEDIA["host"]), written)
 
     def found(self, make: NoteMaker, root: bytes, present: bytes, first: int, keys: Sequence[bytes]) -> None:
@@ -206,8 +203,7 @@ class StoredEvents:
             if not fitting:
                 return
             tier.notes.write(fitting)
-            valid = tier.ledger.is_valid
-            if gone := [(slot, key) for slot, number, key, _ in written if not valid(slot, number)]:
+            if gone := [(at, key) for at, number, key, _ in written if not tier.ledger.is_valid(at, number)]:
                 tier.notes.erase(gone)
         except Exception as trouble:  # noqa: BLE001  # a boundary: see `_made`
             why = f"routers will not hear of chunks after a restart: {trouble}"
@@ -291,16 +287,17 @@ class StoredEvents:
                 return False
         return True
 
-    def _tell(self, tier: TierDifference, roots: set[bytes], slots: Slots) -> None:
+    def _tell(self, tier: TierDifference, roots: set[bytes], slots: list[int]) -> None:
         """Tell of some chunks of a tier, in order; notes come from beside the tier, this process, or another tier."""
-        places = tier.places(slots)
+        places = [(slot, tier.ledger.columns.key_of(slot)) for slot in slots]
         notes = self._read(tier.notes, places)
         lacking = {key: slot for (slot, key), note in zip(places, notes, strict=True) if note is None}
         if lacking:
             others = self._notes_elsewhere(tier, lacking)
-            found = [(lacking[key], key, note) for key, note in others.items()]
-            self._write(tier, [(slot, tier.generation_of(slot), key, note) for slot, key, note in found])
+            own = tier.generation_of
+            self._write(tier, [(lacking[key], own(lacking[key]), key, note) for key, note in others.items()])
             notes = [note or others.get(key) for (_, key), note in zip(places, notes, strict=True)]
+        self._rest()  # this was about half of it
         mine = tier.settle(slots, [self._told_in(tier.medium, note) for note in notes], roots)
         self._send([self._form.stored(run, tier.medium) for run in runs(mine, self._groups)])
 
@@ -310,8 +307,7 @@ class StoredEvents:
         Those that know windows and states look for them in memory. Of a disk Dynamo reads no groups: there a window
         would count as the whole prefix, and its removal as that of the prefix.
         """
-        told = note is None or medium == MEDIA["host"] or self._groups[note.group].needs_all
-        return note if told else None
+        return note if note is None or medium == MEDIA["host"] or self._groups[note.group].needs_all else None
 
     def _notes_elsewhere(self, tier: TierDifference, keys: Iterable[bytes]) -> dict[bytes, ChunkNote]:
         """Return the notes of those of these keys that this process or another tier has."""
@@ -343,8 +339,7 @@ class StoredEvents:
         return None
 
     def _warn_of_note(self, trouble: str) -> None:
-        why = f"routers hear of chunks only when they are found: {trouble}"
-        self._lines.warn(log, Reason.IO_ERROR, why)
+        self._lines.warn(log, Reason.IO_ERROR, f"routers hear of chunks only when they are found: {trouble}")
 
     def _send(self, events: Sequence[object]) -> None:
         if events:

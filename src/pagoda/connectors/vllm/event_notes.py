@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from struct import iter_unpack
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,7 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from pagoda.kv_events.notes import LOCAL, ChunkNote, Groups, NoteMaker
-
-_NAME_BYTES = 8  # of a hash, if events name blocks by numbers
+from pagoda.kv_events.notes import LOCAL, NAME_BYTES, ChunkNote, Groups, NoteMaker, packed_token_ids
 
 
 class VLLMEventForm:
@@ -38,7 +37,7 @@ class VLLMEventForm:
         return BlockStored(
             block_hashes=self._names([note.hashes for note in run], first.group),
             parent_block_hash=maybe_convert_block_hash(BlockHash(first.parent)) if first.parent else None,
-            token_ids=np.frombuffer(b"".join(note.tokens for note in run), np.int32).tolist(),
+            token_ids=packed_token_ids(run),
             block_size=facts.block_tokens,
             lora_id=first.lora_id,
             medium=medium,
@@ -58,15 +57,13 @@ class VLLMEventForm:
 
     def _names(self, chunks: Sequence[bytes], group: int) -> list[Any]:
         """Return the hashes of the blocks of chunks, as events name them."""
-        # that function asks for its option, which for each block would take 13 us a chunk instead of 4
-        numbers = isinstance(maybe_convert_block_hash(BlockHash(bytes(_NAME_BYTES))), int)
+        # that function asks for its option, which for each block would take 13 us a chunk instead of 1
+        numbers = isinstance(maybe_convert_block_hash(BlockHash(bytes(NAME_BYTES))), int)
         return [
-            int.from_bytes(hashes[at + size - _NAME_BYTES : at + size], "big")
-            if numbers
-            else hashes[at : at + size]
+            name
             for hashes in chunks
             for size in (len(hashes) // self._groups[group].blocks,)
-            for at in range(0, len(hashes), size)
+            for (name,) in iter_unpack(f">{size - NAME_BYTES}xQ" if numbers else f"{size}s", hashes)
         ]
 
     def _note_of(self, request: Any, root: bytes, group: int, chunk: int) -> ChunkNote | None:

@@ -86,6 +86,9 @@ class EventOutlet:
         if self._publisher is not None:
             self._publisher.send(events)
             return
+        for event in events:
+            if isinstance(event, BlockStored):
+                event.token_ids = msgspec.msgpack.decode(event.token_ids)
         with self._lock:
             self._waiting += events
 
