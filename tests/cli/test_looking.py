@@ -208,6 +208,31 @@ def test_a_store_that_cannot_be_used_fails_and_hides_no_other(shm_root: Path) ->
         assert bad in done_here(command, shm_root, "--tokens", "-", stdin=prompt).stderr
 
 
+def test_a_root_that_cannot_be_read_fails_and_hides_no_other(shm_root: Path, tmp_path: Path) -> None:
+    put(ledger := host(shm_root), LLAMA, range(16))
+    root, prompt = str(tmp_path / ("x" * 300)), " ".join(map(str, range(16)))  # longer than a name can be
+    where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_DISK_PATH": root, "PAGODA_DISK_SIZE": "1GiB"}
+    asked = {
+        "stats": [],
+        "ls": [],
+        "explain": ["--tokens", "-"],
+        "check": [],
+        "unpin": [],
+        "clear": ["--yes"],
+    }
+    for command, options in asked.items():
+        done = done_here(command, *options, stdin=prompt, **where)
+        assert done.returncode == 1 and ("llama" in done.stdout) == (command in ("stats", "ls", "explain"))
+        (line,) = [line for line in done.stderr.splitlines() if root in line]
+        assert "File name too long" in line
+    assert admin.gauges(ledger)["ready"] == 0
+    ledger.close()
+    removed = answer("remove", "--yes", code=1, **where)
+    assert [Path(one["directory"]).parent for one in removed["stores"]] == [shm_root]  # type: ignore[attr-defined]
+    assert "File name too long" in removed["failed"][root]  # type: ignore[index]
+    assert "cannot be read: File name too long" in refused("stats", root)
+
+
 @pytest.mark.slow
 def test_looking_at_a_store_that_is_broken_does_not_remove_it(shm_root: Path) -> None:
     ledger = host(shm_root)

@@ -187,7 +187,9 @@ def test_a_dumb_terminal_gets_a_view_below_the_other(shm_root: Path) -> None:
     assert live.end(signal.SIGINT) == 130 and "\x1b[2K" not in live.text and "\x1b[1A" not in live.text
 
 
-def test_a_broken_store_is_named_and_hides_no_other(shm_root: Path, tmp_path: Path) -> None:
+def test_a_broken_store_is_named_and_hides_no_other(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(host(shm_root, name="good"), LLAMA, range(16))
     put(host(shm_root, name="bad"), LLAMA, range(16))
     with disk(tmp_path) as tier:
@@ -196,3 +198,8 @@ def test_a_broken_store_is_named_and_hides_no_other(shm_root: Path, tmp_path: Pa
     (shm_root / "bad" / "state").write_bytes(b"{}")
     code, text = in_pipe("top", shm_root, "--once")
     assert code == 0 and re.search("host .* 1 chunks", text) and f"{shm_root}/bad: " in text
+    monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root / "nothing"))
+    monkeypatch.setenv("PAGODA_DISK_PATH", str(tmp_path / ("x" * 300)))  # longer than a name can be
+    monkeypatch.setenv("PAGODA_DISK_SIZE", "1GiB")
+    code, text = in_pipe("top", "--once")
+    assert code == 0 and "File name too long" in text

@@ -165,3 +165,39 @@ def test_while_nothing_changes_no_slot_is_looked_at(
         for _ in range(2):
             looked.clear()
             assert events._round() and looked
+
+
+def test_what_is_used_all_the_time_and_never_noted_keeps_no_other_chunk_waiting(
+    events: StoredEvents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of an engine that leaves no notes: they are used by each of its requests, and may be noted at any time."""
+    (tier,) = events._tiers
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", 0.05)
+    monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_CHOSEN", 64)
+    columns, silent = tier.ledger.columns, range(100)
+    columns.keys[: len(silent)] += np.uint64(1)
+    columns.last_use[: len(silent)] = NOT_READY - 1  # as if each round came after another use
+    until = time.monotonic() + 10.0
+    while np.count_nonzero(tier._held) < SLOTS - len(silent):
+        assert time.monotonic() < until, "chunks with notes are not told"
+        events._round()
+    root = events._root
+    notes = [(slot, columns.key_of(slot), ChunkNote(root, b"", columns.key_of(slot))) for slot in silent]
+    ChunkNotes(tier.ledger.directory).write(
+        (slot, key, msgspec.msgpack.encode(note)) for slot, key, note in notes
+    )
+    while np.count_nonzero(tier._held) < SLOTS:
+        assert time.monotonic() < until, "what was noted later is not told"
+        events._round()
+
+
+def test_what_was_told_is_not_remembered_by_name_while_nothing_changes(events: StoredEvents) -> None:
+    """A dictionary of a million chunks keeps the interpreter from the engine: when it grows, and when it is freed."""
+    (tier,) = events._tiers
+    for _ in range(2):
+        while not events._round():
+            pass
+        assert np.count_nonzero(tier._held) == SLOTS
+        assert events._round()
+        assert not tier._just and not tier._before
+        tier.tell_again()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -238,12 +239,18 @@ class FolderedHttp(LyingHttp):
 class HastyHttp(Evil):
     """Answers each request as soon as it has its head, and disconnects: what follows is not read."""
 
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
+    def __init__(self, answer: bytes, tls: ssl.SSLContext | None = None) -> None:
+        self._answer, self._tls = answer, tls
         super().__init__()
 
     def talk(self, client: socket.socket) -> None:
         """Answer one request."""
+        if self._tls is not None:
+            client = self._tls.wrap_socket(client, server_side=True)
+        with client:
+            self._answer_one(client)
+
+    def _answer_one(self, client: socket.socket) -> None:
         head = b""
         while b"\r\n\r\n" not in head:
             head += client.recv(1) or b"\r\n\r\n"

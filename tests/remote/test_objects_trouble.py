@@ -9,18 +9,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
-from pagoda.tiers.remote.http import HttpConnection, resolve
+from pagoda.tiers.remote.http import resolve
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
 from testbed.servers import BUCKET, Server, free_port
 from tests.remote.chunks import begun_since, walk
-from tests.remote.evil import FolderedHttp, HastyHttp, Lie, LyingHttp, dripping, endless, growth
+from tests.remote.evil import FolderedHttp, Lie, LyingHttp, dripping, endless, growth
 from tests.remote.evil import http as answer
 from tests.remote.object_stores import (
     BY_OBSTORE,
@@ -224,18 +223,6 @@ def test_a_put_that_is_refused_says_why(status: int, reason: Reason) -> None:
         with pytest.raises(RefusedError) as refused:
             put(connection, keys(1)[0], noise(10))
         assert refused.value.reason is reason
-
-
-@pytest.mark.parametrize("status", [401, 413, 507])
-def test_a_put_that_is_refused_before_all_of_it_is_sent_says_why(status: int) -> None:
-    server = HastyHttp(answer(status))
-    link = HttpConnection(urlsplit(f"http://127.0.0.1:{server.port}/"))
-    with contextlib.closing(server):
-        for _ in range(3):
-            response = link.request("PUT", "/x", until(), {}, [memoryview(bytes(16 * MIB))])
-            assert response.status == status and response.closes
-            link.finish(response, 0, until())
-        link.drop()
 
 
 @pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])

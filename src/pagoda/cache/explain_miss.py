@@ -77,10 +77,8 @@ class MissExplainer:
         if resting:
             detail = f"{resting[0]} failed repeatedly and is skipped for a while"
             return Explanation(Reason.TIER_SKIPPED, detail)
-        root, remotes = (
-            request.namespace.root,
-            [tier for tier in chosen.lower if isinstance(tier, RemoteTier)],
-        )
+        root = request.namespace.root
+        remotes = [tier for tier in chosen.lower if isinstance(tier, RemoteTier)]
         silent = [tier.name for tier in remotes if not tier.knows(key, root)]
         if silent:
             detail = f"{silent[0]} did not answer in time whether it has the chunk"

@@ -39,12 +39,13 @@ def remove(
     """
     if what is not None and "://" in what:
         return _forget_remote(what)
-    stores = _stores(what, config)
+    broken: dict[str, str] = {}
+    stores = _stores(what, config, broken)
     total, where = sum(store.bytes for store in stores), ", ".join(store.directory for store in stores)
     question = f"Remove {printing.size(total)} with all that is stored there: {where}?"
     if stores and not yes and not agreed(question, "remove"):
         return FAILED
-    gone, broken = _remove(stores)
+    gone = _remove(stores, broken)
     if as_json:
         total, done = sum(store.bytes for store in gone), [store._asdict() for store in gone]
         printing.print_json({"removed_bytes": total, "stores": done, "failed": broken})
@@ -68,14 +69,23 @@ def _forget_remote(url: str) -> int:
     return 0
 
 
-def _stores(what: str | None, config: Path | None) -> list[DoomedStore]:
-    """Return the stores that are meant. Raises UsageError for a path that holds none."""
+def _stores(what: str | None, config: Path | None, broken: dict[str, str]) -> list[DoomedStore]:
+    """Return the stores that are meant; `broken` gets the roots that cannot be read.
+
+    Raises UsageError for a path that holds none.
+    """
     from pagoda.ledger.stores_under_root import allocated_bytes, stores_in
 
     roots = find_roots(config)
     if what in (None, "host", "disk"):
-        meant = [root for root, tier in roots.items() if what in (None, tier) and root.is_dir()]
-        found = [store for root in meant for store in stores_in(root)]
+        found = []
+        for root in (root for root, tier in roots.items() if what in (None, tier)):
+            try:
+                found += stores_in(root)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as trouble:
+                broken[str(root)] = f"{root}: cannot be read: {trouble.strerror}"
     else:
         path = Path(str(what)).absolute()
         if not what or not path.is_dir():  # an empty name is no name for the working directory
@@ -90,14 +100,13 @@ def _stores(what: str | None, config: Path | None) -> list[DoomedStore]:
     ]
 
 
-def _remove(stores: list[DoomedStore]) -> tuple[list[DoomedStore], dict[str, str]]:
-    """Remove every store, going on past one that stays; return what went, and why the others did not."""
+def _remove(stores: list[DoomedStore], broken: dict[str, str]) -> list[DoomedStore]:
+    """Remove every store, going on past one that stays; return what went. `broken` gets why the others did not."""
     from pagoda.errors import StoreError
     from pagoda.ledger.stores_under_root import remove_store, stores_in
     from pagoda.tiers import tier_registry
 
     gone: list[DoomedStore] = []
-    broken: dict[str, str] = {}
     for store in stores:
         directory = Path(store.directory)
         try:
@@ -106,4 +115,4 @@ def _remove(stores: list[DoomedStore]) -> tuple[list[DoomedStore], dict[str, str
                 tier_registry.remove(str(directory.parent.resolve()))
         except (StoreError, OSError) as trouble:
             broken[store.directory] = str(trouble)
-    return gone, broken
+    return gone

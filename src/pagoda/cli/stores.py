@@ -81,16 +81,21 @@ def find_roots(config_file: Path | None) -> dict[Path, str]:
 def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
     """Return the directories of the stores meant, host tier first; empty if the known roots hold none.
 
-    Without a directory, those of the configuration and those that this user has opened in another way.
+    Without a directory, those of the configuration and those that this user has opened in another way. A root that
+    cannot be read is among them: to open it says what is wrong with it, as with a store, and hides no other.
 
     Raises:
-        UsageError: a directory was named that does not exist or holds no store.
+        UsageError: a directory was named that does not exist, cannot be read or holds no store.
     """
     if directory is None:
-        return [store for root in find_roots(config_file) for store in _stores_in(root)]
-    if not directory.is_dir():
-        raise UsageError(f"{directory}: {'not a directory' if directory.exists() else 'no such directory'}")
-    found = _stores_in(directory.absolute())
+        return [store for root in find_roots(config_file) for store in _stores_of(root)]
+    try:
+        if not directory.is_dir():
+            wrong = "not a directory" if directory.exists() else "no such directory"
+            raise UsageError(f"{directory}: {wrong}")
+        found = _stores_in(directory.absolute())
+    except OSError as trouble:
+        raise UsageError(f"{directory}: cannot be read: {trouble.strerror}") from None
     if not found:
         raise UsageError(
             f"{directory}: holds no store; name a tier's root, such as /dev/shm/pagoda-{os.getuid()}"
@@ -98,15 +103,19 @@ def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
     return found
 
 
-def _stores_in(directory: Path) -> list[Path]:
+def _stores_of(root: Path) -> list[Path]:
     try:
-        if (directory / STATE).is_file():
-            return [directory]
-        return sorted(path for path in directory.iterdir() if path.name[0] != "." and _is_store(path))
+        return _stores_in(root)
     except FileNotFoundError:
         return []
-    except OSError as trouble:
-        raise UsageError(f"{directory}: cannot be read: {trouble.strerror}") from None
+    except OSError:
+        return [root]
+
+
+def _stores_in(directory: Path) -> list[Path]:
+    if (directory / STATE).is_file():
+        return [directory]
+    return sorted(path for path in directory.iterdir() if path.name[0] != "." and _is_store(path))
 
 
 def _is_store(path: Path) -> bool:

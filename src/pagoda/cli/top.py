@@ -103,12 +103,19 @@ def _sample(
     directories: Sequence[Path], remotes: Sequence[RemoteUsage], before: TopSample | None, policy: str
 ) -> TopSample:
     found, broken = snapshots(directories)
-    failed = {
-        str(store): trouble for store, trouble in broken.items() if store.exists()
-    }  # others were removed
+    failed = {str(store): trouble for store, trouble in broken.items() if not _is_gone(store)}
     now = time.monotonic()
     rates = _rates(found, before, now) if before is not None else {}
     return TopSample(now, found, failed, remotes, rates, policy)
+
+
+def _is_gone(store: Path) -> bool:
+    """Whether a store was removed since it was found."""
+    try:
+        store.stat()
+    except OSError as trouble:
+        return isinstance(trouble, FileNotFoundError)
+    return False
 
 
 def _rates(found: Sequence[StoreStats], before: TopSample, now: float) -> dict[Path, dict[str, float]]:

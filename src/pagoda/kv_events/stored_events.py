@@ -16,10 +16,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from pagoda.kv_events.notes import ChunkNote, EventForm, Groups, NoteMaker, packed, runs, unpacked
 from pagoda.kv_events.tier_difference import PIECE, Slots, TierDifference
 from pagoda.ledger import Ledger, Outcome, Present, Reserved
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
+from pagoda.ledger.columns import marks_of
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Event, begin
 
@@ -35,6 +38,7 @@ _REST = 10  # times as long as a burst: an eleventh of a processor at most, howe
 _MOST_TELLING = 0.2  # seconds for what is gone from a tier, or new in it; then the next one has its turn
 _PAUSE_SECONDS = 0.002  # between two rounds if the first has not told all, and while the outlet is full
 _REMEMBERED = 4096  # notes of chunks that are being stored or loaded: some MiB
+_FEW_ROOTS = 1024  # namespaces that are known before it is looked which of them nothing is held of
 _TOKEN_BYTES = 5  # of a token id in a message, at most
 
 
@@ -87,6 +91,7 @@ class StoredEvents:
         self._lock = threading.Lock()
         self._present_root, self._root = present_root, present_root()
         self._roots = {self._root}  # of which there was a request; the thread reads it without the lock
+        self._most_roots = _FEW_ROOTS  # if there are more, those of which nothing is held are forgotten
         self._met: set[bytes] = set()  # those of them that are new
         # by an adapter's name, and namespaces of which no request comes any more
         self._adapters: dict[Hashable, bytes] = {}
@@ -138,7 +143,7 @@ class StoredEvents:
             if root is not None:
                 self._adapters[name] = root
                 self._gone.discard(root)
-            if before not in (None, root):
+            if before not in (None, root) and before not in self._gone:
                 self._gone.add(before)
                 self._roots.discard(before)
                 self._renewed = True
@@ -166,7 +171,7 @@ class StoredEvents:
         with self._lock:
             if present != self._root or root in self._gone:
                 return {}
-            if made and root not in self._roots:
+            if (known or made) and root not in self._roots:
                 self._roots.add(root)
                 self._met.add(root)
             fresh.update(made)
@@ -259,7 +264,23 @@ class StoredEvents:
             whole &= self._for_a_while(map(self._send, tier.removed()))
         for tier in self._tiers:
             whole &= self._for_a_while(map(partial(self._tell, tier, roots), tier.new()))
+        if whole and len(roots) > self._most_roots:
+            self._forget_roots()
         return whole
+
+    def _forget_roots(self) -> None:
+        """Forget the namespaces of which routers hold nothing: to be called when all was told.
+
+        With its next request such a namespace is as new.
+        """
+        held = np.unique(np.concatenate([tier.held_marks() for tier in self._tiers]))
+        with self._lock:
+            used = {self._root, *self._met, *(note.root for note in self._fresh.values())}
+            known = list(self._roots)
+            there = zip(known, np.isin(marks_of(known), held).tolist(), strict=True)
+            self._roots = {root for root, is_held in there if is_held or root in used}
+            self._adapters = {name: root for name, root in self._adapters.items() if root in self._roots}
+            self._most_roots = max(_FEW_ROOTS, 2 * len(self._roots))
 
     def _for_a_while(self, pieces: Iterable[None]) -> bool:
         """Do pieces of work, with rests, for a bounded time. Return whether that was all."""

@@ -27,7 +27,8 @@ _NOTED_NS = 2_000_000_000  # after its use a chunk has its note, if it gets one
 
 Slots = npt.NDArray[np.int64]
 _Name: TypeAlias = tuple[int, bytes]  # a chunk's group, and the hashes of its note
-_EMPTY, _WAITS, _TOLD, _OTHERS, _NO_NOTE = range(5)  # what is known of the chunk in a slot
+# what is known of the chunk in a slot; `_UNNOTED`: it has no note yet, and another process may write one soon
+_EMPTY, _WAITS, _TOLD, _OTHERS, _NO_NOTE, _UNNOTED = range(6)
 
 
 class TierDifference:
@@ -54,8 +55,8 @@ class TierDifference:
         self._just: dict[_Name, int] = {}
         self._before: dict[_Name, int] = {}
         self._chosen, self._chosen_at = np.empty(0, np.int64), 0.0  # to be told next
-        self._unchosen = False  # whether there may be more of them ...
-        self._unnoted = False  # ... and in the next round, because another process may note one soon
+        self._unchosen = False  # whether there may be more of them
+        self._unnoted = False  # whether a slot is `_UNNOTED`
 
     def tell_again(self) -> None:
         """Tell everything once more. What is evicted before its turn is still told to be gone."""
@@ -73,7 +74,7 @@ class TierDifference:
 
     def look_again(self, keys: Sequence[bytes] | set[bytes]) -> None:
         """Look again at slots without a note: there may be one now."""
-        silent = np.flatnonzero(self._state == _NO_NOTE)
+        silent = np.flatnonzero(self._state >= _NO_NOTE)
         if len(silent):
             marks = self.ledger.columns.keys[silent, 0]
             self._state[silent[np.isin(marks, marks_of(list(keys)))]] = _WAITS
@@ -94,6 +95,7 @@ class TierDifference:
         if self._walk is None:
             self._walks_at = self.ledger.last_change()  # before the first slot is looked at
             if self._walks_at is not None and self._walks_at == self._compared:
+                self._before, self._just = {}, {}  # each chunk that routers hold is in its slot
                 return iter(())
             self._walk = self._compare()
         return self._walk
@@ -149,7 +151,6 @@ class TierDifference:
         All slots are looked through for them, once a second if there are many: the next call goes on with the rest.
         """
         is_old = time.monotonic() > self._chosen_at + _CHOSEN_SECONDS
-        self._unchosen, self._unnoted = self._unchosen or self._unnoted, False
         if self._unchosen and (is_old or not (len(self._chosen) or self._walk)):
             self._choose()
         while len(self._chosen):
@@ -158,6 +159,9 @@ class TierDifference:
             yield slots[self.ledger.is_ready(slots, self._generation[slots])]
             if not len(self._chosen) and self._unchosen:
                 self._choose()
+        if self._unnoted:  # after all others, however often these are used
+            self._state[self._state == _UNNOTED] = _WAITS
+            self._unchosen, self._unnoted = True, False
 
     def _choose(self) -> None:
         """Choose the slots to be told next."""
@@ -177,6 +181,10 @@ class TierDifference:
         """Return these slots with their keys."""
         return [(slot, self.ledger.columns.key_of(slot)) for slot in slots.tolist()]
 
+    def held_marks(self) -> npt.NDArray[np.uint64]:
+        """Return the marks of the namespaces of all chunks that routers hold to be there."""
+        return np.unique(self._marks[self._held])
+
     def generation_of(self, slot: int) -> int:
         """Return the generation of the chunk that is told of in a slot."""
         return int(self._generation[slot])
@@ -184,8 +192,8 @@ class TierDifference:
     def settle(self, slots: Slots, notes: Sequence[ChunkNote | None], roots: set[bytes]) -> list[ChunkNote]:
         """Note what becomes of these slots: told, or of another namespace, or without a note. Return what is told.
 
-        A slot that has another chunk by now, or none, waits for the next round; so does for a while one without a note:
-        what another process loads, its thread notes when it tells of it.
+        A slot that has another chunk by now, or none, waits for the next round. So does for a while one without a note,
+        once all others were told: what another process loads, its thread notes when it tells of it.
         """
         told, clock = [], self.ledger.session.clock
         young = self.ledger.session.stamp(clock.monotonic_ns()) - _NOTED_NS
@@ -194,10 +202,9 @@ class TierDifference:
             if not same:
                 continue
             if note is None:
+                self._state[slot] = _NO_NOTE
                 if self.ledger.columns.last_use[slot] > young:
-                    self._unnoted = True
-                else:
-                    self._state[slot] = _NO_NOTE
+                    self._state[slot], self._unnoted = _UNNOTED, True
                 continue
             self._marks[slot] = marks_of([note.root])[0]
             if note.root not in roots:

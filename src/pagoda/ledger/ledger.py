@@ -121,7 +121,12 @@ class Ledger:
         directory = directory.resolve()
         state = read_state(directory)
         if state is None:
-            raise StoreError(f"there is no usable store at {directory}")
+            why = "its state is missing or damaged"
+            try:
+                os.listdir(directory)
+            except OSError as trouble:
+                why = str(trouble.strerror)
+            raise StoreError(f"there is no usable store at {directory}: {why}")
         spec = StoreSpec(
             directory.parent, directory.name, state.kind, state.slots, state.slot_bytes, private=state.private
         )

@@ -358,8 +358,6 @@ class DiskStore(WorkerBackend):
 
     def reset(self) -> None:
         """Create the locks: a thread of a parent process may have held the old ones."""
-        self.breaker.reset()
-        self.log.reset()
         self._batches = Condition()
         self._reserved_batch = 0  # the number of the last batch that has its slots
         self.admission_lock = threading.Lock()  # only one thread at a time asks the policy about a run

@@ -94,9 +94,8 @@ class LookupThreads:
         self._pass_seconds = _PATIENCE_SECONDS if waits else 0.0
         self._patience = self._pass_seconds  # left in this pass
         self._threads = Pool(_THREADS, "pagoda-look")
-        self._begun: list[
-            tuple[float, Future[LookupAnswer | None]]
-        ] = []  # those under way, and when they began
+        # those under way, and when they began
+        self._begun: list[tuple[float, Future[LookupAnswer | None]]] = []
         self._lines = RateLimitedLog()
 
     def begin(self, tracked: TrackedRequest) -> bool:
