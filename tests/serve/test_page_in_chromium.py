@@ -53,7 +53,9 @@ def serving(root: Path, cache: Cache) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs the dev group: pip install --group dev")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="needs the dev group: pip install --group dev"
+    )
     with playwright.sync_playwright() as driver:
         made = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield made
