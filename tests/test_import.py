@@ -24,23 +24,6 @@ HEAVY = (
 )
 
 
-TESTS = Path(__file__).resolve().parent
-
-
-def test_only_the_tests_that_run_apart_import_torch() -> None:
-    """A process that has torch forks slowly, and many tests fork: see the Makefile."""
-    makefile = (TESTS.parent / "Makefile").read_text()
-    found = re.search(r"^TORCH_TESTS := \$\(addprefix tests/,(.*)\)$", makefile, re.MULTILINE)
-    assert found is not None
-    apart = [*found[1].split(), "vllm", "sglang"]
-    names = [f"tests.{one.removesuffix('.py').replace('/', '.')}" for one in apart]
-    heavy = re.compile(rf"^(?:import|from) (?:torch|transformers|triton|{'|'.join(map(re.escape, names))})\b")
-    for path in TESTS.rglob("*.py"):
-        if not path.relative_to(TESTS).as_posix().startswith(tuple(apart)):
-            lines = [line for line in path.read_text().splitlines() if heavy.match(line)]
-            assert not lines, f"{path}: {lines}: import it in the test, or name the file in the Makefile"
-
-
 def modules_after(code: str) -> set[str]:
     """The modules that a fresh interpreter has after `code`."""
     code += "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"

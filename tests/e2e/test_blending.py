@@ -71,9 +71,13 @@ def error_of(model, found) -> float:
 
 
 @torch.no_grad()
-def divergence(model, found) -> float:
+def full_prefill(model, tokens: torch.Tensor) -> torch.Tensor:
+    """Log probabilities of the next token."""
+    return model(tokens).logits[0, -1].double().log_softmax(-1)
+
+
+def divergence(model, found, want: torch.Tensor) -> float:
     """KL of the next token, to a full prefill."""
-    want = model(torch.from_numpy(found.blend.tokens).long()[None]).logits[0, -1].double().log_softmax(-1)
     got = logits_after(model, found).double().log_softmax(-1)
     return float((want.exp() * (want - got)).sum())
 
@@ -140,12 +144,13 @@ def test_divergence_falls_with_the_share(policy: str, house: House) -> None:  # 
     cached = house.open(model, unchecked=True)
     mean = []
     prompts = [pieces(seed, (24, 33, 40, 29)) for seed in range(1, 52)]
+    wanted = [full_prefill(model, whole(*each)) for each in prompts]
     for recompute in RATIOS:
         found = [
             cached.blend(documents, question, recompute=recompute, policy=policy)
             for documents, question in prompts
         ]
-        mean.append(float(np.mean([divergence(model, one) for one in found])))
+        mean.append(float(np.mean([divergence(model, *each) for each in zip(found, wanted, strict=True)])))
     assert mean == sorted(mean, reverse=True), mean
     assert len(set(mean)) == len(RATIOS), mean
     assert mean[0] > 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -81,9 +82,13 @@ def keys_of(count: int, chain: int = 0, root: bytes = ROOT) -> list[bytes]:
 def payload_of(key: bytes, layout: KVLayout = SMALL) -> Bytes:
     """Return the bytes of a chunk, a function of its key: (slot_bytes,) uint8, page-aligned."""
     buffer = aligned(layout.slot_bytes)
-    rng = np.random.default_rng(int.from_bytes(key[:8], "little"))
-    buffer[: layout.chunk_bytes] = np.frombuffer(rng.bytes(layout.chunk_bytes), np.uint8)
+    buffer[: layout.chunk_bytes] = np.frombuffer(_noise_of(key, layout.chunk_bytes), np.uint8)
     return buffer
+
+
+@functools.lru_cache(maxsize=8)  # a test compares the same large chunks again and again
+def _noise_of(key: bytes, nbytes: int) -> bytes:
+    return np.random.default_rng(int.from_bytes(key[:8], "little")).bytes(nbytes)
 
 
 def always() -> bool:

@@ -54,6 +54,12 @@ def redis() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
+def more_redis() -> Iterator[tuple[Server, Server]]:
+    with redis_server() as second, redis_server() as third:
+        yield second, third
+
+
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Server]:
     with redis_cluster() as servers:
         yield servers[-1]
@@ -96,6 +102,7 @@ def machine() -> Iterator[tuple[Server, Path]]:
 class Remotely(TierConformance):
     """The suite on tiers over `self.server`, each with a separate prefix."""
 
+    overfull_chunks = 40  # that are never full: most stores have no limit here
     codec = "raw"
     connections = 4
     layout = LAYOUT
@@ -149,10 +156,8 @@ class TestQuantisedAndZstdOnRedis(TestQ4OnRedis):
 
 class TestRedisPool(Remotely):
     @pytest.fixture(autouse=True)
-    def _servers(self, redis: Server) -> Iterator[None]:
-        with redis_server() as second, redis_server() as third:
-            self.servers = (redis, second, third)
-            yield
+    def _servers(self, redis: Server, more_redis: tuple[Server, Server]) -> None:
+        self.servers = (redis, *more_redis)
 
     def remote(self) -> StoreClient:
         places = ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
@@ -224,6 +229,8 @@ class TestIndexedS3(TestS3):
 
 
 class TestPagodaServer(Remotely):
+    overfull_chunks = 160  # of a store of 128
+
     @pytest.fixture(autouse=True)
     def _server(self, machine: tuple[Server, Path]) -> None:
         self.server, self.stores = machine

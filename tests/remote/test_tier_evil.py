@@ -79,14 +79,14 @@ ANSWERS: dict[str, Callable[[], Lie]] = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def shared() -> Iterator[Server]:
     with redis_server() as running:
         yield running
 
 
 @pytest.fixture
-def liar(server: Server) -> Iterator[LyingRedis]:
-    running = LyingRedis(server.port)
+def liar(shared: Server) -> Iterator[LyingRedis]:
+    running = LyingRedis(shared.port)
     yield running
     running.close()
 
@@ -96,9 +96,9 @@ def on(port: int, prefix: str) -> RedisClient:
 
 
 @pytest.mark.parametrize("lie", ANSWERS.values(), ids=ANSWERS)
-def test_a_server_that_answers_a_get_with(server: Server, liar: LyingRedis, lie: Callable[[], Lie]) -> None:
+def test_a_server_that_answers_a_get_with(shared: Server, liar: LyingRedis, lie: Callable[[], Lie]) -> None:
     prefix, keys = fresh_prefix(), keys_of(2)
-    saved(on(server.port, prefix), keys, LARGE)
+    saved(on(shared.port, prefix), keys, LARGE)
     with tier_on(on(liar.port, prefix), LARGE, connections=1) as tier:
         assert load(tier, keys, LARGE) == [None, None]
         place = {keys[0].hex().encode(): b"h", keys[1].hex().encode(): b"1"}  # the header; an inner piece
@@ -107,13 +107,13 @@ def test_a_server_that_answers_a_get_with(server: Server, liar: LyingRedis, lie:
             assert None not in load(tier, keys, LARGE)
         assert memory.peak_bytes < ROOM_BYTES
         liar.lies.clear()
-        saved(on(server.port, prefix), keys, LARGE)  # chunks that failed their check may be removed
+        saved(on(shared.port, prefix), keys, LARGE)  # chunks that failed their check may be removed
         recovers(tier, keys, LARGE)
 
 
 @pytest.mark.parametrize("lie", ANSWERS.values(), ids=ANSWERS)
 def test_a_server_that_answers_everything_with(
-    server: Server, liar: LyingRedis, lie: Callable[[], Lie]
+    shared: Server, liar: LyingRedis, lie: Callable[[], Lie]
 ) -> None:
     """From the first greeting on: nothing is found, stored or served, and a walk over all names ends."""
     prefix, keys = fresh_prefix(), keys_of(2)
@@ -171,9 +171,9 @@ def test_a_server_that_says_without_being_asked(words: Callable[[], Lie]) -> Non
 # ---- names
 
 
-def test_names_that_a_server_makes_up_are_not_deleted(server: Server, liar: LyingRedis) -> None:
+def test_names_that_a_server_makes_up_are_not_deleted(shared: Server, liar: LyingRedis) -> None:
     prefix = fresh_prefix()
-    saved(on(server.port, prefix), keys_of(2))
+    saved(on(shared.port, prefix), keys_of(2))
     theirs = [b"somebody-elses", b"*", f"{prefix}:2:x".encode(), f"{prefix}:1:".encode() + b"\xff" * 32, b""]
     ours = name_of(prefix, bytes(32)).encode()
     theirs += [b"a" + ours, ours + b"x", ours + b":w:", ours[:-2] + b"}", ours.replace(b"00", b"0G", 1)]
@@ -186,7 +186,7 @@ def test_names_that_a_server_makes_up_are_not_deleted(server: Server, liar: Lyin
     assert not deleted & set(theirs)
 
 
-def test_a_walk_that_never_ends(server: Server, liar: LyingRedis) -> None:
+def test_a_walk_that_never_ends(shared: Server, liar: LyingRedis) -> None:
     """It takes no memory, and a `close` ends it."""
     prefix, numbers = fresh_prefix(), iter(range(1 << 60))
 
@@ -218,7 +218,7 @@ def suppressed(call: Callable[[], object]) -> Callable[[], None]:
 @pytest.mark.parametrize(
     "count", [b":99999999999999999999\r\n", b":-5\r\n", b":1_0\r\n", b":" + b"9" * 400 + b"\r\n"]
 )
-def test_a_server_that_finds_more_than_was_asked(server: Server, liar: LyingRedis, count: bytes) -> None:
+def test_a_server_that_finds_more_than_was_asked(shared: Server, liar: LyingRedis, count: bytes) -> None:
     keys = keys_of(3)
     liar.lies[b"EXISTS"] = lambda _: [count]
     with tier_on(on(liar.port, fresh_prefix())) as tier:

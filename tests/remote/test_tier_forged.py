@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -211,6 +212,7 @@ def test_a_value_of_another_kind(forger: Forger, kind: str) -> None:
 # ---- compressed values
 
 
+@functools.cache
 def zeros(nbytes: int, *, says: bool) -> bytes:
     """Return a zstd frame that decodes to `nbytes` of zeros; `says`: whether it announces that size."""
     squeeze = zstandard.ZstdCompressor(level=1, write_content_size=says).compressobj(

@@ -24,7 +24,12 @@ from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, kv_of, tokens_of, wait_unt
 
 def opened(root: Path, namespace: Namespace = NAMESPACE) -> Cache:
     return Cache(
-        namespace=namespace, layout=LAYOUT, chunk_tokens=CHUNK, host_path=str(root), host_size="4MiB"
+        namespace=namespace,
+        layout=LAYOUT,
+        chunk_tokens=CHUNK,
+        host_path=str(root),
+        host_size="4MiB",
+        deadline_seconds=30.0,
     )
 
 

@@ -18,7 +18,6 @@ from tests.serve.kit import CHUNK, LAYOUT, TOKEN, Server, kv_of, server, tokens_
 CHROMIUM = shutil.which("chromium")
 MARKUP = "<img src=x onerror=document.title='broken'>"
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs the dev group: pip install --group dev")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -54,6 +53,9 @@ def serving(root: Path, cache: Cache) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="needs the dev group: pip install --group dev"
+    )
     with playwright.sync_playwright() as driver:
         made = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield made
@@ -80,7 +82,9 @@ def page(browser, serving: Server, request: pytest.FixtureRequest) -> Iterator[o
 
 def expect(page, selector: str, text: str) -> None:  # type: ignore[no-untyped-def]
     """Wait until an element has a text."""
-    playwright.expect(page.locator(selector)).to_contain_text(text, timeout=5000)
+    from playwright import sync_api  # here, because it takes long
+
+    sync_api.expect(page.locator(selector)).to_contain_text(text, timeout=5000)
 
 
 def _cookie() -> str:

@@ -172,9 +172,9 @@ class PolicyConformance:
         rows = np.flatnonzero(rng.random(self.slots) < 0.8).astype(np.int64)
         self.make_ready(columns, rows, rng.integers(1, 10**6, len(rows)))
         columns.hits[rows] = rng.integers(0, 5, len(rows))
-        for i in range(1, len(rows)):
-            if rng.random() < 0.9:
-                self.put_behind(columns, int(rows[i]), int(rows[max(0, i - int(rng.integers(1, 9)))]))
+        parents = rows[np.maximum(np.arange(len(rows)) - rng.integers(1, 9, len(rows)), 0)]
+        for i in (1 + np.flatnonzero(rng.random(len(rows) - 1) < 0.9)).tolist():
+            self.put_behind(columns, int(rows[i]), int(parents[i]))
         columns.lease_until[rows[rng.random(len(rows)) < 0.1]] = _NOW + rng.integers(1, _MINUTE)
         gone = rng.random(len(rows)) < 0.03
         self.evict(columns, rows[gone])
@@ -193,13 +193,13 @@ class PolicyConformance:
 
     def check_leaf_first(self, columns: Columns, victims: Rows) -> None:
         """Check that no victim has a child in the store, unless the child is evicted before it."""
-        turn = {row: i for i, row in enumerate(victims.tolist())}
-        assert len(turn) == len(victims)
-        ready = np.flatnonzero((columns.last_use != NOT_READY) & (columns.parent_slot >= 0))
-        for child in ready.tolist():
-            parent = int(columns.parent_slot[child])
-            if columns.generation[parent] == columns.parent_generation[child] and parent in turn:
-                assert turn.get(child, self.slots) < turn[parent], (child, parent)
+        turn = np.full(self.slots, self.slots)  # those that stay are later than all victims
+        turn[victims] = np.arange(len(victims))
+        children = np.flatnonzero((columns.last_use != NOT_READY) & (columns.parent_slot >= 0))
+        parents = columns.parent_slot[children]
+        is_there = columns.generation[parents] == columns.parent_generation[children]
+        wrong = is_there & (turn[parents] < self.slots) & (turn[children] >= turn[parents])
+        assert len(np.unique(victims)) == len(victims) and not wrong.any(), children[wrong].tolist()
 
     def test_no_parent_goes_before_its_child(self, tmp_path: Path) -> None:
         for seed in range(20):
