@@ -434,6 +434,7 @@ def test_an_adapter_is_named_by_its_content(tmp_path: Path) -> None:
         ({"host_size": 0}, "host_size = 0"),
         ({"host_size": "many"}, "host_size"),
         ({"min_hit_tokens": 512}, "prefetch_threshold"),
+        ({"deadline_seconds": 4.5}, "deadline_seconds = 4.5: SGLang ends itself"),
         ({"salt": 7}, "salt = 7"),
         ({"allow_untested_sglang": "yes"}, "true or false"),
     ],
