@@ -389,6 +389,8 @@ def test_the_weights_are_those_of_the_server(
     assert not found() and found()
     (tmp_path / "config.json").write_text('{"rope_theta": 2}')
     assert not found() and found()
+    (tmp_path / "preprocessor_config.json").write_text("{}")  # how images become a model's input
+    assert not found() and found()
     (tmp_path / "scales.json").write_text("{}")
     scaled = {"quantization_param_path": str(tmp_path / "scales.json")}
     assert not found(**scaled) and found(**scaled)
