@@ -37,10 +37,12 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-LIMIT_SECONDS = 30.0  # of one mutant, whose test takes a tenth of that when it passes
+# of one mutant, whose test takes a tenth of that when it passes: by engine. Each test imports SGLang anew.
+LIMIT_SECONDS = {None: 30.0, "vllm": 30.0, "sglang": 300.0}
 ALL_SECONDS = 900.0  # of all the tests on the unchanged source
 PASSED, FAILED = 0, 1  # exit codes of pytest
 ELSEWHERE = 99  # `pagoda` did not come from the copy
+HUNG = 98  # the test did not end in time: broken code may wait for ever, and a busy machine looks the same
 BATCHES_PER_JOB = 4  # of the tests on the unchanged source
 PRELOAD = [
     "blake3",
@@ -88,7 +90,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one mutant; `caught` only if its test ran and failed."""
+    """The result of one mutant; `caught` only if its test failed, or did not end."""
 
     mutant: Mutant
     caught: bool
@@ -128,7 +130,7 @@ def apply(mutant: Mutant, source: Path) -> str:
     return ""
 
 
-def run_tests(source: Path, tests: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> int:
+def run_tests(source: Path, tests: Sequence[str], limit_seconds: float) -> int:
     """Run pytest with `pagoda` from `source` in a separate process; return its exit code."""
     process = FORKS.Process(target=_be_pytest, args=(source, list(tests)))
     with _one_at_a_time:
@@ -142,8 +144,8 @@ def run_tests(source: Path, tests: Sequence[str], limit_seconds: float = LIMIT_S
         ProcessLookupError
     ):  # processes that its test started, and did not end because the code is broken
         os.killpg(process.pid, signal.SIGKILL)
-    code = process.exitcode if ended and process.exitcode is not None else FAILED
-    if code not in (PASSED, FAILED):
+    code = process.exitcode if ended and process.exitcode is not None else HUNG
+    if code not in (PASSED, FAILED, HUNG):
         sys.stderr.write((source.parent / "output").read_text(errors="replace")[-4000:])
     return code
 
@@ -169,16 +171,16 @@ def _be_pytest(source: Path, tests: Sequence[str]) -> None:
     sys.exit(code if Path(pagoda.__file__).is_relative_to(source) else ELSEWHERE)
 
 
-def judge(mutant: Mutant, compiled: Path) -> Verdict:
+def judge(mutant: Mutant, compiled: Path, limit_seconds: float) -> Verdict:
     """Apply one mutant to a fresh copy and run its test."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
         source = copy_of(compiled, Path(directory))
         if problem := apply(mutant, source):
             return Verdict(mutant, False, problem, time.monotonic() - began)
-        code = run_tests(source, [mutant.test])
-    detail = {PASSED: "SURVIVED", FAILED: "caught"}.get(code, f"pytest ended with {code}")
-    return Verdict(mutant, code == FAILED, detail, time.monotonic() - began)
+        code = run_tests(source, [mutant.test], limit_seconds)
+    detail = {PASSED: "SURVIVED", FAILED: "caught", HUNG: "hung"}.get(code, f"pytest ended with {code}")
+    return Verdict(mutant, code in (FAILED, HUNG), detail, time.monotonic() - began)
 
 
 def passes(tests: Sequence[str], compiled: Path) -> bool:
@@ -186,7 +188,7 @@ def passes(tests: Sequence[str], compiled: Path) -> bool:
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
         source = copy_of(compiled, Path(directory))
         code = run_tests(source, tests, ALL_SECONDS)
-        if code == FAILED:
+        if code in (FAILED, HUNG):
             sys.stderr.write((source.parent / "output").read_text(errors="replace")[-4000:])
     return code == PASSED
 
@@ -238,7 +240,9 @@ def main(arguments: Sequence[str]) -> int:
                 file=sys.stderr,
             )
             return 1
-        for verdict in judges.map(lambda mutant: judge(mutant, compiled), chosen):
+        for verdict in judges.map(
+            lambda mutant: judge(mutant, compiled, LIMIT_SECONDS[options.engine]), chosen
+        ):
             verdicts.append(verdict)
             print(plain(verdict), flush=True)
     caught = sum(verdict.caught for verdict in verdicts)

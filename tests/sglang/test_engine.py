@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.sglang.engines import PAGE, Engine, Outcome, Shape, storage_config
 from tests.sglang.prompts import Prompts
@@ -175,6 +176,77 @@ def test_after_clear_no_earlier_page_hits_and_new_ones_do(shm_root: Path) -> Non
         assert engine.request(_tokens(1)).stored == 20 * PAGE  # of the first weights
 
 
+class _Model(torch.nn.Module):
+    """Takes any weights."""
+
+    def load_weights(self, named: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def updater(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What SGLang updates the weights of a model with; afterwards this process's weights are those of the files."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    from pagoda.connectors.sglang import weight_updates
+
+    monkeypatch.setattr(weight_updates, "_now", weight_updates.WeightsInMemory())
+    nothing: Any = None
+    return WeightUpdater(
+        tp_rank=0, device="cpu", gpu_id=0, model_config=nothing, custom_weight_loaders={}, get_model=_Model,
+        update_model_fields=nothing, recapture_cuda_graph=nothing, get_model_runner=nothing,
+    )  # fmt: skip
+
+
+def _update(updater: Any, how: str) -> None:
+    if how == "received":
+        assert updater.load_weights_from_distributed([])[0]
+    else:
+        updater.end_weight_update(run_post_load=True)
+
+
+@pytest.mark.parametrize("how", ["received", "written by others"])
+def test_after_an_update_of_the_weights_no_earlier_page_hits(
+    shm_root: Path, updater: Any, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """SGLang does not tell its storage. Until it has flushed its caches it has KV of earlier weights, to store, too."""
+    with Engine(storage_config(shm_root)) as engine:
+        engine.request(_tokens(1))
+        engine.settle()
+        _update(updater, how)
+        engine.forget()
+        assert engine.request(_tokens(1)).computed == engine.request(_tokens(2)).computed == 20 * PAGE
+        engine.settle()
+        assert "flush_cache" in caplog.text
+        engine.cache.reset()  # flush_cache
+        engine.allocator.clear()
+        for seed in (1, 2):
+            assert engine.request(_tokens(seed)).computed == 20 * PAGE
+        engine.forget()
+        assert engine.request(_tokens(1)).stored == 20 * PAGE
+        engine.detach()
+        engine.forget()
+        engine.attach(storage_config(shm_root))  # reads the files, whose weights are no longer in use
+        assert engine.request(_tokens(1)).stored == 20 * PAGE
+        updater.load_weights_from_distributed([])
+        engine.cache.reset()
+        engine.allocator.clear()
+        assert engine.request(_tokens(1)).computed == 20 * PAGE
+
+
+def test_the_end_of_an_update_that_sglang_has_made_and_flushed_changes_nothing(
+    shm_root: Path, updater: Any
+) -> None:
+    """SGLang flushes after each part of an update, and not after its end."""
+    with Engine(storage_config(shm_root)) as engine:
+        updater.load_weights_from_distributed([])
+        engine.cache.reset()
+        updater.end_weight_update(run_post_load=False)
+        engine.request(_tokens(1))
+        engine.forget()
+        assert engine.request(_tokens(1)).stored == 20 * PAGE
+
+
 # ---- controls: these tests notice what they are to notice
 
 
@@ -201,8 +273,6 @@ def test_another_salt_is_never_found(shm_root: Path, salt: str | None) -> None:
 
 def test_another_dtype_layout_page_weights_or_tenant_is_never_found(shm_root: Path) -> None:
     """With the same number of bytes a page, so that nothing but the name differs."""
-    import torch
-
     with Engine(storage_config(shm_root)) as engine:
         engine.request(_tokens(1))
         engine.settle()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.ledger.support import gate_taken
 from tests.sglang.engines import PAGE, Engine, storage_config
 from tests.vllm.stores import stores
 
@@ -155,6 +156,20 @@ def test_a_storage_that_is_closed_or_gets_nonsense_says_false(shm_root: Path) ->
         storage.close()
         storage.close()
         assert storage.batch_set_v1(keys[:1], one) == [False] and storage.batch_exists(keys) == 0
+
+
+def test_a_flush_ends_while_the_storage_is_stuck(shm_root: Path) -> None:
+    """Another process was stopped inside the host tier's tables. SGLang ends itself if its threads go on for 10 s."""
+    with Engine(storage_config(shm_root, deadline_seconds=4)) as engine:
+        engine.request(tokens(1))
+        engine.settle()
+        ledger = dict(engine.storage._pools["kv"].cache._tiers.ledgers())["host"]
+        with gate_taken(ledger):
+            engine.request(tokens(2))
+            engine._until(lambda: not engine.cache.ongoing_write_through)
+            engine.cache.reset()
+            engine.allocator.clear()
+        assert engine.request(tokens(1)).stored == 20 * PAGE
 
 
 def test_two_ranks_load_what_both_have(shm_root: Path, tmp_path: Path) -> None:

@@ -389,6 +389,8 @@ def test_the_weights_are_those_of_the_server(
     assert not found() and found()
     (tmp_path / "config.json").write_text('{"rope_theta": 2}')
     assert not found() and found()
+    (tmp_path / "preprocessor_config.json").write_text("{}")  # how images become a model's input
+    assert not found() and found()
     (tmp_path / "scales.json").write_text("{}")
     scaled = {"quantization_param_path": str(tmp_path / "scales.json")}
     assert not found(**scaled) and found(**scaled)
@@ -434,6 +436,7 @@ def test_an_adapter_is_named_by_its_content(tmp_path: Path) -> None:
         ({"host_size": 0}, "host_size = 0"),
         ({"host_size": "many"}, "host_size"),
         ({"min_hit_tokens": 512}, "prefetch_threshold"),
+        ({"deadline_seconds": 4.5}, "deadline_seconds = 4.5: SGLang ends itself"),
         ({"salt": 7}, "salt = 7"),
         ({"allow_untested_sglang": "yes"}, "true or false"),
     ],

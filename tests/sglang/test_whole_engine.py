@@ -73,6 +73,26 @@ def test_a_restarted_engine_answers_the_same_without_computing(
     assert all(one["tokens"] != right["tokens"] for one, right in zip(zeroed, plain, strict=True))
 
 
+@pytest.mark.timeout(3000)
+def test_after_an_update_of_its_weights_an_engine_answers_as_the_new_weights_do(
+    shm_root: Path, tmp_path: Path, model: str
+) -> None:
+    """SGLang does not tell its storage, which has pages of the same prompts with the weights of the files."""
+    extra = {
+        "backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache",
+        "host_path": str(shm_root / "host"), "host_size": "32MiB", "prefetch_threshold": PAGE,
+        "hicache_storage_pass_prefix_keys": True,
+    }  # fmt: skip
+    other = str(make_llama(tmp_path / "other", seed=1))
+    first = answers(model, extra)
+    updated = answers(model, extra, updated=other)
+    assert [one["stored"] for one in updated] == [0] * 4
+    assert texts(updated) == texts(answers(other)) != texts(first)
+    again = answers(model, extra)
+    assert texts(again) == texts(first)
+    assert all(one["stored"] for one in again)
+
+
 FLAGS = shlex.split(
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none "
     "--disable-overlap-schedule --skip-tokenizer-init --skip-server-warmup --max-total-tokens 4096 --page-size 16 "

@@ -21,6 +21,7 @@ class Plan(NamedTuple):
     model: str
     extra: dict[str, Any] | None = None  # None: without HiCache
     prompts: int = 4
+    updated: str = ""  # a directory with other weights, which replace those in memory before the first prompt
     zeroed: bool = False  # what is loaded is overwritten with zeros: a control
 
 
@@ -55,6 +56,9 @@ def main() -> None:
         grammar_backend="none", disable_overlap_schedule=True, skip_tokenizer_init=True, skip_server_warmup=True,
         max_total_tokens=4096, page_size=16, mem_fraction_static=0.1, log_level="warning", **hicache,
     )  # fmt: skip
+    if plan.updated:
+        done, why, *_ = engine.update_weights_from_disk(plan.updated)
+        assert done, why
     for number in range(plan.prompts):
         answer = engine.generate(
             input_ids=prompt(number),

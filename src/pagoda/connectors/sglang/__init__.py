@@ -4,6 +4,7 @@ hicache          PagodaHiCache: SGLang's interface, each call made one of a cach
 pool_pages       the pages of a host pool of SGLang as planes of bytes, and their format
 storage_options  the options in --hicache-storage-backend-extra-config
 engine_facts     everything except the tokens that the KV depends on
+weight_updates   whether the weights are still those of the files
 """
 
 from __future__ import annotations

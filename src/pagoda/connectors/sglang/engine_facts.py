@@ -141,8 +141,9 @@ def _digest(args: Any, model: str, revision: str | None, load_format: str) -> st
     directory = snapshot(model, revision, args.download_dir)
     if directory is None:
         raise ConfigError(f"{model}: no directory and no snapshot in the hub's cache here; {_REMEDY}")
-    model_config = SimpleNamespace(
-        multimodal_config=args.enable_multimodal or None, trust_remote_code=args.trust_remote_code
+    model_config = SimpleNamespace(  # not given, SGLang decides by the model
+        multimodal_config=args.enable_multimodal is not False or None,
+        trust_remote_code=args.trust_remote_code,
     )
     try:
         names = checkpoint_files(directory, model_config, SimpleNamespace(load_format=load_format))

@@ -18,6 +18,7 @@ from pagoda.connectors.extra_options import unused_options
 from pagoda.connectors.sglang.engine_facts import EngineFacts, engine_facts, namespace_of
 from pagoda.connectors.sglang.pool_pages import PoolPages
 from pagoda.connectors.sglang.storage_options import check_version, read_options
+from pagoda.connectors.sglang.weight_updates import watch_weights, weights_in_memory
 from pagoda.errors import StoreError
 from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
@@ -61,6 +62,7 @@ class PagodaHiCache(HiCacheStorage):
             extra = storage_config.extra_config = {}
         self._options = read_options(extra)
         check_version(sglang.__version__, self._options.allow_untested_sglang)
+        watch_weights()
         if storage_config.tp_rank == 0 and (unused := unused_options("SGLang", extra)):
             log.warning(unused)
         extra["interface_v1"] = 1  # SGLang reads it after this: pages are copied without a detour
@@ -69,7 +71,7 @@ class PagodaHiCache(HiCacheStorage):
         self._pools: dict[str, _Pool] = {}
         self._ready = False  # once all pools of the start are registered
         self._engine: EngineFacts | None = None  # read once, for all pools
-        self._version: str | None = None  # of the weights; None: those of the files
+        self._cleared = ""  # a random text once the storage was cleared
         self._lines = RateLimitedLog()
         self._said_no_prefix = False
         self._metrics = StorageMetrics()
@@ -282,13 +284,21 @@ class PagodaHiCache(HiCacheStorage):
             if keys:
                 self._failed(Reason.CLOSED, f"the pool {name!r} is not stored, or the storage was detached")
             return None
+        weights = weights_in_memory()
+        if not weights.flushed:
+            self._failed(
+                Reason.CLEARED,
+                "nothing is stored or found: the weights were updated, and SGLang has KV of earlier ones until its "
+                "caches are flushed (POST /flush_cache)",
+            )
+            return None
         prefix = getattr(extra_info, "prefix_keys", None) or ()
         size, first = pool.pages.layout.chunk_tokens, len(prefix) + after
         before = prefix[-1:] if not after else ()  # what is evicted before its head would be lost
         slots = pool.cache.slots
         assert slots is not None
-        version = self._version  # once: another thread may clear
-        root = slots.namespace(weights_version=version)
+        version = self._cleared + weights.version  # once: another thread may clear
+        root = slots.namespace(weights_version=version or None)
         derived = derive_keys([key.encode() for key in (*before, *keys)], root)
         begin = first - len(before)
         options: CallOptions = {
@@ -296,7 +306,7 @@ class PagodaHiCache(HiCacheStorage):
             "start_tokens": first * size,
             "any_position": True,  # when SGLang asks for pages, it does not always name the whole prefix
         }
-        if version is not None:
+        if version:
             options["weights_version"] = version
         return _Run(pool, first, len(keys), options)
 
@@ -317,11 +327,11 @@ class PagodaHiCache(HiCacheStorage):
     # ---- the rest of SGLang's interface
 
     def clear(self) -> None:
-        """Make all earlier pages misses for this engine: its weights may have been changed in memory.
+        """Make all earlier pages misses for this engine.
 
         They stay for other engines; `pagoda clear` removes them. What this engine stores from now on, it alone finds.
         """
-        self._version = secrets.token_hex(16)
+        self._cleared = secrets.token_hex(16)
 
     def get_stats(self) -> Any:
         """Return the pages and the speed in GB/s of each call since the last time, in SGLang's form."""

@@ -19,6 +19,8 @@ OF_SGLANG = (
     "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
 )  # fmt: skip
 _WHERE = "--hicache-storage-backend-extra-config"
+# of a call: SGLang ends itself if a thread of its storage is still in one 10 s after a flush began
+_MOST_SECONDS = 4.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ def check_config(config: Config) -> None:
         raise ConfigError(
             f"min_hit_tokens = {config.min_hit_tokens}: SGLang loads a prompt in parts, and short parts would never "
             "hit; leave it 0 under SGLang, whose own prefetch_threshold does this for whole prompts"
+        )
+    if config.deadline_seconds > _MOST_SECONDS:
+        raise ConfigError(
+            f"deadline_seconds = {config.deadline_seconds:g}: SGLang ends itself at a flush (flush_cache) if its "
+            f"storage does not answer for 10 s; set at most {_MOST_SECONDS:g}"
         )
 
 
