@@ -141,10 +141,10 @@ def test_a_store_that_is_replaced_while_it_is_being_opened_again_is_not_touched(
     ledger = opened(shm_root)
     fork(ledger)
 
-    def late(*arguments: object) -> Tables:
+    def late(*arguments: object, **named: object) -> Tables:
         monkeypatch.undo()
         make_anew(shm_root)
-        return Tables(*arguments)  # type: ignore[arg-type]
+        return Tables(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(session, "Tables", late)
     assert ledger.match_prefix(keys(1)).reason is Reason.IO_ERROR
