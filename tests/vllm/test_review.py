@@ -839,7 +839,11 @@ def test_who_loads_nothing_tells_routers_nothing_and_leaves_notes_for_who_does(s
     (event,) = heard
     assert isinstance(event, BlockStored) and list(event.token_ids) == tokens(2)
     assert outlets["kv_producer"].take() == []
-    producer.close(), consumer.close()
+    consumer.close()
+    assert "pagoda-events" not in [thread.name for thread in threading.enumerate()], (
+        "the producer tells, only later"
+    )
+    producer.close()
 
 
 def test_routers_hear_of_what_an_engine_loads_and_that_other_weights_end_it(shm_root: Path) -> None:

@@ -113,9 +113,8 @@ class OpenStore:
         if not self.is_current() or is_marked(self.directory, TableMark.DAMAGED, self.state.incarnation):
             return
         known = checksum(self.directory, self.state.slots, used_bytes)
-        if (
-            known is not None and self.is_last()
-        ):  # still: a child that a signal handler forked meanwhile is not
+        # still the last: a child that a signal handler forked meanwhile is not
+        if known is not None and self.is_last():
             clean = msgspec.structs.replace(self.state, clean=True, used_bytes=used_bytes, checksum=known)
             write_state(self.directory, clean)
 
