@@ -132,6 +132,16 @@ def test_parents_come_before_their_children(
     assert last_use == sorted(last_use, reverse=True)  # a tail never outlives its head
 
 
+def test_seconds_within_one_request_do_not_divide_a_prompt(
+    where: dict[str, str], host: HostTier, server: Server, url: str
+) -> None:
+    keys = share(url, 1, 8)
+    use(server, url, keys[:5], idletime=2)  # its head was stored two seconds before its tail
+    use(server, url, keys[5:], idletime=0)
+    assert brought("--bytes", 4 * SIZE, **where) == (4, 0, "bytes")
+    assert positions(host, keys) == [0, 1, 2, 3]
+
+
 def test_damaged_values_are_left_out(where: dict[str, str], host: HostTier, server: Server, url: str) -> None:
     keys = share(url, 1, 6, damaged=[2])
     truth, names = client.Redis(port=server.port), RedisNames(parse(url).prefix)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_CHUNKS = 1 << 16  # that are considered
 _HEADERS = 64  # read at once
+_ALIKE_SECONDS = 63  # what was used later counts as used now: one request uses its chunks within this time
 _LOOK_SECONDS = 0.1  # between two looks at what the engines here do
 _WORK = ("lookups", "loaded_chunks", "stored_chunks")  # counters that rise with it
 
@@ -38,6 +39,11 @@ class WarmedTier(NamedTuple):
     damaged: int
     ended: str
     address: str
+
+
+def _coldness_class(use: ChunkUse) -> int:
+    """Return a number that is equal for chunks used alike: the frequency, or the time since the last use doubles."""
+    return min(use.coldness, 0) or max(use.coldness, _ALIKE_SECONDS).bit_length()
 
 
 class _EndedError(Exception):
@@ -153,7 +159,7 @@ class _Warming:
         """Yield the headers of the most used chunks that fit; of those used alike, parents first."""
         room, left = {name: self._room(store) for name, store in self._hosts.items()}, self._left
         strange: set[bytes] = set()  # namespaces of other layouts: a namespace has one
-        for _, alike in groupby(uses, lambda use: min(use.coldness, 0) or use.coldness.bit_length()):
+        for _, alike in groupby(uses, _coldness_class):
             for header in sorted(self._headers(list(alike), strange), key=lambda header: header.position):
                 if header.length > left:
                     self._ended = "bytes"
