@@ -101,10 +101,10 @@ class EvictionQueue:
             return np.array(few, np.int64)
         found, _ = self.unleased(count, stamp, now)
         if len(found) < count:
-            leased = self._leased(found, stamp, now)[: count - len(found)]
-            if len(leased):  # when they are evicted, their ancestors may be
+            others = self._others(found, stamp)[: count - len(found)]
+            if len(others):  # when they are evicted, their ancestors may be
                 self._batch.lapse = 0
-            return np.concatenate([found, leased])
+            return np.concatenate([found, others])
         return found
 
     def unleased(self, count: int, stamp: int, now: int) -> tuple[Rows, Ranks]:
@@ -180,12 +180,16 @@ class EvictionQueue:
         batch.lapse = int(hints.lease_until[leased].min(initial=NOT_READY))
         self._batch = batch
 
-    def _leased(self, but: Rows, stamp: int, now: int) -> Rows:
-        """Return leased slots and their ancestors in the order in which the leases end; used if no others are left."""
+    def _others(self, but: Rows, stamp: int) -> Rows:
+        """Return all others older than `stamp` in the order in which the leases on them and their descendants end.
+
+        Some have no lease: those that became free after the queue was filled, when another process evicted a
+        descendant. They come first.
+        """
         tree = _PrefixTree.of(self._hints)
         until = np.where(tree.ready, self._hints.lease_until, 0)
         _lift(until, tree.above)
-        rows = np.flatnonzero(tree.ready & (until > now) & (tree.youngest < stamp))
+        rows = np.flatnonzero(tree.ready & (tree.youngest < stamp))
         rows = rows[~np.isin(rows, but)]
         ordered: Rows = rows[np.lexsort((tree.order[rows], until[rows]))]
         return ordered

@@ -227,6 +227,18 @@ class PolicyConformance:
                 self.check_leaf_first(columns, victims)
                 self.evict(columns, victims[: int(rng.integers(0, 4))])
 
+    def test_nor_when_another_process_evicted_what_was_leased(self, tmp_path: Path) -> None:
+        for seed in range(10):
+            columns, ready, policy = self.branching(tmp_path, seed)
+            other = self.make_policy(columns)
+            rng = np.random.default_rng(seed)
+            columns.lease_until[ready[rng.random(len(ready)) < 0.2]] = _NOW + _MINUTE
+            for turn in range(self.slots):
+                victims = (policy, other)[turn % 2].victims(int(rng.integers(1, 12)), _NEWEST, _NOW)
+                self.check_leaf_first(columns, victims)
+                self.evict(columns, victims)
+            assert (columns.last_use == NOT_READY).all()
+
     def test_what_is_out_of_reach_goes_first(self, tmp_path: Path) -> None:
         columns = self.columns(tmp_path)
         rows = np.arange(40, dtype=np.int64)
