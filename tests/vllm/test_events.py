@@ -39,6 +39,7 @@ from pagoda.connectors.vllm.event_publisher import EventOutlet, LivePublisher
 from pagoda.keys import derive_keys
 from pagoda.kv_events.notes import BlockFacts, ChunkNote, Groups, packed, runs, unpacked
 from pagoda.kv_events.stored_events import StoredEvents
+from pagoda.kv_events.tier_difference import PIECE
 from pagoda.ledger import Busy, Outcome, Present, Reserved, admin
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
 from pagoda.ledger.columns import NOT_READY
@@ -530,7 +531,7 @@ def test_what_is_gone_is_told_before_all_that_is_new_was_told(
     for request in requests:
         engine.stored(request)
     first = [name for event in engine.take() for name in event.block_hashes]
-    assert len(first) == 8 * BLOCKS  # one piece of them
+    assert len(first) == PIECE * BLOCKS  # one piece of them
     cache.clear()
     (removed,) = engine.take()
     assert isinstance(removed, BlockRemoved) and sorted(removed.block_hashes) == sorted(first)
@@ -681,20 +682,22 @@ def test_a_round_that_fails_forgets_no_other_weights_tenants_or_notes(
     assert engine.take() == [gone(*request.block_hashes), run(theirs)]
 
 
+@pytest.mark.parametrize("where", ["_read", "stored"])
 def test_what_a_round_that_fails_was_about_to_tell_is_told_although_nothing_changes(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     engine, request = Engine(cache), request_of(2)
     engine.stored(request)
     engine.slots._ledger.columns.last_use[:2] -= 3_000_000_000  # some seconds ago
-    read, failures = engine.events._read, iter([MemoryError()])
+    whose: object = engine.events if where == "_read" else engine.form
+    work, failures = getattr(whose, where), iter([MemoryError()])
 
-    def fails_once(*of: object) -> list[ChunkNote | None]:
+    def fails_once(*of: object) -> object:
         for failure in failures:
             raise failure
-        return read(*of)  # type: ignore[arg-type]
+        return work(*of)
 
-    monkeypatch.setattr(engine.events, "_read", fails_once)
+    monkeypatch.setattr(whose, where, fails_once)
     engine.events.start()
     until, told = time.monotonic() + 20.0, list[KVCacheEvent]()
     while not told:
