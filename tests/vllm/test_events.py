@@ -605,6 +605,7 @@ def test_a_slot_that_takes_another_chunk_before_its_turn_is_not_told_under_the_k
 ) -> None:
     """Another process has published the new generation, and the new key a moment later."""
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+    monkeypatch.setattr("pagoda.kv_events.tier_difference.PIECE", 8)
     engine, request, columns = Engine(cache), request_of(12), cache.slots._ledger.columns
     engine.stored(request)
     (first,) = engine.take()
@@ -752,8 +753,8 @@ def test_what_is_used_meanwhile_does_not_wait_for_all_that_was_chosen_before(
     monkeypatch.setattr("pagoda.kv_events.tier_difference._CHOSEN_SECONDS", -1.0)
     engine, new = Engine(cache), request_of(2, 9)
     for seed in range(3):
-        engine.stored(request_of(8, seed))
-    assert engine.take() == [run(request_of(8, 2))]
+        engine.stored(request_of(PIECE, seed))
+    assert engine.take() == [run(request_of(PIECE, 2))]
     engine.stored(new)
     assert engine.take()[0] == run(new)
 
@@ -868,7 +869,7 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
     """Each that comes makes all routers begin again: the last chunks must be told all the same."""
     for name, value in {"_ROUND": 0.02, "_PAUSE": 0.02, "_RETELL": 0.05}.items():
         monkeypatch.setattr(f"pagoda.kv_events.stored_events.{name}_SECONDS", value)
-    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # eight chunks a round
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
     engine, requests = Engine(cache), [request_of(8, seed) for seed in range(7)]
     for request in requests:
         engine.stored(request)

@@ -34,7 +34,7 @@ _ROUND_SECONDS = 0.1
 # else twice as long as before
 _RETELL_SECONDS, _LONGEST_RETELL_SECONDS, _RETELL_SHARE = 1.0, 600.0, 4.0
 _BURST_SECONDS = 0.00005  # of the processor; when the step that has begun is done, the thread rests
-_REST = 14  # times as long as a burst: a twentieth of a processor at most, however much there is to tell
+_REST = 20  # times as long as a burst: a twentieth of a processor at most, however much there is to tell
 _LONGEST_REST_SECONDS = 0.5  # `close` waits for it
 _MOST_TELLING = 0.2  # seconds for what is gone from a tier, or new in it; then the next one has its turn
 _PAUSE_SECONDS = 0.002  # between two rounds if the first has not told all, and while the outlet is full
