@@ -366,5 +366,5 @@ class StoredEvents:
         """Leave the interpreter to the engine for a while, once this thread has used the processor for a burst."""
         used = time.thread_time() - self._rested
         if used > _BURST_SECONDS:
-            time.sleep(min(_REST * used, _LONGEST_REST_SECONDS))  # at a tenth of what an event's `wait` costs
+            time.sleep(min(_REST * used, _LONGEST_REST_SECONDS))  # costs half of what an event's `wait` does
             self._rested = time.thread_time()

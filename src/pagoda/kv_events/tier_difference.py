@@ -18,7 +18,7 @@ from pagoda.ledger import Ledger
 from pagoda.ledger.chunk_notes import ChunkNotes
 from pagoda.ledger.columns import NOT_READY, marks_of
 
-PIECE = 16  # chunks told at once, in four steps with rests between them: each some 0.1 ms of the interpreter's lock
+PIECE = 16  # chunks told at once: steps of some 0.1 ms of the interpreter's lock, with rests between them
 _GONE_PIECE = 64  # that are gone: of these only hashes are told, and a clear is soon told of a large store
 _ROWS = 1 << 16  # looked at at once, by NumPy, which does not need that lock
 # of those to be told next; then those are chosen that were used since
