@@ -261,14 +261,19 @@ def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
             f"the store at {directory} cannot be used ({wrong}) while other processes have it open: "
             "stop them first or choose another path"
         )
-    if state.slots < spec.slots:
+    warn_of_slots(directory, state.slots, spec)
+    return OpenStore(directory, state, locks, sole=False)
+
+
+def warn_of_slots(directory: Path, slots: int, spec: StoreSpec) -> None:
+    """Log it if a store that is open already has fewer slots than are asked for."""
+    if slots < spec.slots:
         log.warning(
-            "%s has at most %d slots as long as other processes have it open, not the %d asked for",
+            "%s has at most %d slots as long as others have it open, not the %d asked for",
             directory,
-            state.slots,
+            slots,
             spec.slots,
         )
-    return OpenStore(directory, state, locks, sole=False)
 
 
 def _require_alone(directory: Path, locks: LockFile) -> None:
