@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pagoda.ledger import Ledger, NamespaceRow
 
 T = TypeVar("T")
+_STORE_NAME = re.compile(r"[0-9a-f]{16}(\.\d+)?")  # a layout's fingerprint, in memory also the format
 STATE = "state"  # the file that makes a directory a store
 
 Directory: TypeAlias = Annotated[
@@ -97,10 +99,18 @@ def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
     except OSError as trouble:
         raise UsageError(f"{directory}: cannot be read: {trouble.strerror}") from None
     if not found:
+        refuse_others(directory)
         raise UsageError(
             f"{directory}: holds no store; name a tier's root, such as /dev/shm/pagoda-{os.getuid()}"
         )
     return found
+
+
+def refuse_others(directory: Path) -> None:
+    """Raise UsageError if a directory has a store of another user: only that user may use it. OSError."""
+    for path in directory.iterdir():
+        if _STORE_NAME.fullmatch(path.name) and (owner := path.lstat().st_uid) != os.geteuid():
+            raise UsageError(f"{path} belongs to user {owner}: run the command as that user")
 
 
 def _stores_of(root: Path) -> list[Path]:
