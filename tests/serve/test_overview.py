@@ -253,7 +253,7 @@ def test_a_server_that_has_no_thread_left_says_so(monkeypatch: pytest.MonkeyPatc
 
     async def look() -> None:
         calls = BlockingCallPool(threads=1, most_waiting=0)
-        feed = LiveFeed(Overview(lambda: []), calls)
+        feed = LiveFeed(Overview(list), calls)
         async with feed.reader() as queue:
             await queue.get()
             held = asyncio.ensure_future(calls.run(free.wait, 60))

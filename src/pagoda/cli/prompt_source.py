@@ -103,7 +103,7 @@ def _read(option: str, source: str) -> str:
         return sys.stdin.read() if source == "-" else Path(source).read_text()
     except (OSError, UnicodeDecodeError) as trouble:
         reason = getattr(trouble, "strerror", None) or "not text"
-        raise UsageError(f"{option} {source}: cannot be read: {reason}: name a file, - = stdin") from None
+        raise UsageError(f"{option} {source}: cannot be read: {reason}") from None
 
 
 # ---- a tokenizer

@@ -92,7 +92,9 @@ class LiveFeed:
                 except TimeoutError:
                     trouble = f"the stores have not answered for {_PATIENCE_SECONDS:g} s: look for a stopped process"
                 except OverloadedError:
-                    trouble = "the stores are not looked at: too many requests wait for a thread of this server"
+                    trouble = (
+                        "the stores are not looked at: too many requests wait for a thread of this server"
+                    )
                 except Exception as error:  # noqa: BLE001  # a boundary: a stream that ends looks like one that rests
                     trouble = f"the stores cannot be shown: {type(error).__name__}: {error}"
                 shown = {**self._latest, "troubles": [trouble], "sample": None} if trouble else self._latest
