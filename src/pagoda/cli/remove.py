@@ -10,7 +10,7 @@ from typer import Argument
 from pagoda.cli import FAILED, FailedError, UsageError, printing
 from pagoda.cli.stores import AsJson, ConfigFile, Yes, agreed, find_roots, refuse_others
 
-_REMEDY = "name host, disk, a tier's root or a store in it"
+_REMEDY = "name host, disk, a tier's root or a store"
 
 
 class DoomedStore(NamedTuple):

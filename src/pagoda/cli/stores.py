@@ -212,9 +212,7 @@ def chosen(
 def refuse_unknown(known: Mapping[bytes, NamespaceRow], model: str | None, prefix: str | None) -> None:
     """Raise the UsageError of a choice that no store knows, naming what there is."""
     if prefix is not None and (not prefix or set(prefix.lower()) - set("0123456789abcdef")):
-        raise UsageError(
-            f"--namespace {prefix!r}: not the beginning of a hexadecimal name (pagoda stats lists them)"
-        )
+        raise UsageError(f"--namespace {prefix!r}: no beginning of a hexadecimal name (see pagoda stats)")
     if (model is None and prefix is None) or chosen(known, model, prefix):
         return
     if model is not None:
