@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _STORE_NAME = re.compile(r"[0-9a-f]{16}(\.\d+)?")  # a layout's fingerprint, in memory also the format
 STATE = "state"  # the file that makes a directory a store
+_OTHERS = ("locks", "data.mdb")  # those that tell that it is lost
 
 Directory: TypeAlias = Annotated[
     Path | None,
@@ -123,14 +124,14 @@ def _stores_of(root: Path) -> list[Path]:
 
 
 def _stores_in(directory: Path) -> list[Path]:
-    if (directory / STATE).is_file():
+    if _is_store(directory):
         return [directory]
     return sorted(path for path in directory.iterdir() if path.name[0] != "." and _is_store(path))
 
 
 def _is_store(path: Path) -> bool:
     try:
-        return (path / STATE).is_file()
+        return (path / STATE).is_file() or all((path / name).is_file() for name in _OTHERS)
     except PermissionError:
         if path.lstat().st_uid == os.geteuid():
             raise

@@ -38,7 +38,7 @@ from pagoda.ledger.request_ring import RequestRing
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.slot_view_guards import PageGuards
 from pagoda.ledger.space_sharing import SpaceShare
-from pagoda.ledger.store import StoreSpec, open_store, os_errors_mapped, warn_of_slots
+from pagoda.ledger.store import StoreSpec, open_store, os_errors_mapped, unusable, warn_of_slots
 from pagoda.ledger.store_state import LOCKS, REQUESTS, SLAB, Kind, read_state
 from pagoda.ledger.stores_under_root import discard_idle
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
@@ -129,7 +129,7 @@ class Ledger:
                 os.listdir(directory)
             except OSError as trouble:
                 why = str(trouble.strerror)
-            raise StoreError(f"there is no usable store at {directory}: {why}")
+            raise unusable(directory, why)
         spec = StoreSpec(
             directory.parent, directory.name, state.kind, state.slots, state.slot_bytes, private=state.private
         )

@@ -161,8 +161,16 @@ def open_store(
             f"the store at {directory} cannot be opened ({error}): repair that or choose another path"
         ) from error
     if store is None:
-        raise StoreError(f"there is no usable store at {directory}")
+        raise unusable(directory, "a part of it is missing or damaged")
     return store
+
+
+def unusable(directory: Path, why: str) -> StoreError:
+    """Return the error of who wants to use a store as it is, and cannot."""
+    return StoreError(
+        f"there is no usable store at {directory}: {why}; an engine that opens it repairs or replaces it, `pagoda "
+        "remove` frees its space"
+    )
 
 
 def reopen_store(store: OpenStore) -> OpenStore:
