@@ -117,7 +117,8 @@ def _run(args: Sequence[str]) -> int:
     except (FailedError, PagodaError) as trouble:
         return _complain(str(trouble), FAILED)
     except refusal as trouble:
-        return _complain(getattr(trouble, "format_message", trouble.__str__)(), USAGE)
+        said: str = getattr(trouble, "format_message", trouble.__str__)()
+        return _complain(said.removeprefix("Invalid value for "), USAGE)
 
 
 def _complain(message: str, code: int) -> int:
