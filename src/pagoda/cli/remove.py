@@ -7,8 +7,8 @@ from typing import Annotated, NamedTuple
 
 from typer import Argument
 
-from pagoda.cli import FAILED, FailedError, UsageError, printing
-from pagoda.cli.stores import AsJson, ConfigFile, Yes, agreed, find_roots, refuse_others
+from pagoda.cli import FAILED, FailedError, UsageError, agreed, printing
+from pagoda.cli.stores import AsJson, ConfigFile, Yes, find_roots, refuse_others
 
 _REMEDY = "name host, disk, a tier's root or a store"
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
-from typer import Argument, Option, confirm
+from typer import Argument, Option
 
 from pagoda.cli import UsageError, printing
 from pagoda.config.did_you_mean import did_you_mean
@@ -179,13 +178,6 @@ def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[P
         except (PagodaError, OSError) as trouble:
             broken[store] = str(trouble)
     return done, broken
-
-
-def agreed(question: str, command: str) -> bool:
-    """Ask a person. Raises UsageError if stdin is not a terminal."""
-    if not sys.stdin.isatty():
-        raise UsageError(f"{command} asks before it deletes: say --yes where nobody can answer")
-    return confirm(question, err=True)
 
 
 def label(fields: Mapping[str, str]) -> str:
