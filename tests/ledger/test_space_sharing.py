@@ -333,6 +333,7 @@ def test_an_idle_store_that_cannot_be_used_any_more_gives_its_room(shm_root: Pat
         room.close()
 
     in_child(fill)
+    clock = Clock()
     if how == "damaged":
         set_mark(shm_root / "a", TableMark.DAMAGED, 1)
     else:
