@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from pagoda.ledger import Ledger, NamespaceRow
 
 T = TypeVar("T")
-_STORE_NAME = re.compile(r"[0-9a-f]{16}(\.\d+)?")  # a layout's fingerprint, in memory also the format
-STATE = "state"  # the file that makes a directory a store
+_STATE = "state"  # the file that makes a directory a store
 _OTHERS = ("locks", "data.mdb")  # those that tell that it is lost
 
 Directory: TypeAlias = Annotated[
@@ -89,6 +87,7 @@ def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
 
     Raises:
         UsageError: a directory was named that does not exist, cannot be read or holds no store.
+        StoreError: it holds only stores of another user.
     """
     if directory is None:
         return [store for root in find_roots(config_file) for store in _stores_of(root)]
@@ -100,18 +99,13 @@ def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
     except OSError as trouble:
         raise UsageError(f"{directory}: cannot be read: {trouble.strerror}") from None
     if not found:
+        from pagoda.ledger.stores_under_root import refuse_others
+
         refuse_others(directory)
         raise UsageError(
             f"{directory}: holds no store; name a tier's root, such as /dev/shm/pagoda-{os.getuid()}"
         )
     return found
-
-
-def refuse_others(directory: Path) -> None:
-    """Raise UsageError if a directory has a store of another user: only that user may use it. OSError."""
-    for path in directory.iterdir():
-        if _STORE_NAME.fullmatch(path.name) and (owner := path.lstat().st_uid) != os.geteuid():
-            raise UsageError(f"{path} belongs to user {owner}: run the command as that user")
 
 
 def _stores_of(root: Path) -> list[Path]:
@@ -131,7 +125,7 @@ def _stores_in(directory: Path) -> list[Path]:
 
 def _is_store(path: Path) -> bool:
     try:
-        return (path / STATE).is_file() or all((path / name).is_file() for name in _OTHERS)
+        return (path / _STATE).is_file() or all((path / name).is_file() for name in _OTHERS)
     except PermissionError:
         if path.lstat().st_uid == os.geteuid():
             raise
