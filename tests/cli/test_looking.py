@@ -112,7 +112,7 @@ def test_ls_lists_latest_first_within_the_limit(shm_root: Path) -> None:
     ledger = host(shm_root)
     old = put(ledger, LLAMA, range(64))
     new = put(ledger, QWEN, range(32))
-    ledger.match_prefix(new)
+    assert len(ledger.match_prefix(new, deadline_seconds=30.0).slots) == 2
     admin.pin(ledger, new[:1], "me")
     found = answer("ls", shm_root, "--limit", 2)
     assert found["total"] == 6

@@ -48,15 +48,6 @@ def require_transformers(what: str) -> None:
         raise UsageError(f"{what} needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'")
 
 
-def agreed(question: str, command: str) -> bool:
-    """Ask a person. Raises UsageError if stdin is not a terminal."""
-    if not sys.stdin.isatty():
-        raise UsageError(f"{command} asks before it deletes: say --yes where nobody can answer")
-    from typer import confirm
-
-    return confirm(question, err=True)
-
-
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; trouble is one line on stderr, never a traceback."""
     if sys.platform != "linux":

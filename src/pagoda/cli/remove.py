@@ -7,8 +7,8 @@ from typing import Annotated, NamedTuple
 
 from typer import Argument
 
-from pagoda.cli import FAILED, FailedError, UsageError, agreed, printing
-from pagoda.cli.stores import AsJson, ConfigFile, Yes, find_roots, refuse_others
+from pagoda.cli import FAILED, FailedError, UsageError, printing
+from pagoda.cli.stores import AsJson, ConfigFile, Yes, agreed, find_roots
 
 _REMEDY = "name host, disk, a tier's root or a store"
 
@@ -72,9 +72,9 @@ def _forget_remote(url: str) -> int:
 def _stores(what: str | None, config: Path | None, broken: dict[str, str]) -> list[DoomedStore]:
     """Return the stores that are meant; `broken` gets the roots that cannot be read.
 
-    Raises UsageError for a path that holds none.
+    Raises UsageError for a path that holds none, StoreError for one that holds those of another user.
     """
-    from pagoda.ledger.stores_under_root import allocated_bytes, stores_in
+    from pagoda.ledger.stores_under_root import allocated_bytes, refuse_others, stores_in
 
     roots = find_roots(config)
     if what in (None, "host", "disk"):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
-from typer import Argument, Option
+from typer import Argument, Option, confirm
 
 from pagoda.cli import UsageError, printing
 from pagoda.config.did_you_mean import did_you_mean
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from pagoda.ledger import Ledger, NamespaceRow
 
 T = TypeVar("T")
-_STORE_NAME = re.compile(r"[0-9a-f]{16}(\.\d+)?")  # a layout's fingerprint, in memory also the format
-STATE = "state"  # the file that makes a directory a store
+_STATE = "state"  # the file that makes a directory a store
 _OTHERS = ("locks", "data.mdb")  # those that tell that it is lost
 
 Directory: TypeAlias = Annotated[
@@ -88,6 +87,7 @@ def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
 
     Raises:
         UsageError: a directory was named that does not exist, cannot be read or holds no store.
+        StoreError: it holds only stores of another user.
     """
     if directory is None:
         return [store for root in find_roots(config_file) for store in _stores_of(root)]
@@ -99,18 +99,13 @@ def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
     except OSError as trouble:
         raise UsageError(f"{directory}: cannot be read: {trouble.strerror}") from None
     if not found:
+        from pagoda.ledger.stores_under_root import refuse_others
+
         refuse_others(directory)
         raise UsageError(
             f"{directory}: holds no store; name a tier's root, such as /dev/shm/pagoda-{os.getuid()}"
         )
     return found
-
-
-def refuse_others(directory: Path) -> None:
-    """Raise UsageError if a directory has a store of another user: only that user may use it. OSError."""
-    for path in directory.iterdir():
-        if _STORE_NAME.fullmatch(path.name) and (owner := path.lstat().st_uid) != os.geteuid():
-            raise UsageError(f"{path} belongs to user {owner}: run the command as that user")
 
 
 def _stores_of(root: Path) -> list[Path]:
@@ -130,7 +125,7 @@ def _stores_in(directory: Path) -> list[Path]:
 
 def _is_store(path: Path) -> bool:
     try:
-        return (path / STATE).is_file() or all((path / name).is_file() for name in _OTHERS)
+        return (path / _STATE).is_file() or all((path / name).is_file() for name in _OTHERS)
     except PermissionError:
         if path.lstat().st_uid == os.geteuid():
             raise
@@ -178,6 +173,13 @@ def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[P
         except (PagodaError, OSError) as trouble:
             broken[store] = str(trouble)
     return done, broken
+
+
+def agreed(question: str, command: str) -> bool:
+    """Ask a person. Raises UsageError if stdin is not a terminal."""
+    if not sys.stdin.isatty():
+        raise UsageError(f"{command} asks before it deletes: say --yes where nobody can answer")
+    return confirm(question, err=True)
 
 
 def label(fields: Mapping[str, str]) -> str:

@@ -221,10 +221,8 @@ class Ledger:
     def _warn_of_others(self, spec: StoreSpec, policy: str) -> None:
         """Log what one more user in this process does not get, as others had the store open before."""
         if policy != self.evictor.policy:
-            log.warning(
-                "%s has policy %s as long as this process has it open, not the %s asked for",
-                self.directory, self.evictor.policy, policy,
-            )  # fmt: skip
+            text = "%s has policy %s as long as this process has it open, not the %s asked for"
+            log.warning(text, self.directory, self.evictor.policy, policy)
         warn_of_slots(self.directory, self.slots, spec)
 
     # ---- storing

@@ -93,10 +93,8 @@ class SpaceShare:
         if not meta.with_pages():
             raise NoRoomError(f"no space for a chunk of {self._slot_bytes:,} bytes: {self._holders()}")
         if asked_bytes is not None and self._limit(every) > asked_bytes:
-            log.warning(
-                "%s may hold %d bytes as long as it is open with that size elsewhere, not the %d asked for",
-                self._root, self._limit(every), asked_bytes,
-            )  # fmt: skip
+            text = "%s may hold %d bytes as long as it is open with that size elsewhere, not the %d asked for"
+            log.warning(text, self._root, self._limit(every), asked_bytes)
         left = self._limit(every) - sum(holding.nbytes for holding in every)
         if left >= self._slot_bytes and meta.unbacked() and not meta.unscanned():
             log.warning(
@@ -146,10 +144,8 @@ class SpaceShare:
     def _tell(self, excess: int) -> None:
         """Log which store holds how much, if it is too much. Not under the lock of the root: it opens other stores."""
         if self.exceeds:
-            log.warning(
-                "%d bytes too many are held, as they are in use now; they are given back later: %s",
-                excess, self._holders(),
-            )  # fmt: skip
+            text = "%d bytes too many are held, as they are in use now; they are given back later: %s"
+            log.warning(text, excess, self._holders())
 
     def _grow(self, most: int) -> int:
         """Allocate up to `most` slots in free space; return how many. Under the lock of the root."""

@@ -276,12 +276,8 @@ def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
 def warn_of_slots(directory: Path, slots: int, spec: StoreSpec) -> None:
     """Log it if a store that is open already has fewer slots than are asked for."""
     if slots < spec.slots:
-        log.warning(
-            "%s has at most %d slots as long as others have it open, not the %d asked for",
-            directory,
-            slots,
-            spec.slots,
-        )
+        text = "%s has at most %d slots as long as others have it open, not the %d asked for"
+        log.warning(text, directory, slots, spec.slots)
 
 
 def _require_alone(directory: Path, locks: LockFile) -> None:

@@ -21,6 +21,7 @@ from pagoda.ledger.store_state import COLUMNS, LOCKS, STATE, TABLES, read_state
 
 MAKING, _GOING = ".new-", ".gone-"
 _PASSING = re.compile(r"\.(new|gone)-[0-9a-f]{12}")  # exactly the names that are made here
+_STORE_NAME = re.compile(r"[0-9a-f]{16}(\.\d+)?")  # a layout's fingerprint, in memory also the format
 _PRIVATE = ".private-"
 
 
@@ -45,6 +46,13 @@ def stores_in(root: Path) -> list[Path]:
     Changes nothing. Raises OSError.
     """
     return [store for store in stores(root) if _is_store(store) and _PRIVATE not in store.name]
+
+
+def refuse_others(root: Path) -> None:
+    """Raise StoreError if a root, in which this user has no store, has one of another user. OSError."""
+    for path in root.iterdir():
+        if _STORE_NAME.fullmatch(path.name) and (owner := path.lstat().st_uid) != os.geteuid():
+            raise StoreError(f"{path} belongs to user {owner}: run the command as that user")
 
 
 def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
