@@ -44,7 +44,7 @@ PASSED, FAILED = 0, 1  # exit codes of pytest
 ELSEWHERE = 99  # `pagoda` did not come from the copy
 HUNG = 98  # the test did not end in time: broken code may wait for ever, and a busy machine looks the same
 BATCHES_PER_JOB = 4  # of the tests on the unchanged source
-JUDGES_PER_JOB = {None: 3, "vllm": 3, "sglang": 1}  # broken code waits more than it works, unless it imports SGLang
+JUDGES_PER_JOB = {None: 3, "vllm": 3, "sglang": 1}  # broken code mostly waits, unless it imports SGLang
 PRELOAD = [
     "blake3",
     "hypothesis.stateful",
