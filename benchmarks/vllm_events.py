@@ -105,8 +105,8 @@ def step() -> Step:
         zlib.crc32(UNLOCKED)
         switches, ran, others, now = _switches(), time.thread_time(), _others(), time.perf_counter()
         if switches > before[0]:
-            wait += now - before[3] - (ran - before[1])
-            held += others - before[2]
+            waited = now - before[3] - (ran - before[1])
+            wait, held = wait + waited, held + min(waited, others - before[2])
     return Step(wait, held, now - began)
 
 

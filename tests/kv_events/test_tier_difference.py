@@ -26,8 +26,8 @@ from tests.cache.kit import CHUNK, LAYOUT, cache_at
 from tests.ledger.support import gate_taken
 
 SLOTS = 1024
-# of Python between two rests: half of a piece, more if it waits for a lock or finds no notes
-USUAL_LINES, MOST_LINES = 80 * PIECE, 200 * PIECE
+# of Python between two rests: one step of a piece, more if it waits for a lock or finds no notes
+USUAL_LINES, MOST_LINES = 20 * PIECE, 60 * PIECE
 
 
 @pytest.fixture

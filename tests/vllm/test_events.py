@@ -39,6 +39,7 @@ from pagoda.connectors.vllm.event_publisher import EventOutlet, LivePublisher
 from pagoda.keys import derive_keys
 from pagoda.kv_events.notes import BlockFacts, ChunkNote, Groups, packed, runs, unpacked
 from pagoda.kv_events.stored_events import StoredEvents
+from pagoda.kv_events.tier_difference import PIECE
 from pagoda.ledger import Busy, Outcome, Present, Reserved, admin
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
 from pagoda.ledger.columns import NOT_READY
@@ -530,7 +531,7 @@ def test_what_is_gone_is_told_before_all_that_is_new_was_told(
     for request in requests:
         engine.stored(request)
     first = [name for event in engine.take() for name in event.block_hashes]
-    assert len(first) == 8 * BLOCKS  # one piece of them
+    assert len(first) == PIECE * BLOCKS  # one piece of them
     cache.clear()
     (removed,) = engine.take()
     assert isinstance(removed, BlockRemoved) and sorted(removed.block_hashes) == sorted(first)
@@ -604,6 +605,7 @@ def test_a_slot_that_takes_another_chunk_before_its_turn_is_not_told_under_the_k
 ) -> None:
     """Another process has published the new generation, and the new key a moment later."""
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+    monkeypatch.setattr("pagoda.kv_events.tier_difference.PIECE", 8)
     engine, request, columns = Engine(cache), request_of(12), cache.slots._ledger.columns
     engine.stored(request)
     (first,) = engine.take()
@@ -681,20 +683,22 @@ def test_a_round_that_fails_forgets_no_other_weights_tenants_or_notes(
     assert engine.take() == [gone(*request.block_hashes), run(theirs)]
 
 
+@pytest.mark.parametrize("where", ["_read", "stored"])
 def test_what_a_round_that_fails_was_about_to_tell_is_told_although_nothing_changes(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     engine, request = Engine(cache), request_of(2)
     engine.stored(request)
     engine.slots._ledger.columns.last_use[:2] -= 3_000_000_000  # some seconds ago
-    read, failures = engine.events._read, iter([MemoryError()])
+    whose: object = engine.events if where == "_read" else engine.form
+    work, failures = getattr(whose, where), iter([MemoryError()])
 
-    def fails_once(*of: object) -> list[ChunkNote | None]:
+    def fails_once(*of: object) -> object:
         for failure in failures:
             raise failure
-        return read(*of)  # type: ignore[arg-type]
+        return work(*of)
 
-    monkeypatch.setattr(engine.events, "_read", fails_once)
+    monkeypatch.setattr(whose, where, fails_once)
     engine.events.start()
     until, told = time.monotonic() + 20.0, list[KVCacheEvent]()
     while not told:
@@ -749,8 +753,8 @@ def test_what_is_used_meanwhile_does_not_wait_for_all_that_was_chosen_before(
     monkeypatch.setattr("pagoda.kv_events.tier_difference._CHOSEN_SECONDS", -1.0)
     engine, new = Engine(cache), request_of(2, 9)
     for seed in range(3):
-        engine.stored(request_of(8, seed))
-    assert engine.take() == [run(request_of(8, 2))]
+        engine.stored(request_of(PIECE, seed))
+    assert engine.take() == [run(request_of(PIECE, 2))]
     engine.stored(new)
     assert engine.take()[0] == run(new)
 
@@ -865,7 +869,7 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
     """Each that comes makes all routers begin again: the last chunks must be told all the same."""
     for name, value in {"_ROUND": 0.02, "_PAUSE": 0.02, "_RETELL": 0.05}.items():
         monkeypatch.setattr(f"pagoda.kv_events.stored_events.{name}_SECONDS", value)
-    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # eight chunks a round
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
     engine, requests = Engine(cache), [request_of(8, seed) for seed in range(7)]
     for request in requests:
         engine.stored(request)

@@ -33,8 +33,9 @@ _ROUND_SECONDS = 0.1
 # between two times that all is told: so long at least, and at most; four times as long as it took, if it was completed,
 # else twice as long as before
 _RETELL_SECONDS, _LONGEST_RETELL_SECONDS, _RETELL_SHARE = 1.0, 600.0, 4.0
-_BURST_SECONDS = 0.0002  # of the processor; when the half of a piece that has begun is done, it rests
-_REST = 10  # times as long as a burst: an eleventh of a processor at most, however much there is to tell
+_BURST_SECONDS = 0.00005  # of the processor; when the step that has begun is done, the thread rests
+_REST = 20  # times as long as a burst: a twentieth of a processor at most, however much there is to tell
+_LONGEST_REST_SECONDS = 0.5  # `close` waits for it
 _MOST_TELLING = 0.2  # seconds for what is gone from a tier, or new in it; then the next one has its turn
 _PAUSE_SECONDS = 0.002  # between two rounds if the first has not told all, and while the outlet is full
 _REMEMBERED = 4096  # notes of chunks that are being stored or loaded: some MiB
@@ -288,7 +289,11 @@ class StoredEvents:
         return True
 
     def _tell(self, tier: TierDifference, roots: set[bytes], slots: list[int]) -> None:
-        """Tell of some chunks of a tier, in order; notes come from beside the tier, this process, or another tier."""
+        """Tell of some chunks of a tier, in order; notes come from beside the tier, this process, or another tier.
+
+        With rests between its steps: what is gone after `settle` is told to be gone after this.
+        """
+        self._rest()
         places = [(slot, tier.ledger.columns.key_of(slot)) for slot in slots]
         notes = self._read(tier.notes, places)
         lacking = {key: slot for (slot, key), note in zip(places, notes, strict=True) if note is None}
@@ -297,9 +302,15 @@ class StoredEvents:
             own = tier.generation_of
             self._write(tier, [(lacking[key], own(lacking[key]), key, note) for key, note in others.items()])
             notes = [note or others.get(key) for (_, key), note in zip(places, notes, strict=True)]
-        self._rest()  # this was about half of it
+        self._rest()
+        self._sending = True  # what fails from here on is told again
         mine = tier.settle(slots, [self._told_in(tier.medium, note) for note in notes], roots)
-        self._send([self._form.stored(run, tier.medium) for run in runs(mine, self._groups)])
+        self._rest()
+        events = []
+        for run in runs(mine, self._groups):
+            events.append(self._form.stored(run, tier.medium))
+            self._rest()
+        self._send(events)
 
     def _told_in(self, medium: str, note: ChunkNote | None) -> ChunkNote | None:
         """Return a note if routers are told of its chunk in a medium.
@@ -322,10 +333,12 @@ class StoredEvents:
 
     def _read(self, notes: ChunkNotes, places: Sequence[tuple[int, bytes]]) -> list[ChunkNote | None]:
         try:
-            return [None if note is None else self._decoded(note) for note in notes.read(places)]
+            found = notes.read(places)
         except OSError as trouble:
             self._warn_of_note(str(trouble))
             return [None] * len(places)
+        self._rest()
+        return [None if note is None else self._decoded(note) for note in found]
 
     def _decoded(self, note: bytes) -> ChunkNote | None:
         try:
@@ -342,10 +355,10 @@ class StoredEvents:
         self._lines.warn(log, Reason.IO_ERROR, f"routers hear of chunks only when they are found: {trouble}")
 
     def _send(self, events: Sequence[object]) -> None:
+        self._sending = True
         if events:
-            self._sending = True
             self._outlet.send(events)
-            self._sending = False
+        self._sending = False
         while self._outlet.is_full and not self._ended.wait(_PAUSE_SECONDS):
             pass
 
@@ -353,5 +366,5 @@ class StoredEvents:
         """Leave the interpreter to the engine for a while, once this thread has used the processor for a burst."""
         used = time.thread_time() - self._rested
         if used > _BURST_SECONDS:
-            self._ended.wait(_REST * used)
+            time.sleep(min(_REST * used, _LONGEST_REST_SECONDS))  # costs half of what an event's `wait` does
             self._rested = time.thread_time()

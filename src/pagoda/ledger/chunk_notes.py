@@ -45,12 +45,22 @@ class ChunkNotes:
                     raise OSError(errno.ENOSPC, "no space for a whole note", str(self._path))
 
     def read(self, places: Sequence[tuple[int, bytes]]) -> list[bytes | None]:
-        """Return the notes of these slots, each None unless it is that key's. OSError."""
+        """Return the notes of these slots, each None unless it is that key's. OSError.
+
+        Slots that follow each other are read at once: each call gives the interpreter up and takes it again.
+        """
+        notes = list[bytes | None]()
         try:
             with opened(self._path, os.O_RDONLY) as file:
-                return [_note(os.pread(file, _PAGE_BYTES, slot * _PAGE_BYTES), key) for slot, key in places]
+                while (at := len(notes)) < len(places):
+                    first, end = places[at][0], at + 1
+                    while end < len(places) and places[end][0] == first + end - at:
+                        end += 1
+                    pages = os.pread(file, (end - at) * _PAGE_BYTES, first * _PAGE_BYTES)
+                    notes += [_note(pages, (slot - first) * _PAGE_BYTES, key) for slot, key in places[at:end]]
         except FileNotFoundError:
             return [None] * len(places)
+        return notes
 
     def erase(self, places: Iterable[tuple[int, bytes]]) -> None:
         """Erase the notes of these keys that are in these slots. OSError."""
@@ -75,9 +85,11 @@ class ChunkNotes:
                 at += _PAGE_BYTES
 
 
-def _note(page: bytes, key: bytes) -> bytes | None:
-    if len(page) < _HEAD.size or page[:KEY_BYTES] != key:
+def _note(pages: bytes, begin: int, key: bytes) -> bytes | None:
+    if len(pages) < begin + _HEAD.size:
         return None
-    _, length, checksum = _HEAD.unpack_from(page)
-    note = page[_HEAD.size : _HEAD.size + length]
-    return note if len(note) == length and crc32(note) == checksum else None
+    written, length, checksum = _HEAD.unpack_from(pages, begin)
+    begin += _HEAD.size
+    note = pages[begin : begin + length]
+    whole = written == key and len(note) == length <= MOST_NOTE_BYTES
+    return note if whole and crc32(note) == checksum else None

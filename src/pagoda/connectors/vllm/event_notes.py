@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from struct import iter_unpack
+from functools import lru_cache, partial
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -62,8 +62,7 @@ class VLLMEventForm:
         return [
             name
             for hashes in chunks
-            for size in (len(hashes) // self._groups[group].blocks,)
-            for (name,) in iter_unpack(f">{size - NAME_BYTES}xQ" if numbers else f"{size}s", hashes)
+            for name in _named(len(hashes), self._groups[group].blocks, numbers).unpack(hashes)
         ]
 
     def _note_of(self, request: Any, root: bytes, group: int, chunk: int) -> ChunkNote | None:
@@ -99,3 +98,10 @@ class VLLMEventForm:
             request.session_id,
             group,
         )
+
+
+@lru_cache(maxsize=64)
+def _named(nbytes: int, blocks: int, numbers: bool) -> Struct:
+    """Return what reads the names of all blocks of a chunk out of their hashes, which have so many bytes."""
+    size = nbytes // blocks
+    return Struct(">" + blocks * (f"{size - NAME_BYTES}xQ" if numbers else f"{size}s"))
