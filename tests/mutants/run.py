@@ -1,6 +1,6 @@
 """Break the code on purpose, one line at a time, and check that the named test fails.
 
-`python tests/mutants/run.py [--engine vllm|sglang] [--quarter N] [NAME ...]`: each mutant of `mutants.toml`, or where
+`python tests/mutants/run.py [--engine vllm|sglang] [--eighth N] [NAME ...]`: each mutant of `mutants.toml`, or where
 this engine is installed of `vllm.toml` or `sglang.toml`, is applied to a copy of `src` in a temporary directory, never
 to the work tree. First all named tests must pass on an unchanged copy. Exit code 1 if a mutant survives, if its line is
 not found exactly once, or if a test cannot be collected.
@@ -44,6 +44,7 @@ PASSED, FAILED = 0, 1  # exit codes of pytest
 ELSEWHERE = 99  # `pagoda` did not come from the copy
 HUNG = 98  # the test did not end in time: broken code may wait for ever, and a busy machine looks the same
 BATCHES_PER_JOB = 4  # of the tests on the unchanged source
+JUDGES_PER_JOB = {None: 3, "vllm": 3, "sglang": 1}  # broken code mostly waits, unless it imports SGLang
 PRELOAD = [
     "blake3",
     "hypothesis.stateful",
@@ -216,22 +217,20 @@ def main(arguments: Sequence[str]) -> int:
         "--engine", choices=("vllm", "sglang"), help="run the mutants whose tests need this engine"
     )
     parser.add_argument(
-        "--quarter", type=int, metavar="N", help="every fourth one; N to N + 3 together are all"
+        "--eighth", type=int, metavar="N", help="every eighth one; N to N + 7 together are all"
     )
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
     FORKS.set_forkserver_preload([*PRELOAD, *PRELOAD_ENGINE[options.engine]])
     table = mutants(f"{options.engine or 'mutants'}.toml")
-    if options.quarter is not None:
-        table = table[options.quarter % 4 :: 4]
+    if options.eighth is not None:
+        table = table[options.eighth % 8 :: 8]
     chosen = [one for one in table if not options.names or one.name in options.names]
     verdicts = []
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as directory,
         ThreadPoolExecutor(options.jobs) as pool,
-        ThreadPoolExecutor(
-            options.jobs + (options.engine is None)
-        ) as judges,  # broken code waits more than it works
+        ThreadPoolExecutor(options.jobs * JUDGES_PER_JOB[options.engine]) as judges,
     ):
         compiled = compiled_source(Path(directory))
         if not chosen or not healthy(chosen, compiled, pool, options.jobs):

@@ -46,6 +46,7 @@ class Room:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
+        gc.freeze()  # a start collects garbage five times: half of its time would go to modules imported before it
         self.preemptions = 0
         self.counts = _counted()
         self.kept: dict[str, Any] = {}  # data that one function keeps for a later one
