@@ -72,6 +72,30 @@ def test_a_deferred_call_is_done_once_for_all_requests_and_when_it_is_closed() -
     assert counter.number == 1
 
 
+def test_a_deferred_call_that_runs_at_the_close_is_done_once_more() -> None:
+    """What came during the call is not left, and the thread ends."""
+
+    class Writer:
+        noted, written = 1, 0
+        inside, may_go_on = threading.Event(), threading.Event()
+
+        def write(self) -> None:
+            noted = self.noted
+            self.inside.set()
+            assert self.may_go_on.wait(SECONDS)
+            self.written = noted
+
+    writer = Writer()
+    call = DeferredCall(writer.write, "deferred", 0.0)
+    call.request()
+    assert writer.inside.wait(SECONDS)
+    writer.noted = 2
+    call.request()
+    assert not call.close(0.0)
+    writer.may_go_on.set()
+    assert call.close(SECONDS) and writer.written == 2
+
+
 def test_a_pool_goes_on_with_the_threads_that_it_has() -> None:
     with Pool(4, "pool") as pool:
         held, leave = threading.Event(), threading.Event()

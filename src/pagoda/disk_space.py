@@ -52,7 +52,8 @@ def require_own(path: Path) -> None:
     for what, allowed in ((os.lstat(path), {0, os.geteuid()}), (os.stat(path), {os.geteuid()})):
         if what.st_uid not in allowed:
             raise StoreError(
-                f"{path} belongs to user {what.st_uid}, not to user {os.geteuid()}: choose another path or remove it"
+                f"{path} belongs to user {what.st_uid}, not to user {os.geteuid()}: run this as that user, choose "
+                "another path or remove it"
             )
 
 

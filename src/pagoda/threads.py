@@ -240,18 +240,25 @@ class DeferredCall:
         if self._thread is None and not self._ending.is_set():
             self._thread = start_thread(self._run, self._name)
 
-    def close(self, timeout: float) -> None:
-        """Do the call a last time, on its thread, and end that; wait for it up to `timeout` seconds. Idempotent."""
+    def close(self, timeout: float) -> bool:
+        """Do the call a last time, on its thread, and end that; wait for it up to `timeout` seconds. Idempotent.
+
+        Returns False if it has not ended.
+        """
         self._ending.set()
         self._requested.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self._ending.is_set():
+        ends = False
+        while not ends:
             self._requested.wait()
             self._ending.wait(self._pause_seconds)
             self._requested.clear()
+            ends = self._ending.is_set()  # before the call: what was requested during it is done once more
             if (call := self._call()) is not None:
                 call()
             del call

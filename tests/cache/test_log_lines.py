@@ -54,6 +54,18 @@ def test_opening_logs_five_lines_once(
     assert "hunter2" not in caplog.text
 
 
+def test_a_size_is_what_the_tier_may_hold(shm_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not the slots that it has from a time when it was larger."""
+    caplog.set_level(logging.INFO, "pagoda")
+    for size, shared in (("4MiB", True), ("2MiB", True), ("1MiB", False)):
+        Cache(
+            namespace=Namespace("llama"), layout=LAYOUT, host_path=shm_root, host_size=size, host_shared=shared
+        ).close()  # fmt: skip
+    said = [one.getMessage() for one in caplog.records if "PagodaKV opened" in one.getMessage()]
+    sizes = ("4.00 MiB = 65,536", "2.00 MiB = 32,768", "1.00 MiB = 16,384")
+    assert all(f"host {size} tokens" in line for size, line in zip(sizes, said, strict=True)), said
+
+
 def test_no_line_below_its_level(shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "pagoda")
     with opened(shm_root, tmp_path) as cache:

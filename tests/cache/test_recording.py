@@ -7,6 +7,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -292,7 +294,9 @@ def test_calls_that_are_too_many_are_dropped(trace: Path, caplog: pytest.LogCapt
     assert each < 0.001
 
 
-def test_a_hanging_disk_holds_nobody_up(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_disk_holds_nobody_up(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("pagoda.cache.recording.append_lines", lambda *_: time.sleep(60))
     recorder = Recorder(trace, CHUNK, Clock())
     began = time.monotonic()
@@ -300,6 +304,21 @@ def test_a_hanging_disk_holds_nobody_up(trace: Path, monkeypatch: pytest.MonkeyP
     recorder.close(0.2)
     recorder.note(CallKind.REQUEST, [bytes(32)], 0, CHUNK)
     assert time.monotonic() - began < 20
+    assert "the last requests may not be recorded" in caplog.text
+
+
+def test_the_thread_has_nothing_to_import(trace: Path) -> None:
+    """It would take longer than the end of a process waits, where processors are busy."""
+    code = f"""
+import sys
+from pathlib import Path
+from pagoda.cache.recording import Recorder
+from pagoda.clock import Clock
+
+Recorder(Path({str(trace)!r}), 16, Clock())
+assert "pagoda.replay.trace" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_forked_child_records_what_is_its_own(tmp_path: Path, trace: Path) -> None:

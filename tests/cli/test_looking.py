@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
@@ -286,6 +287,18 @@ def test_nothing_stored_yet_is_no_error(tmp_path: Path) -> None:
         done = done_here(command, **where)
         assert done.returncode == 0
     assert answer("stats", **where) == {"stores": [], "remotes": []}
+
+
+@pytest.mark.parametrize("missing", ["state", "data.mdb", "columns"])
+def test_a_damaged_store_is_named_with_what_to_do(shm_root: Path, missing: str) -> None:
+    with closing(host(shm_root)) as ledger:
+        put(ledger, LLAMA, range(16))
+    (ledger.directory / missing).unlink()
+    for command in ("stats", "ls", "check"):
+        done = done_here(command, shm_root)
+        assert done.returncode == 1
+        assert "no usable store" in done.stderr and "pagoda remove" in done.stderr
+    assert done_here("remove", shm_root, "--yes").returncode == 0 and not ledger.directory.exists()
 
 
 def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:

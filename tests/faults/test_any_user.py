@@ -148,6 +148,34 @@ def test_what_the_system_refuses_is_one_line(theirs: Path) -> None:
     )
 
 
+def test_stores_of_another_user_are_not_none(theirs: Path) -> None:
+    imported_late()
+    others = theirs / "others"
+    others.mkdir(mode=0o755)
+    with Cache(namespace=Namespace("m"), layout=LAYOUT, host_size=0, disk_path=others, disk_size="1MiB"):
+        pass
+
+    def work() -> str:
+        become_stranger(None)
+        return told(others)
+
+    assert apart(work).count("belongs to user 0: run the command as that user") == len(COMMANDS)
+    os.chown(others, STRANGER, STRANGER)
+    for path in others.iterdir():
+        os.chown(path, STRANGER, STRANGER)
+    assert told(others).count(f"belongs to user {STRANGER}") == len(COMMANDS)
+    assert told(others).count("as that user") == len(COMMANDS)
+
+
+def told(root: Path) -> str:
+    """Return what all commands print of a root that they cannot use."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        codes = [main([command, str(root), *yes]) for command, yes in COMMANDS]
+    assert all(codes), out.getvalue()
+    return err.getvalue()
+
+
 COMMANDS: list[tuple[str, list[str]]] = [
     ("stats", []), ("ls", []), ("check", []), ("clear", ["--yes"]), ("remove", ["--yes"]),
 ]  # fmt: skip

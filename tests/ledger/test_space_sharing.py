@@ -496,6 +496,61 @@ def test_a_smaller_size_beside_others_waits_for_them(shm_root: Path) -> None:
     one.close()
 
 
+def test_sizes_of_one_process_are_heeded_as_those_of_several(
+    shm_root: Path, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    Room(shm_root, kind=kind).close()
+    one = Room(shm_root, kind=kind, limit=8 * PAGE)
+    assert one.backed == one.pages == 8 and not caplog.records
+    two = Room(shm_root, kind=kind)
+    assert one.backed == one.pages == 64
+    three = Room(shm_root, kind=kind, limit=16 * PAGE)
+    assert one.pages == 64 and f"may hold {LIMIT} bytes" in caplog.text
+    four = Room(shm_root, kind=kind, limit=2 * LIMIT)
+    assert "at most 64 slots" in caplog.text
+    for room in (four, three, two, one):
+        room.check()
+        room.close()
+
+
+def test_a_smaller_size_beside_others_says_so(shm_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept: list[Room] = []
+    with Other(lambda: kept.append(Room(shm_root))):
+        one = Room(shm_root, limit=8 * PAGE)
+        assert f"may hold {LIMIT} bytes" in caplog.text and f"not the {8 * PAGE} asked for" in caplog.text
+        one.close()
+
+
+def test_a_second_policy_in_one_process_says_that_it_is_not_used(
+    shm_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = StoreSpec(shm_root, "a", "memory", 64, PAGE, LIMIT)
+    with contextlib.closing(Ledger.open(spec, "lru")), contextlib.closing(Ledger.open(spec, "lru")):
+        assert not caplog.records
+        Ledger.open(spec, "arc").close()
+        assert "has policy lru" in caplog.text and "not the arc asked for" in caplog.text
+
+
+def test_what_was_leased_at_a_smaller_size_is_given_back_later(
+    shm_root: Path, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Room(shm_root, kind=kind)
+    every = keys(*range(64))
+    assert one.put(every) == 64
+    for key in every:
+        one.ledger.match_prefix([key], lease_seconds=30.0)
+    one.close()
+    one = Room(shm_root, kind=kind, limit=8 * PAGE)
+    assert one.pages == one.get(every, touch=False) > 8, "nobody gave what was leased"
+    assert "given back later" in caplog.text and one.ledger.space.exceeds
+    one.ledger.columns.lease_until[:] = 0
+    one.more()
+    assert one.pages == one.backed == 8 and not one.ledger.space.exceeds
+    assert one.get(every, touch=False) == 8
+    one.check()
+    one.close()
+
+
 # death of processes
 
 

@@ -534,6 +534,17 @@ def test_names_that_take_too_long_cost_one_thread_each(monkeypatch: pytest.Monke
         release.set()
 
 
+def test_a_look_up_that_fails_in_any_way_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> list[object]:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", fails)
+        with pytest.raises(OSError, match="cannot be looked up: MemoryError"):
+            resolve("somewhere", 80, until())
+    assert resolve("127.0.0.1", 80, until())
+
+
 def test_what_is_no_name_is_not_known() -> None:
     for host in ("a" * 64 + ".internal", "a..b"):
         with pytest.raises(OSError, match="DNS"):

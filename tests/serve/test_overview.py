@@ -12,6 +12,7 @@ import pytest
 from blake3 import blake3
 
 from pagoda import Cache, Namespace
+from pagoda.errors import StoreError
 from pagoda.ledger import Ledger
 from pagoda.ledger.stores_under_root import remove_store
 from pagoda.serve import live_feed
@@ -246,13 +247,36 @@ def test_stores_that_do_not_answer_are_said_to_the_readers(monkeypatch: pytest.M
     asyncio.run(look())
 
 
-def test_a_stream_goes_on_whatever_is_wrong_with_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_has_no_thread_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.01)
+    free = threading.Event()
+
+    async def look() -> None:
+        calls = BlockingCallPool(threads=1, most_waiting=0)
+        feed = LiveFeed(Overview(list), calls)
+        async with feed.reader() as queue:
+            await queue.get()
+            held = asyncio.ensure_future(calls.run(free.wait, 60))
+            while b"too many requests wait" not in (await asyncio.wait_for(queue.get(), 60) or b""):
+                pass
+            free.set()
+            await held
+        feed.close()
+        calls.close()
+
+    asyncio.run(look())
+
+
+@pytest.mark.parametrize("error", [ValueError, StoreError, OSError, MemoryError])
+def test_a_stream_goes_on_whatever_is_wrong_with_a_store(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
     monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.01)
     damaged = threading.Event()
 
     def ledgers() -> list[Ledger]:
         if damaged.is_set():
-            raise ValueError("a damaged label")
+            raise error("a damaged label")
         return []
 
     async def look() -> None:

@@ -36,14 +36,15 @@ def log_opened(namespace: Namespace, layout: KVLayout, tiers: TierStack, deadlin
             sizes.append(f"{tier.name} shared")
             fields.append({"tier": tier.name, "place": place})
         else:
-            place, size_bytes = str(ledger.directory), ledger.slots * ledger.slot_bytes
+            place, slots = str(ledger.directory), ledger.space.most_slots()
+            size_bytes = slots * (ledger.slot_bytes or layout.slot_bytes)  # private memory has no slab file
             chunks = _found(ledger, deadline_seconds)
-            sizes.append(f"{tier.name} {format_size(size_bytes)} = {ledger.slots * tokens:,} tokens")
+            sizes.append(f"{tier.name} {format_size(size_bytes)} = {slots * tokens:,} tokens")
             if chunks is None:
                 found.append(f"{tier.name} not known yet")
             else:
                 found.append(f"{tier.name} {chunks:,} chunks = {chunks * tokens:,} tokens")
-            size = {"bytes": size_bytes, "tokens": ledger.slots * tokens, "chunks": chunks}
+            size = {"bytes": size_bytes, "tokens": slots * tokens, "chunks": chunks}
             fields.append({"tier": tier.name, "place": place, **size})
         if place:
             places.append(f"{tier.name} {place}")

@@ -74,6 +74,9 @@ class Recorder:
         self.path = path
         self._chunk_tokens = chunk_tokens
         self._clock = clock
+        # for those who record; here, as on the thread it may take longer than `close` waits at the end of a process
+        import pagoda.replay.trace  # noqa: F401
+
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
@@ -116,10 +119,12 @@ class Recorder:
         return {"path": str(self.path), "requests": self._recorded, "dropped": self._dropped}
 
     def close(self, timeout: float = 1.0) -> None:
-        """Write the noted calls within `timeout` seconds, and end the thread. Idempotent."""
+        """Write the noted calls within `timeout` seconds, and end the thread; log it if some are left. Idempotent."""
         with self._lock:
             self._closed = True
-        self._writer.close(timeout)
+        if not self._writer.close(timeout):
+            text = f"the last requests may not be recorded: writing {self.path} took more than {timeout:g} s"
+            self._log_lines.warn(log, Reason.DEADLINE, text)
 
     def _write(self) -> None:
         """Write the requests among the noted calls; the thread survives every error."""
@@ -144,7 +149,7 @@ class Recorder:
             self._log_lines.warn(log, Reason.QUEUE_FULL, text)
 
     def _line(self, call: RecordedCall) -> bytes:
-        from pagoda.replay.trace import Request, format_request  # not before it is needed
+        from pagoda.replay.trace import Request, format_request
 
         ids = tuple([int.from_bytes(key[:8], "little") & _ID_MASK for key in call.keys])
         request = Request(float(call.at_ms), call.num_tokens, 0, ids, self._chunk_tokens)

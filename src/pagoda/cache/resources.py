@@ -71,7 +71,7 @@ class Resources:
         self.closed = True
         deadline = Deadline(timeout)
         if self.recorder is not None:
-            self.recorder.close(min(1.0, timeout))
+            self.recorder.close(timeout * 0.4)
         if self.events is not None:
             self.events.close()
         self.executor.close()

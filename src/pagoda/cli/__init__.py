@@ -48,6 +48,15 @@ def require_transformers(what: str) -> None:
         raise UsageError(f"{what} needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'")
 
 
+def agreed(question: str, command: str) -> bool:
+    """Ask a person. Raises UsageError if stdin is not a terminal."""
+    if not sys.stdin.isatty():
+        raise UsageError(f"{command} asks before it deletes: say --yes where nobody can answer")
+    from typer import confirm
+
+    return confirm(question, err=True)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; trouble is one line on stderr, never a traceback."""
     if sys.platform != "linux":
@@ -117,7 +126,8 @@ def _run(args: Sequence[str]) -> int:
     except (FailedError, PagodaError) as trouble:
         return _complain(str(trouble), FAILED)
     except refusal as trouble:
-        return _complain(getattr(trouble, "format_message", trouble.__str__)(), USAGE)
+        said: str = getattr(trouble, "format_message", trouble.__str__)()
+        return _complain(said.removeprefix("Invalid value for "), USAGE)
 
 
 def _complain(message: str, code: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagoda.cli import FAILED, FailedError, UsageError, printing, stores
+from pagoda.cli import FAILED, FailedError, UsageError, agreed, printing, stores
 from pagoda.cli.remote_stores import NO_SECRET, all_remotes, ask_each, censuses, cleared
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def clear(
     if namespace is not None and len(roots) > 1:
         raise UsageError(f"--namespace {namespace}: begins {len(roots)} namespaces; write more of it")
     question = _question(_described(roots, model, namespace), directories, [*remotes, *sealed])
-    if not yes and not stores.agreed(question, "clear"):
+    if not yes and not agreed(question, "clear"):
         return FAILED
     wanted = None if everything else list(roots)
     local, failed = stores.in_each(directories, lambda ledger: (ledger.tier, _forget(ledger, wanted)))

@@ -125,10 +125,7 @@ def _refuse_secrets(given: Mapping[str, object], config: Config, engine: str) ->
         ("lookup", filter(None, [config.lookup]), config.lookup_server()),
     ):
         if name in given and any(spec.redacted != url for spec, url in zip(specs, urls, strict=True)):
-            raise UsageError(
-                f"--{name}: what is secret in it would stand in {engine}'s command line and in its log; "
-                f"write ?password_file=PATH, or the URL in PAGODA_{name.upper()} or pagoda.toml"
-            )
+            raise UsageError(f"--{name}: {engine} would log the secret in it: write ?password_file=PATH")
 
 
 def check_tiers(config: Config) -> None:

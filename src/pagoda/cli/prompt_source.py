@@ -38,13 +38,10 @@ def read_prompt(
     """
     given = [("--tokens", tokens), ("--text", text), ("--messages", messages)]
     named = [name for name, value in given if value is not None]
-    if len(named) != 1:
-        what = (
-            f"{' and '.join(named)} are given: give one of them"
-            if named
-            else "the prompt is missing: give one"
-        )
-        raise UsageError(f"{what}: --tokens FILE, --text TEXT or --messages FILE (- = stdin)")
+    if not named:
+        raise UsageError("the prompt is missing: --tokens FILE, --text TEXT or --messages FILE")
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} are given: give one of them")
     if tokens is not None:
         if tokenizer or url:
             raise UsageError("--tokens are token ids already: leave --tokenizer and --url out")
@@ -92,9 +89,7 @@ def _read_messages(source: str) -> Json:
     listed = asked.get("messages")
     right = isinstance(listed, list) and all(isinstance(one, dict) and "role" in one for one in listed)
     if not right or not listed:
-        raise UsageError(
-            f'--messages {source}: not chat messages: a list of {{"role": ..., "content": ...}}, or a request with it'
-        )
+        raise UsageError(f'--messages {source}: not chat messages, a list of {{"role": ..., "content": ...}}')
     return {name: asked[name] for name in _CHAT if asked.get(name) is not None}
 
 
@@ -154,7 +149,7 @@ def _explained(tokenizer: str) -> Iterator[None]:
         yield
     except ImportError as missing:
         raise UsageError(
-            f"--tokenizer: {missing}; install it (pip install 'pagodakv[transformers]'), or ask a server by --url"
+            f"--tokenizer: {missing}: pip install 'pagodakv[transformers]', or give --url"
         ) from None
     except Exception as trouble:  # noqa: BLE001  # of the library or of a template: of any class
         first = str(trouble).strip().partition("\n")[0]
@@ -190,9 +185,7 @@ def _api_key(file: Path | None) -> str:
     key = os.environ.get("OPENAI_API_KEY", "") if file is None else _read("--api-key-file", str(file))
     key = key.strip()
     if not key.isprintable() or not key.isascii():
-        raise UsageError(
-            "the API key is not one line of plain text: it is in --api-key-file, else in OPENAI_API_KEY"
-        )
+        raise UsageError("the API key is no plain line: see --api-key-file, else OPENAI_API_KEY")
     return key
 
 
@@ -241,9 +234,7 @@ def _connection(url: str) -> tuple[http.client.HTTPConnection, str]:
     except ValueError as trouble:
         raise UsageError(f"--url: {trouble}: give it as http://HOST:PORT") from None
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise UsageError(
-            "--url: holds more than a place: a key is given in OPENAI_API_KEY or by --api-key-file"
-        )
+        raise UsageError("--url: holds more than a place: give a key by --api-key-file")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"--url {url}: give it as http://HOST:PORT")
     base = parts.path.rstrip("/").removesuffix("/v1")

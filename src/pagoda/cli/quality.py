@@ -236,7 +236,7 @@ def _blend_of(text: str) -> tuple[SelectionPolicy, float, int]:
         return policy(**given), checked_share(float(share)), least
     except (TypeError, ValueError) as trouble:
         raise UsageError(
-            f"--blend {text}: give a policy and the share to compute again, such as deviation:0.15 ({trouble})"
+            f"--blend {text}: give a policy and the share to compute again ({trouble})"
         ) from None
 
 

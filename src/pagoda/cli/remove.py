@@ -7,10 +7,10 @@ from typing import Annotated, NamedTuple
 
 from typer import Argument
 
-from pagoda.cli import FAILED, FailedError, UsageError, printing
-from pagoda.cli.stores import AsJson, ConfigFile, Yes, agreed, find_roots
+from pagoda.cli import FAILED, FailedError, UsageError, agreed, printing
+from pagoda.cli.stores import AsJson, ConfigFile, Yes, find_roots, refuse_others
 
-_REMEDY = "name host, disk, a tier's root or a store in it"
+_REMEDY = "name host, disk, a tier's root or a store"
 
 
 class DoomedStore(NamedTuple):
@@ -93,6 +93,7 @@ def _stores(what: str | None, config: Path | None, broken: dict[str, str]) -> li
             raise UsageError(f"{what or repr(what)}: {wrong}; {_REMEDY}")
         found = stores_in(path) or [store for store in stores_in(path.parent) if store == path]
         if not found:
+            refuse_others(path)
             raise UsageError(f"{what}: holds no store; {_REMEDY}")
     return [
         DoomedStore(roots.get(store.parent.resolve(), ""), allocated_bytes(store), str(store))

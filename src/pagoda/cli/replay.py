@@ -153,9 +153,7 @@ def _refuse(chunks: Sequence[int] | None, tiers: dict[str, str], curve: bool, pn
 
         check_png(png)
     if not (tiers or chunks or curve):
-        raise UsageError(
-            "how large? give --capacity-chunks N, or --host, --disk or --remote SIZE, or --curve"
-        )
+        raise UsageError("how large? give --capacity-chunks, --host, --disk, --remote or --curve")
 
 
 def _refuse_given(options: Mapping[str, object], is_fleet: bool) -> None:

@@ -76,15 +76,13 @@ def serve(
         find_stores(directory, config)  # says what is wrong
     if directory is not None and (lossy := lossy_codec_of(directory.resolve())):
         raise UsageError(
-            f"{directory}: is of the lossy codec {lossy}, whose chunks are not served; name host_path, or leave it out"
+            f"{directory}: is of the lossy codec {lossy}, whose chunks are not served: leave it out"
         )
     if directory is not None and host_size is not None:
-        raise UsageError(
-            "--host-size makes stores under host_path: leave DIRECTORY out, or set PAGODA_HOST_PATH"
-        )
+        raise UsageError("--host-size makes stores under host_path: leave DIRECTORY out")
     address, socket_path = _address(listen)
     if address is None and (tls_cert or token_file or allow_host):
-        raise UsageError("--tls-cert, --token-file and --allow-host are for TCP: add --listen HOST:PORT")
+        raise UsageError("--tls-cert, --token-file, --allow-host need --listen HOST:PORT")
     options = ServeOptions(
         find_stores=partial(_find_stores, directory, config),
         listen=address,
@@ -139,9 +137,7 @@ def _peer_directory(config: Path | None, over_tcp: bool, advertise: str | None) 
 
     specs = configured(config).lookup_server()
     if advertise and not (over_tcp and specs):
-        raise UsageError(
-            "--advertise: is for --listen HOST:PORT and the option lookup: set both, or leave it out"
-        )
+        raise UsageError("--advertise needs --listen HOST:PORT and the option lookup")
     if specs and not over_tcp:
         printing.note(
             "lookup: no other machine reaches a Unix socket, so none is told: add --listen HOST:PORT"
@@ -160,7 +156,7 @@ def _address(listen: str | None) -> tuple[tuple[str, int] | None, Path | None]:
         return None, path
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"--listen {listen}: write HOST:PORT, such as 127.0.0.1:7777, or unix:PATH")
+        raise UsageError(f"--listen {listen}: write HOST:PORT or unix:PATH")
     return (host.removeprefix("[").removesuffix("]"), int(port)), None
 
 

@@ -51,9 +51,7 @@ def root(
     engine_start.choose(ctx, "SGLang", options, own, print_only)
     if ctx.obj is not None:
         if "chunk_tokens" in ctx.obj.extra:
-            raise UsageError(
-                "--chunk-tokens: a chunk is a page of SGLang; write SGLang's --page-size after serve"
-            )
+            raise UsageError("--chunk-tokens: chunks are SGLang's pages: write --page-size after serve")
         check_config(ctx.obj.config)
 
 
@@ -95,9 +93,7 @@ def _refuse(arguments: Sequence[str]) -> None:
         name = argument.split("=")[0]
         # SGLang takes any unique beginning
         if name.startswith("--hicache-storage-b") and EXTRA.startswith(name):
-            raise UsageError(
-                f"{name} is what this command writes: leave it out, or start sglang.launch_server yourself"
-            )
+            raise UsageError(f"{name} is what this command writes: leave it out")
         if name == "--disable-radix-cache":
             raise UsageError(f"{name}: without SGLang's radix cache nothing is stored; leave it out")
         if name in ours:

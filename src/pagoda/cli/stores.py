@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
-from typer import Argument, Option, confirm
+from typer import Argument, Option
 
 from pagoda.cli import UsageError, printing
 from pagoda.config.did_you_mean import did_you_mean
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from pagoda.ledger import Ledger, NamespaceRow
 
 T = TypeVar("T")
+_STORE_NAME = re.compile(r"[0-9a-f]{16}(\.\d+)?")  # a layout's fingerprint, in memory also the format
 STATE = "state"  # the file that makes a directory a store
+_OTHERS = ("locks", "data.mdb")  # those that tell that it is lost
 
 Directory: TypeAlias = Annotated[
     Path | None,
@@ -97,10 +99,18 @@ def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
     except OSError as trouble:
         raise UsageError(f"{directory}: cannot be read: {trouble.strerror}") from None
     if not found:
+        refuse_others(directory)
         raise UsageError(
             f"{directory}: holds no store; name a tier's root, such as /dev/shm/pagoda-{os.getuid()}"
         )
     return found
+
+
+def refuse_others(directory: Path) -> None:
+    """Raise UsageError if a directory has a store of another user: only that user may use it. OSError."""
+    for path in directory.iterdir():
+        if _STORE_NAME.fullmatch(path.name) and (owner := path.lstat().st_uid) != os.geteuid():
+            raise UsageError(f"{path} belongs to user {owner}: run the command as that user")
 
 
 def _stores_of(root: Path) -> list[Path]:
@@ -113,14 +123,14 @@ def _stores_of(root: Path) -> list[Path]:
 
 
 def _stores_in(directory: Path) -> list[Path]:
-    if (directory / STATE).is_file():
+    if _is_store(directory):
         return [directory]
     return sorted(path for path in directory.iterdir() if path.name[0] != "." and _is_store(path))
 
 
 def _is_store(path: Path) -> bool:
     try:
-        return (path / STATE).is_file()
+        return (path / STATE).is_file() or all((path / name).is_file() for name in _OTHERS)
     except PermissionError:
         if path.lstat().st_uid == os.geteuid():
             raise
@@ -170,13 +180,6 @@ def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[P
     return done, broken
 
 
-def agreed(question: str, command: str) -> bool:
-    """Ask a person. Raises UsageError if stdin is not a terminal."""
-    if not sys.stdin.isatty():
-        raise UsageError(f"{command} asks before it deletes: say --yes where nobody can answer")
-    return confirm(question, err=True)
-
-
 def label(fields: Mapping[str, str]) -> str:
     """Return what tells a namespace apart for people: its model and whatever is set beside it."""
     extra = [
@@ -202,9 +205,7 @@ def chosen(
 def refuse_unknown(known: Mapping[bytes, NamespaceRow], model: str | None, prefix: str | None) -> None:
     """Raise the UsageError of a choice that no store knows, naming what there is."""
     if prefix is not None and (not prefix or set(prefix.lower()) - set("0123456789abcdef")):
-        raise UsageError(
-            f"--namespace {prefix!r}: not the beginning of a hexadecimal name (pagoda stats lists them)"
-        )
+        raise UsageError(f"--namespace {prefix!r}: no beginning of a hexadecimal name (see pagoda stats)")
     if (model is None and prefix is None) or chosen(known, model, prefix):
         return
     if model is not None:

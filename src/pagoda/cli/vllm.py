@@ -105,9 +105,7 @@ def _check_host(config: Config) -> None:
     """Raise UsageError without a host tier that processes share."""
     if config.host_size == 0 or not config.host_shared:
         wrong = "host_size = 0" if config.host_size == 0 else "host_shared = false"
-        raise UsageError(
-            f"{wrong}: vLLM's processes meet in host memory; write a host_size and leave host_shared"
-        )
+        raise UsageError(f"{wrong}: vLLM's processes meet in host memory: leave the option out")
 
 
 def _check_start(chosen: engine_start.Chosen) -> None:

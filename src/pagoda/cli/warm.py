@@ -69,9 +69,7 @@ def warm(
     specs = remotes_of(None, config)
     remotes = [spec for spec in specs if spec.kind == "redis"]
     if not remotes:
-        raise UsageError(
-            "warm needs a remote tier in Redis, which knows what is used: set remote to redis://HOST"
-        )
+        raise UsageError("warm needs a remote tier in Redis: set remote to redis://HOST")
     for spec in specs:
         if spec not in remotes:
             printing.note(f"{spec.redacted}: only Redis knows which chunks are used most; left out")

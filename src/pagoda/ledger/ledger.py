@@ -38,12 +38,14 @@ from pagoda.ledger.request_ring import RequestRing
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.slot_view_guards import PageGuards
 from pagoda.ledger.space_sharing import SpaceShare
-from pagoda.ledger.store import StoreSpec, open_store, os_errors_mapped
+from pagoda.ledger.store import StoreSpec, open_store, os_errors_mapped, unusable, warn_of_slots
 from pagoda.ledger.store_state import LOCKS, REQUESTS, SLAB, Kind, read_state
 from pagoda.ledger.stores_under_root import discard_idle
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
-from pagoda.metrics import Reason
+from pagoda.metrics import Reason, guarded_logger
 from pagoda.threads import Condition
+
+log = guarded_logger("pagoda")
 
 _LONGEST_LEASE_SECONDS = 60.0
 T = TypeVar("T")
@@ -82,6 +84,7 @@ class Ledger:
         self.namespaces = NamespaceRegistry(session)
         self.requests = RequestRing(self.directory / REQUESTS)
         self._uses = 1
+        self._asked = set[int | None]()  # sizes that users in this process asked for
         self._closing = self._borrowed = False
         self.evictor = Evictor(policy, session.columns)
         self.space = SpaceShare(self)
@@ -126,7 +129,7 @@ class Ledger:
                 os.listdir(directory)
             except OSError as trouble:
                 why = str(trouble.strerror)
-            raise StoreError(f"there is no usable store at {directory}: {why}")
+            raise unusable(directory, why)
         spec = StoreSpec(
             directory.parent, directory.name, state.kind, state.slots, state.slot_bytes, private=state.private
         )
@@ -145,41 +148,42 @@ class Ledger:
             with _changed:
                 while (known := cls._here(spec)) is not None or this in _opening.values():
                     if known is not None and not known._closing and not known._borrowed:
-                        return known._shared_with(spec)
+                        ledger = known._shared_with(spec)
+                        break
                     if not _changed.wait(_left(until)):
                         raise StoreError(
                             f"another thread has been opening or closing {spec.root / spec.name} for "
                             f"{deadline_seconds:g} s: find out what it waits for"
                         )
-                _opening[me] = this
-            with os_errors_mapped(spec.root / spec.name):
-                ledger = cls._opened(spec, policy, clock, until, create, borrowed)
-            ledger._borrowed = borrowed
-            with _changed:
-                _ledgers.append(ledger)
+                else:
+                    _opening[me] = this
+            opens = me in _opening
+            if opens:
+                with os_errors_mapped(spec.root / spec.name):
+                    ledger = cls._opened(spec, policy, clock, until, create, borrowed)
+                ledger._borrowed = borrowed
+                with _changed:
+                    _ledgers.append(ledger)
         finally:
             _opening.pop(me, None)  # built in: no exception of a signal handler comes before it
             with _changed:
                 _changed.notify_all()
-        with os_errors_mapped(ledger.directory):
-            ledger._begin(until, create)
-        return ledger
-
-    def _begin(self, until: float, create: bool) -> None:
-        """Do what is left to do once a store is open, and take its share of its root, if it was to be created.
-
-        If it fails, the store is closed: NoRoomError, StoreError or OSError.
-        """
         try:
-            self.namespaces.prepare_clears()
-            self.session.recover(_left(until))
-            if create:
-                _with_space(self.space.settle, until)
+            with os_errors_mapped(ledger.directory):
+                if opens:
+                    ledger.namespaces.prepare_clears()
+                    ledger.session.recover(_left(until))
+                elif create:
+                    ledger._warn_of_others(spec, policy)
+                if create and spec.limit_bytes not in ledger._asked:
+                    _with_space(partial(ledger.space.settle, spec.limit_bytes), until)
+                    ledger._asked.add(spec.limit_bytes)
         except BaseException as error:
-            self.close()
+            ledger.close()
             if isinstance(error, NoRoomError):
-                discard_idle(self.directory, 1.0)
+                discard_idle(ledger.directory, 1.0)
             raise
+        return ledger
 
     @classmethod
     def _opened(
@@ -213,6 +217,15 @@ class Ledger:
             )
         self._uses += 1
         return self
+
+    def _warn_of_others(self, spec: StoreSpec, policy: str) -> None:
+        """Log what one more user in this process does not get, as others had the store open before."""
+        if policy != self.evictor.policy:
+            log.warning(
+                "%s has policy %s as long as this process has it open, not the %s asked for",
+                self.directory, self.evictor.policy, policy,
+            )  # fmt: skip
+        warn_of_slots(self.directory, self.slots, spec)
 
     # ---- storing
 
@@ -256,7 +269,8 @@ class Ledger:
             for outcome in outcomes:
                 if isinstance(outcome, Refused):
                     self.count({f"drop_{outcome.reason}": 1})
-            self.policy_thread.wake(lacks=self._lacks_pages and self._room < self.window)
+            lacks = (self._lacks_pages or self.space.exceeds) and self._room < self.window
+            self.policy_thread.wake(lacks)
             return outcomes
         except BaseException:  # of a signal handler: the caller gets none of these
             self.abort([one for w, outcomes in request.made if w.committed for one in outcomes])

@@ -35,7 +35,7 @@ from pagoda.errors import ClosedError, NoRoomError, StoreError
 from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE, NOT_READY, Columns
 from pagoda.ledger.lmdb_tables import Meta
-from pagoda.ledger.root_usage import Holding, held_bytes, holdings, root_limit
+from pagoda.ledger.root_usage import Holding, held_bytes, holdings, root_limit, write_limit
 from pagoda.ledger.store_state import COLUMNS, FORMAT, read_state
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches
@@ -68,15 +68,20 @@ class SpaceShare:
         self._root = ledger.directory.parent
         self._in_memory = ledger.kind == "memory"
         self.grown = 0  # how often, in this process
+        self.exceeds = False  # whether the root held more than its limit at the last look
         self._barren: dict[Path, float] = {}  # until when
 
     # ---- taking
 
-    def settle(self, seconds: float) -> None:
-        """Grow into free space, shrink to a smaller limit, take a first share. NoRoomError names the holders."""
+    def settle(self, asked_bytes: int | None, seconds: float) -> None:
+        """Grow into free space, shrink to a smaller limit, take a first share. NoRoomError names the holders.
+
+        `asked_bytes`: the limit that is asked for; while other users have asked for a larger one, that one counts.
+        """
         if not self._slot_bytes:
             return
         with root_locked(self._root, seconds):  # all of it, or others get what was given before it is taken
+            write_limit(self._directory, asked_bytes, sole=False)
             self._grow(self._ledger.slots)
             until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
             excess = self._shrink()
@@ -87,6 +92,11 @@ class SpaceShare:
         meta, every = self._meta(), holdings(self._root)
         if not meta.with_pages():
             raise NoRoomError(f"no space for a chunk of {self._slot_bytes:,} bytes: {self._holders()}")
+        if asked_bytes is not None and self._limit(every) > asked_bytes:
+            log.warning(
+                "%s may hold %d bytes as long as it is open with that size elsewhere, not the %d asked for",
+                self._root, self._limit(every), asked_bytes,
+            )  # fmt: skip
         left = self._limit(every) - sum(holding.nbytes for holding in every)
         if left >= self._slot_bytes and meta.unbacked() and not meta.unscanned():
             log.warning(
@@ -96,9 +106,13 @@ class SpaceShare:
             )  # fmt: skip
 
     def more(self) -> bool:
-        """Get one more piece, free or from other stores; False if there is none now."""
+        """Get one more piece, free or from other stores; False if there is none now.
+
+        If the root holds too much, as what was leased or used by others could not be given, that is given back now.
+        """
         try:
             with root_locked(self._root, _ROOT_SECONDS):
+                self._shrink()
                 grown = self._grow(self._piece(holdings(self._root)) // self._slot_bytes)
                 return grown > 0 or self._take()
         except _TROUBLE as error:
@@ -126,12 +140,16 @@ class SpaceShare:
             spare = min(excess, holding.nbytes - fair)
             if spare > 0:
                 excess -= self._ask(holding, spare)
+        self.exceeds = excess > self._slot_bytes
         return excess
 
     def _tell(self, excess: int) -> None:
         """Log which store holds how much, if it is too much. Not under the lock of the root: it opens other stores."""
-        if excess > self._slot_bytes:
-            log.warning("%d bytes too many are held: %s", excess, self._holders())
+        if self.exceeds:
+            log.warning(
+                "%d bytes too many are held, as they are in use now; they are given back later: %s",
+                excess, self._holders(),
+            )  # fmt: skip
 
     def _grow(self, most: int) -> int:
         """Allocate up to `most` slots in free space; return how many. Under the lock of the root."""
@@ -220,6 +238,13 @@ class SpaceShare:
                 room = min(piece, most, spare if spare > 0 else other.nbytes, fair - own if below else piece)
                 best = age, other, max(room, self._slot_bytes)
         return None if best is None else best[1:]
+
+    def most_slots(self) -> int:
+        """Return how many slots may have pages if no other store of the root needs space. OSError."""
+        slots = self._ledger.slots
+        return (
+            min(slots, self._limit(holdings(self._root)) // self._slot_bytes) if self._slot_bytes else slots
+        )
 
     def _fair(self, every: Sequence[Holding]) -> int:
         """Return the bytes of a fair share."""

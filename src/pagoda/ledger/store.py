@@ -161,8 +161,16 @@ def open_store(
             f"the store at {directory} cannot be opened ({error}): repair that or choose another path"
         ) from error
     if store is None:
-        raise StoreError(f"there is no usable store at {directory}")
+        raise unusable(directory, "a part of it is missing or damaged")
     return store
+
+
+def unusable(directory: Path, why: str) -> StoreError:
+    """Return the error of who wants to use a store as it is, and cannot."""
+    return StoreError(
+        f"there is no usable store at {directory}: {why}; an engine that opens it repairs or replaces it, `pagoda "
+        "remove` frees its space"
+    )
 
 
 def reopen_store(store: OpenStore) -> OpenStore:
@@ -261,14 +269,19 @@ def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
             f"the store at {directory} cannot be used ({wrong}) while other processes have it open: "
             "stop them first or choose another path"
         )
-    if state.slots < spec.slots:
+    warn_of_slots(directory, state.slots, spec)
+    return OpenStore(directory, state, locks, sole=False)
+
+
+def warn_of_slots(directory: Path, slots: int, spec: StoreSpec) -> None:
+    """Log it if a store that is open already has fewer slots than are asked for."""
+    if slots < spec.slots:
         log.warning(
-            "%s has at most %d slots as long as other processes have it open, not the %d asked for",
+            "%s has at most %d slots as long as others have it open, not the %d asked for",
             directory,
-            state.slots,
+            slots,
             spec.slots,
         )
-    return OpenStore(directory, state, locks, sole=False)
 
 
 def _require_alone(directory: Path, locks: LockFile) -> None:

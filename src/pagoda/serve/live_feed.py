@@ -11,7 +11,6 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from pagoda.errors import PagodaError
 from pagoda.serve.blocking_calls import BlockingCallPool, OverloadedError
 from pagoda.serve.overview import Overview
 
@@ -90,8 +89,12 @@ class LiveFeed:
                 trouble = ""
                 try:
                     await self._take()
-                except (TimeoutError, OSError, PagodaError, OverloadedError):
+                except TimeoutError:
                     trouble = f"the stores have not answered for {_PATIENCE_SECONDS:g} s: look for a stopped process"
+                except OverloadedError:
+                    trouble = (
+                        "the stores are not looked at: too many requests wait for a thread of this server"
+                    )
                 except Exception as error:  # noqa: BLE001  # a boundary: a stream that ends looks like one that rests
                     trouble = f"the stores cannot be shown: {type(error).__name__}: {error}"
                 shown = {**self._latest, "troubles": [trouble], "sample": None} if trouble else self._latest

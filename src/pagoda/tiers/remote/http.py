@@ -388,6 +388,8 @@ def _resolve(answer: Future[list[_Address]], host: str, port: int) -> None:
         answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[arg-type, unused-ignore]
     except (OSError, ValueError):  # the latter: no host has such a name
         answer.set_exception(OSError("the host is not known (DNS)"))
+    except Exception as error:  # noqa: BLE001  # a boundary: without an answer, nobody would ask for this host again
+        answer.set_exception(OSError(f"the host cannot be looked up: {type(error).__name__}"))
 
 
 call_in_child(_asked.clear)  # a child has none of the threads
