@@ -20,7 +20,7 @@ from pagoda.ledger.columns import NOT_READY, marks_of
 
 PIECE = 16  # chunks told at once: steps of some 0.1 ms of the interpreter's lock, with rests between them
 _GONE_PIECE = 64  # that are gone: of these only hashes are told, and a clear is soon told of a large store
-_ROWS = 1 << 16  # looked at at once, by NumPy, which does not need that lock
+_ROWS = 1 << 14  # looked at at once, by NumPy, which does not need that lock: some 0.14 ms
 # of those to be told next; then those are chosen that were used since
 _MOST_CHOSEN, _CHOSEN_SECONDS = 2048, 1.0
 _NOTED_NS = 2_000_000_000  # after its use a chunk has its note, if it gets one
