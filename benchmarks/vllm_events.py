@@ -9,7 +9,7 @@ A step waits for the lock where its thread gives the processor up of itself (vol
 nothing else to wait for: so other work on the machine, which takes the processor from it, is not counted. That which
 takes the processor from the thread that has the lock is: so `held` is what the other threads of this process used of
 the processor meanwhile, about what the wait would be on a machine with nothing else to do. Printed are percentiles of
-each kind of turn, and chunks told a second of the turns in which they are.
+each kind of turn, how many steps were held for more than 1 ms, and chunks told a second of the turns in which they are.
 Needs vLLM (make setup-vllm) and about 9 KiB of shared memory a chunk:
 
     .venv-vllm/bin/python -P benchmarks/vllm_events.py --chunks 100000 [--json]
@@ -230,6 +230,7 @@ def measure(cache: Cache, root: bytes, chunks: int) -> dict[str, float]:
             times = sorted(getattr(step, what) for step in each)
             for name, part in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999), ("max", 1.0)):
                 figures[f"{what}_ms_{turn}_{name}"] = times[int(part * (len(times) - 1))] * 1e3
+        figures[f"held_above_1_ms_{turn}"] = sum(step.held > 0.001 for step in each)
     return figures
 
 
@@ -252,7 +253,7 @@ def main() -> None:
             print(json.dumps(figures))
         else:
             for name, value in figures.items():
-                print(f"{name:24}{value:14,.3f}")
+                print(f"{name:26}{value:14,.3f}")
     finally:
         shutil.rmtree(root)
 

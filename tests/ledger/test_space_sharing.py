@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ from pagoda.ledger.transaction import Transaction
 from pagoda.slab import FileSlab, MemorySlab, aligned
 from tests.children import child, in_child, wait
 from tests.faults.support import ROOT, AfterReboot, own_mounts, python, succeeded
-from tests.ledger.support import PATIENT_SECONDS, TENANT, Other, absorb_nothing, keys
+from tests.ledger.support import PATIENT_SECONDS, TENANT, Other, absorb_nothing, keys, put
 
 PAGE = 4096
 LIMIT = 64 * PAGE
@@ -496,6 +497,26 @@ def test_a_smaller_size_beside_others_waits_for_them(shm_root: Path) -> None:
     one.close()
 
 
+def test_less_than_a_slot_from_each_of_several_stores_is_enough_to_begin(shm_root: Path) -> None:
+    kept: list[Ledger] = []
+
+    def hold(name: str, slots: int, pages: int) -> None:
+        spec = StoreSpec(shm_root, name, "memory", slots, pages * PAGE, LIMIT)
+        kept.append(Ledger.open(spec))
+        if name == "c":
+            put(kept[-1], keys(1))  # a store with chunks is asked last
+
+    # of four stores each has a share of 16 pages: the first two can give one each, and a slot needs four
+    others = [("a", 17, 1), ("b", 17, 1), ("c", 10, 3)]
+    with contextlib.ExitStack() as stack:
+        for other in others:
+            stack.enter_context(Other(partial(hold, *other)))
+        room = Room(shm_root, "d", pages=4)
+        assert room.backed
+        room.check()
+        room.close()
+
+
 def test_sizes_of_one_process_are_heeded_as_those_of_several(
     shm_root: Path, kind: Kind, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -809,6 +830,7 @@ def test_a_file_system_that_is_full_in_the_middle_gives_fewer_slots(
 
 FULL = """
 import os, subprocess, sys, threading
+from functools import partial
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from tests.ledger.support import keys

@@ -185,7 +185,7 @@ class SpaceShare:
         return got
 
     def _take(self) -> bool:
-        """Take one piece from the store that must give, and grow by it; False if there is none.
+        """Take one piece from the store that must give, and grow by it; False if there is none to be had.
 
         Under the lock of the root.
         """
@@ -194,10 +194,12 @@ class SpaceShare:
         if plan is None:
             return False
         giver, nbytes = plan
-        if not self._ask(giver, nbytes):
+        given = self._ask(giver, nbytes)
+        if not given:
             self._barren[giver.directory] = time.monotonic() + _BARREN_SECONDS
             return True  # there may be another
-        return self._grow(max(1, nbytes // self._slot_bytes)) > 0
+        # less may have been given than a slot needs: another gives the rest
+        return self._grow(max(1, nbytes // self._slot_bytes)) > 0 or given < nbytes
 
     def _ask(self, holding: Holding, nbytes: int) -> int:
         """Make a store give that many bytes of pages; return how many it gave. Under the lock of the root."""

@@ -87,10 +87,8 @@ class IoQueue:
     def __init__(self, write_chunks: int, read_chunks: int = 4096) -> None:
         self._write_chunks = write_chunks
         self._read_chunks = read_chunks
-        self._changed, self._ended = (
-            Condition(),
-            Condition(),
-        )  # the second wakes `wait` alone; never held together
+        # never held together; the second wakes `wait` alone
+        self._changed, self._ended = Condition(), Condition()
         self._writes: deque[WriteRequest] = deque()
         # writes that were put back: a heap, by when due
         self._delayed: list[tuple[float, int, WriteRequest]] = []
