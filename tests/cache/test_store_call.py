@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
+from pagoda.cache.writeback import WriteBackQueue
 from pagoda.ledger import Ledger, StoreSpec, admin
 from pagoda.metrics import Reason
 from pagoda.policy.hindsight import _SharedValues
@@ -92,6 +93,23 @@ def test_what_finds_no_room_on_the_host_goes_below(shm_root: Path, tmp_path: Pat
         hit, _ = served(cache, tokens)
         assert hit.by_tier == {"host": 64 * CHUNK, "disk": 36 * CHUNK}
         assert cache.store(tokens, kv_of(tokens).transfer).present == 100
+
+
+def test_a_flush_drops_nothing_while_chunks_in_buffers_wait(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread comes late, as on a busy machine; chunks in buffers take no room from those in slots."""
+    take = WriteBackQueue._wait_for_note
+
+    def late(queue: WriteBackQueue) -> object:
+        time.sleep(0.2)
+        return take(queue)
+
+    monkeypatch.setattr(WriteBackQueue, "_wait_for_note", late)
+    tokens = prompt(100)
+    with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
+        cache.store(tokens, kv_of(tokens).transfer)
+        assert cache.flush(100) and _on_disk(cache) == 100
 
 
 def test_what_goes_below_lies_behind_its_head_there(shm_root: Path, tmp_path: Path) -> None:

@@ -184,7 +184,8 @@ class WriteBackQueue:
         self._accesses: deque[tuple[Access, int | None]] = deque()  # with their stamps
         self._due = 0.0  # when the tier is told of the accesses (time.monotonic())
         self._accessed = 0  # chunks in the notes of accesses
-        self._waiting = 0  # chunks in the queue
+        # chunks in the queue, and those of them in staging buffers, which have a bound of their own
+        self._waiting = self._buffered = 0
         self._writing = 0  # chunks that the tier is writing
         self._working = False  # on a note
         self._dirty: dict[int, tuple[ChunkRef, _WriteBatch]] = {}  # write_back: by slot
@@ -258,7 +259,7 @@ class WriteBackQueue:
         """Add a batch to the queue. What does not fit is dropped, counted."""
         staged = batch.refs[0].staged is not None
         with self._changed:
-            fitting = len(batch.refs) if staged else max(0, self._slots - self._waiting)
+            fitting = len(batch.refs) if staged else max(0, self._slots - self._waiting + self._buffered)
             fitting, reason = (0, Reason.CLOSED) if self._closed else (fitting, Reason.QUEUE_FULL)
             late = batch.refs[fitting:]
             batch = batch._replace(refs=batch.refs[:fitting])
@@ -266,6 +267,7 @@ class WriteBackQueue:
             number = len(batch.refs)
             if number:  # no signal handler runs between here and the end of the append
                 self._waiting += number
+                self._buffered += number if staged else 0
                 self._queue.append(batch)
                 self._wake()
         if late:
@@ -315,7 +317,7 @@ class WriteBackQueue:
             left = [ref for batch in self._queue for ref in batch.refs]
             self._queue.clear()
             self._accesses.clear()
-            self._waiting = 0
+            self._waiting = self._buffered = 0
             self._noted.set()
             self._changed.notify_all()
             thread = self._thread
@@ -370,6 +372,7 @@ class WriteBackQueue:
         while self._queue and _continues(batch, self._queue[0]):
             batch.refs.extend(self._queue.popleft().refs)
         self._waiting -= len(batch.refs)
+        self._buffered -= len(batch.refs) if batch.refs[0].staged is not None else 0
         return batch
 
     def _enqueue_coldest(self, ledger: Ledger) -> None:
