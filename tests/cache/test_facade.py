@@ -306,6 +306,12 @@ def test_stats_add_up(cache: Cache) -> None:
     assert stats["waiting_chunks"] == stats["staging_buffers"] == 0
 
 
+def test_stats_show_every_reason(cache: Cache) -> None:
+    cache._resources.counters.add({f"{kind}_{reason}": 1 for kind in ("miss", "drop") for reason in Reason})
+    stats = cache.stats()
+    assert stats["misses"] == stats["drops"] == dict.fromkeys(map(str, Reason), 1)
+
+
 def test_single_requests_are_remembered_by_the_store_that_counts_them(cache: Cache) -> None:
     tokens = prompt(3.5)
     stored(cache, tokens[: 2 * CHUNK])

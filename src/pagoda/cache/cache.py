@@ -45,7 +45,7 @@ from pagoda.json_log import log_json
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
-from pagoda.metrics import DROPS, MISSES, guarded_logger
+from pagoda.metrics import by_reason, guarded_logger
 from pagoda.quality_verdict import QualityState, require_quality
 from pagoda.threads import Condition
 from pagoda.tiers.base import Tier
@@ -498,8 +498,8 @@ class Cache:
             "failed": failed,
             "counters": counters,
             "hit_rate": counters["hit_tokens"] / max(1, counters["asked_tokens"]),
-            "misses": _by_reason(counters, "miss_", MISSES),
-            "drops": _by_reason(counters, "drop_", DROPS),
+            "misses": by_reason(counters, "miss_"),
+            "drops": by_reason(counters, "drop_"),
             "waiting_chunks": sum(queue.waiting for queue in resources.writeback),
             "staging_buffers": resources.load_staging.in_use + resources.store_staging.in_use,
             "pinned_bytes": host.slab.pinned_bytes if host is not None else 0,
@@ -630,10 +630,6 @@ def _quality_again(
     except ConfigError as refusal:
         log.warning("tiers with a lossy codec are left out for these weights and adapters: %s", refusal)
         return [QualityState(state.setting, "left out", str(refusal)) for state in begun]
-
-
-def _by_reason(counters: Mapping[str, int], prefix: str, reasons: Sequence[str]) -> dict[str, int]:
-    return {reason: counters[prefix + reason] for reason in reasons if counters.get(prefix + reason)}
 
 
 # ---- names
