@@ -55,7 +55,9 @@ def test_the_example_of_coming_from_runs(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.parent.name != "decisions"],  # these name modules as they were called then
+    [
+        page for page in PAGES if page.parent.name != "decisions"
+    ],  # these name modules as they were called then
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_every_module_that_a_page_names_exists(page: Path) -> None:

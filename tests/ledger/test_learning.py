@@ -79,7 +79,7 @@ def test_what_was_judged_once_is_not_asked_about_again(shm_root: Path) -> None:
     assert ledger.admit(keys(3), start=0, stamp=stamp) == 1  # it is stored
     assert ledger.admit([*keys(3), *keys(100, 101)], start=0, stamp=stamp) == 1
     assert ledger.explain_miss(keys(100)[0]).reason is Reason.NOT_ADMITTED
-    outcomes = ledger.reserve(keys(100), namespace=TENANT, stamp=stamp, admitted=True)
+    outcomes = ledger.reserve(keys(100), namespace=TENANT, stamp=stamp, already_admitted=True)
     assert [type(one) for one in outcomes] == [Reserved]
     ledger.close()
 

@@ -656,7 +656,7 @@ def _wait_for_opening(name: str, deadline: Deadline) -> Cache | None:
 
 @contextmanager
 def _name_taken(name: str | None, cache: Cache) -> Iterator[None]:
-    """Reserve the name for `cache`, which is opened within; then it is found by it while something refers to it.
+    """Reserve the name for `cache`, which is opened within; afterwards the name finds it while something refers to it.
 
     Raises NameTaken (a ValueError) if another cache has it. Does nothing without a name.
     """

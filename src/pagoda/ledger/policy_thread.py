@@ -25,7 +25,10 @@ from pagoda.threads import Event, begin, if_free
 log = guarded_logger("pagoda")
 
 _SHARE_SECONDS = 1.0
-_PAUSE_SECONDS, _PAUSE_SHARE = 0.1, 10  # between two rounds, and so many times as long as the last one took
+_PAUSE_SECONDS, _PAUSE_SHARE = (
+    0.1,
+    10,
+)  # between two rounds: seconds, and at least so many times the last round
 _IDLE_SECONDS = 10.0  # without use, then the thread ends
 _LAST_SECONDS = 1.0
 _NO_ROOM_SECONDS = 1.0  # until the root is asked for more again

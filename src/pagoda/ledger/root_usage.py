@@ -62,7 +62,7 @@ def root_limit(every: Sequence[Holding]) -> int | None:
 def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
     """Record how much the stores of the root may hold; while other processes have the store open, it never shrinks.
 
-    None: the caller only reads the store, or takes from it. A limit from an earlier time does not count then.
+    None: the caller only reads the store, or takes from it; if it is the only user (`sole`), an old limit is removed.
     """
     file = directory / _LIMIT
     fresh = file.with_suffix(".new")

@@ -166,7 +166,7 @@ def open_store(
 
 
 def unusable(directory: Path, why: str) -> StoreError:
-    """Return the error of who wants to use a store as it is, and cannot."""
+    """Return the error for an existing store that cannot be used as it is."""
     return StoreError(
         f"there is no usable store at {directory}: {why}; an engine that opens it repairs or replaces it, `pagoda "
         "remove` frees its space"

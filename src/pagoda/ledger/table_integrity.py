@@ -55,7 +55,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 def checksum(directory: Path, slots: int, used_bytes: int) -> str | None:
-    """Return that of the used pages of the tables and of the columns; None if reading them takes too long. OSError."""
+    """Return the checksum of the used pages of tables and columns; None if reading them takes too long. OSError."""
     until = time.monotonic() + _SECONDS
     state = xxhash.xxh3_128()
     for name, nbytes in ((TABLES, used_bytes), (COLUMNS, columns_bytes(slots))):
@@ -97,7 +97,7 @@ def check(txn: Txn, tables: Tables, columns: Columns, totals: dict[str, int]) ->
     generations = np.fromiter((row[0] for row in ready.values()), np.uint64)
     hints = (columns.generation[rows] != generations) | (columns.last_use[rows] == NOT_READY)
     if len(rows):
-        hints |= ~columns.names(rows, [row[-1] for row in ready.values()])
+        hints |= ~columns.are_published(rows, [row[-1] for row in ready.values()])
     parents = columns.parent_slot[rows]
     child = (parents >= 0) & (parents < columns.slots)
     unreachable = columns.generation[parents[child]] != columns.parent_generation[rows[child]]

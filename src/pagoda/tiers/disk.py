@@ -546,7 +546,7 @@ class DiskWorker(IoWorker):
             parent=first.chunk.parent,
             tokens=first.chunk.tokens,
             stamp=first.stamp,
-            admitted=run[-1].chunk.position < admitted.end,
+            already_admitted=run[-1].chunk.position < admitted.end,
             deadline_seconds=_LEDGER_SECONDS,
         )
         for write, outcome in zip(run, outcomes, strict=True):
