@@ -152,9 +152,9 @@ def test_a_start_within_a_chunk_or_past_the_end_is_refused(cache: Cache, start: 
     [
         ([True] * 16 + [False] * 16 + [True] * 128, "False after a True"),
         ([False] * 5 + [True] * 155, "multiple of the chunk"),
-        ([True] * 159, "one bool a token"),
-        ([1] * 160, "one bool a token"),
-        (np.ones((2, 160), bool), "one bool a token"),
+        ([True] * 159, "one bool per token"),
+        ([1] * 160, "one bool per token"),
+        (np.ones((2, 160), bool), "one bool per token"),
     ],
 )
 def test_a_bad_mask_is_refused(cache: Cache, mask: object, message: str) -> None:

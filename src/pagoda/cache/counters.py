@@ -100,7 +100,7 @@ class CacheCounters:
     def warn(
         self, logger: logging.Logger, reason: Reason, message: str, error: Exception | None = None
     ) -> None:
-        """Log an error, one line a reason in a while; its traceback at debug level."""
+        """Log an error, one line per reason in a while; its traceback at debug level."""
         self._log_lines.warn(logger, reason, message)
         if error is not None:
             logger.debug("%s", reason.value, exc_info=error)

@@ -1,4 +1,4 @@
-"""What a cache logs of itself: five lines when it is opened, at INFO, and one line a call, at DEBUG.
+"""What a cache logs of itself: five lines when it is opened, at INFO, and one line per call, at DEBUG.
 
 `Cache` calls `log_opened`, `Call` calls `log_call`. No line has a token of a prompt, a salt or a password.
 """

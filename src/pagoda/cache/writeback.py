@@ -1,4 +1,4 @@
-"""Write-back: background threads, one a lower tier, write what was stored above and touch there what is used.
+"""Write-back: background threads, one per lower tier, write what was stored above and touch there what is used.
 
 Calls enqueue notes of chunks in host slots, and staging buffers for chunks without a slot; the threads hand them to
 their tiers. A chunk that is evicted from its slot before its turn is a counted drop. By policy these are written:

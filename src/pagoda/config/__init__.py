@@ -149,7 +149,7 @@ class Config:
         False, "Let blending and lossy codecs start without a passing verdict of pagoda quality."
     )
     log_format: LogFormat = _option(  # noqa: RUF009  # a field, as all of them
-        "plain", "'json': what this process logs of PagodaKV goes to stderr as JSON, one object a line."
+        "plain", "'json': what this process logs of PagodaKV goes to stderr as JSON, one object per line."
     )
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ Modules, in the order in which data meets them:
     queries             what read transactions look up
     lmdb_tables         the LMDB tables: everything that must be right
     columns             the mapped columns and ghosts: hints for policies, and the published generations
-    member_counters     the mapped counters, a row a member
+    member_counters     the mapped counters, one row per member
     chunk_notes         what an engine keeps with its chunks, to tell routers of them after a restart
     request_ring        the last requests, with why each got no more
     eviction_policy     `Evictor`: the one way to the policy

@@ -1,4 +1,4 @@
-"""The columns of a ledger: one row a slot, mapped, shared by all processes; hints that may be lost or torn.
+"""The columns of a ledger: one row per slot, mapped, shared by all processes; hints that may be lost or torn.
 
 Only `generation` and `key` are more than hints: they are the published copy of what the tables say, and are compared
 with it. They are assigned inside the gate, after the commit of the transaction that decided them, and before the

@@ -63,7 +63,7 @@ _changed = Condition()  # of the two; never held while a store is opened or clos
 
 
 class Ledger:
-    """One store's ledger in this process. Thread-safe and fork-safe; `open` returns one shared object a store.
+    """One store's ledger in this process. Thread-safe and fork-safe; `open` returns one shared object per store.
 
     Calls with `deadline_seconds` never take longer, never raise for a failure at run time, and count what they refuse:
     `drop_<reason>` for each Refused, `miss_ledger_busy` for each read and `drop_ledger_busy` for each write that was

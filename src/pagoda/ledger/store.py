@@ -261,7 +261,7 @@ def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
             f"another version of PagodaKV uses it, with tables of format {state.format} instead of {FORMAT}"
         )
     elif (state.kind, state.slot_bytes) != (spec.kind, spec.slot_bytes):
-        wrong = f"it holds another kind of chunks: {state.kind}, {state.slot_bytes} bytes a slot"
+        wrong = f"it holds another kind of chunks: {state.kind}, {state.slot_bytes} bytes per slot"
     else:
         wrong = mismatch(directory, state)
     if state is None or wrong:

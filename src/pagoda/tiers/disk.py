@@ -216,7 +216,7 @@ class DiskTier(QueuedTier):
         self, keys: Sequence[bytes], start: int | None, namespace: bytes | None, deadline_seconds: float | None, *,
         stamp: int | None = None, touch: bool | None = None, lease_seconds: float = _LOAD_LEASE_SECONDS,
     ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:  # fmt: skip
-        """Yield lazily where each key is, or why it is absent: one transaction a run.
+        """Yield lazily where each key is, or why it is absent: one transaction per run.
 
         Looks into the queue first: what leaves it meanwhile is in the ledger, or was dropped and is a miss later. By
         default, for a load, this leases the run and does not touch it: `find` has, with one stamp for the whole run.

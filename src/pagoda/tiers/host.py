@@ -308,7 +308,7 @@ class HostTier(BlockingCalls):
         stamp = self.ledger.stamp()
         deadline = Deadline(clamp_deadline(self.deadline_seconds, deadline_seconds))
         ends: list[Future[Done]] = []
-        while (at := len(ends)) < len(keys):  # one transaction a run: an absent key ends it
+        while (at := len(ends)) < len(keys):  # one transaction per run: an absent key ends it
             match = self.ledger.match_prefix(
                 keys[at:], start=None if start is None else start + at, namespace=namespace,
                 stamp=stamp, deadline_seconds=deadline.remaining(),
