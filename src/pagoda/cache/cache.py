@@ -25,15 +25,16 @@ from pagoda.cache.call import (
     enable_profiler_ranges,
     enable_spans,
 )
-from pagoda.cache.hit import CacheStats, Cleared, Hit, Stored
+from pagoda.cache.call_log import log_opened
 from pagoda.cache.host_slots import HostSlots
-from pagoda.cache.log_lines import log_opened
 from pagoda.cache.lookup_call import run_explain, run_lookup
+from pagoda.cache.open_tiers import open_tiers
 from pagoda.cache.recording import CallKind
 from pagoda.cache.resources import build_resources
+from pagoda.cache.results import CacheStats, Cleared, Hit, Stored
 from pagoda.cache.retrieve_call import RetrieveCall, measure_again
 from pagoda.cache.store_call import StoreCall
-from pagoda.cache.tier_stack import TierStack, build_tiers, codecs_of, open_tiers
+from pagoda.cache.tier_stack import TierStack, build_tiers, codecs_of
 from pagoda.cache.weights_epoch import PresentWeights
 from pagoda.clock import Clock, Deadline
 from pagoda.codec import codec_setting, require_layout
@@ -438,7 +439,7 @@ class Cache:
         ConfigError if the endpoint is taken, pyzmq is missing, or there is no local tier; ValueError the second time,
         ClosedError after `close`.
         """
-        from pagoda.cache.kv_event_source import RequestEvents
+        from pagoda.cache.request_events import RequestEvents
         from pagoda.kv_events.publisher import EventPublisher
         from pagoda.kv_events.stored_events import MEDIA, largest_message
 

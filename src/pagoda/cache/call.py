@@ -17,10 +17,10 @@ from typing import Generic, NamedTuple, TypeAlias, TypedDict, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.cache.call_log import log_call
 from pagoda.cache.counters import CacheCounters
-from pagoda.cache.hit import Hit
-from pagoda.cache.log_lines import log_call
 from pagoda.cache.otel_spans import SpanRecorder
+from pagoda.cache.results import Hit
 from pagoda.cache.tier_stack import TierStack
 from pagoda.clock import Clock, Deadline
 from pagoda.errors import ClosedError, ConfigError

@@ -11,9 +11,9 @@ from functools import partial
 from typing import NamedTuple
 
 from pagoda.cache.call import CacheRequest
-from pagoda.cache.explain_miss import UNANSWERED
-from pagoda.cache.hit import Hit
+from pagoda.cache.miss_reason import UNANSWERED
 from pagoda.cache.resources import Resources
+from pagoda.cache.results import Hit
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Tier

@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.cache.call import CacheRequest, CheckedTransfer
-from pagoda.cache.explain_miss import UNANSWERED
-from pagoda.cache.hit import Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS, expected_hit
+from pagoda.cache.miss_reason import UNANSWERED
 from pagoda.cache.resources import Resources
+from pagoda.cache.results import Hit
 from pagoda.cache.staging import StagingPool
 from pagoda.cache.tier_stack import TierStack
 from pagoda.cache.writeback import Access, ChunkRef, chunk_ref, columns_of, recency_stamp, refs_in_slots

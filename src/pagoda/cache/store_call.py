@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 
 from pagoda.cache.call import CacheRequest, CheckedTransfer
-from pagoda.cache.hit import Stored
 from pagoda.cache.resources import Resources
+from pagoda.cache.results import Stored
 from pagoda.cache.staging import StagedChunk
 from pagoda.cache.writeback import (
     Access,

@@ -33,15 +33,15 @@ from pagoda.ledger.locks import barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.outcomes import CommitResult, Match, Miss, Outcome, Present, Refused, Reserved
-from pagoda.ledger.policy_thread import PolicyThread, map_learned
+from pagoda.ledger.page_guards import PageGuards
 from pagoda.ledger.request_ring import RequestRing
 from pagoda.ledger.session import Session, UnavailableError
-from pagoda.ledger.slot_view_guards import PageGuards
 from pagoda.ledger.space_sharing import SpaceShare
-from pagoda.ledger.store import StoreSpec, open_store, os_errors_mapped, unusable, warn_of_slots
+from pagoda.ledger.store_directory import StoreSpec, open_store, os_errors_mapped, unusable, warn_of_slots
 from pagoda.ledger.store_state import LOCKS, REQUESTS, SLAB, Kind, read_state
 from pagoda.ledger.stores_under_root import discard_idle
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
+from pagoda.ledger.upkeep_thread import UpkeepThread, map_learned
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.threads import Condition
 
@@ -89,7 +89,7 @@ class Ledger:
         self.evictor = Evictor(policy, session.columns)
         self.space = SpaceShare(self)
         learned = map_learned(session.store.directory, self.evictor)
-        self.policy_thread = PolicyThread(session, self.evictor, learned, self.space)
+        self.upkeep_thread = UpkeepThread(session, self.evictor, learned, self.space)
         self._now = session.clock.monotonic_ns
         self.count = session.count
         self._last_stamp = 0
@@ -269,7 +269,7 @@ class Ledger:
                 if isinstance(outcome, Refused):
                     self.count({f"drop_{outcome.reason}": 1})
             lacks = (self._lacks_pages or self.space.exceeds) and self._room < self.window
-            self.policy_thread.wake(lacks)
+            self.upkeep_thread.wake(lacks)
             return outcomes
         except BaseException:  # of a signal handler: the caller never learns of these reservations
             made = request.made
@@ -632,7 +632,7 @@ class Ledger:
             self._closing = True  # a thread that opens the store again waits until it is closed
         try:
             self.namespaces.save_labels(every_seconds=0.0)
-            self.policy_thread.close()
+            self.upkeep_thread.close()
             self.session.close()
         finally:
             with _changed:
@@ -649,8 +649,8 @@ def _reset_in_child() -> None:
     for ledger in list(_ledgers):
         ledger.namespaces.forget()
         ledger.evictor = Evictor(ledger.evictor.policy, ledger.columns)  # a thread may have been inside it
-        ledger.policy_thread = PolicyThread(
-            ledger.session, ledger.evictor, ledger.policy_thread.learned, ledger.space
+        ledger.upkeep_thread = UpkeepThread(
+            ledger.session, ledger.evictor, ledger.upkeep_thread.learned, ledger.space
         )
         if ledger._closing or ledger._borrowed:  # by a thread that this process does not have
             _ledgers.remove(ledger)

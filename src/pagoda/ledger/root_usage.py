@@ -1,6 +1,6 @@
 """How much space the stores of one root hold, and how much they may hold together.
 
-`store` and `space_sharing` call it under the lock of the root.
+`store_directory` and `space_sharing` call it under the lock of the root.
 """
 
 from __future__ import annotations

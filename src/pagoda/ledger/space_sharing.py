@@ -9,12 +9,12 @@ those of other versions in memory have a separate limit.
 One transfer, all of it under the lock of the root, and never inside two gates at once:
 
     the giver's gate    its free slots and coldest chunks are taken out of its tables and are bare
-    no gate             views of a slab in memory are waited for (`slot_view_guards`), then the holes are punched
+    no gate             views of a slab in memory are waited for (`page_guards`), then the holes are punched
     no gate             the taker allocates pages for its slots: without free space it gets fewer, without an error
     the taker's gate    these slots are free, and only now may be reserved
 
 A process that dies in between leaves bare slots with pages, or pages that no table lists: the next one that needs space
-punches them. `Ledger` settles a new store, and `policy_thread` asks for more.
+punches them. `Ledger` settles a new store, and `upkeep_thread` asks for more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Whether the tables of a store can be trusted: a checksum from its last clean close tells, else a look at every row.
 
-LMDB has no checksums: a damaged page is an error, a wrong row, or the end of the process by a signal. `store` calls it.
+LMDB has no checksums: a damaged page is an error, a wrong row, or the end of the process by a signal.
+`store_directory` calls this module.
 """
 
 from __future__ import annotations

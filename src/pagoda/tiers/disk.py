@@ -27,7 +27,7 @@ from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.slab import FileSlab, address, aligned
 from pagoda.threads import NO_THREAD, Condition, Event
-from pagoda.tiers import tier_registry
+from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.header_scan import HeaderScan
@@ -135,7 +135,7 @@ class DiskTier(QueuedTier):
         except BaseException:
             ledger.close()
             raise
-        tier_registry.add("disk", path, sum(map(len, ledger.space.backed_ranges())) * stride if made else 0)
+        recorded_tiers.add("disk", path, sum(map(len, ledger.space.backed_ranges())) * stride if made else 0)
         return cls(
             layout,
             ledger,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from pagoda.cache.hit import Hit, Stored
+from pagoda.cache.results import Hit, Stored
 from pagoda.cache.tier_stack import TierStack
 from pagoda.config.sizes import format_size
 from pagoda.errors import PagodaError

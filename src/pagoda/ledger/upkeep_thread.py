@@ -43,7 +43,7 @@ def map_learned(directory: Path, evictor: Evictor) -> NDArray[np.float64] | None
     return np.frombuffer(map_file(path, evictor.shared_values * 8), np.float64)
 
 
-class PolicyThread:
+class UpkeepThread:
     """Lets the policy of one ledger learn and prepare, on a daemon thread that runs while it is needed."""
 
     def __init__(

@@ -54,7 +54,7 @@ from pagoda.ledger.table_integrity import checksum, find_damage
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import guarded_logger
 
-log = guarded_logger("pagoda.ledger.store")
+log = guarded_logger("pagoda.ledger.store_directory")
 
 _LAST_STAMP = 1 << 62  # no clock gets there: a larger stamp is damaged
 
