@@ -521,9 +521,7 @@ class Cache:
         if (prompts := self._resources.prompt_log) is not None:
             prompts.flush()
         flushed = [queue.flush(deadline.remaining()) for queue in self._resources.writeback]
-        for tier in self._tiers.lower:
-            wait = getattr(tier, "flush", None)
-            flushed.append(wait is None or bool(wait(deadline.remaining())))
+        flushed += [tier.flush(deadline.remaining()) for tier in self._tiers.lower]
         return all(flushed)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> bool:

@@ -35,7 +35,7 @@ from pagoda.ledger import Ledger, Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.threads import Condition, Event, start_thread
-from pagoda.tiers import DiskTier, HostTier
+from pagoda.tiers import HostTier
 from pagoda.tiers.base import Chunk, Done, Tier, runs
 
 log = guarded_logger("pagoda.cache")
@@ -118,23 +118,6 @@ class Access(NamedTuple):
     source: Tier | None = None  # the lower tier that served them
     asked: bool = True
     left_out: tuple[str, ...] = ()  # tiers that may not have these chunks
-
-
-# -- what only the disk tier is asked -----------------------------------------------------------------------------
-
-
-def recency_stamp(tier: Tier) -> int:
-    """Return a recency stamp for one run, so that its tail is evicted before its head."""
-    return tier.ledger.stamp() if isinstance(tier, DiskTier) else time.monotonic_ns()
-
-
-def admitted_prefix(
-    tier: Tier, keys: Sequence[bytes], namespace: bytes, start: int, stamp: int | None
-) -> tuple[int, bool]:  # fmt: skip
-    """Return how many of a run's next keys a tier would admit, and whether it refuses the rest. See DiskTier.admit."""
-    if not isinstance(tier, DiskTier) or stamp is None:
-        return len(keys), False
-    return tier.admit(keys, namespace=namespace, start=start, stamp=stamp)
 
 
 # -- one lower tier -----------------------------------------------------------------------------------------------
@@ -225,11 +208,11 @@ class WriteBackQueue:
         """Note that chunks were served; the thread soon tells the tier."""
         if self.tier.name in access.left_out:
             return
-        if access.source is self.tier and isinstance(self.tier, DiskTier):
-            return  # it keeps recency itself, and noted this access when it was asked
+        if access.source is self.tier and self.tier.keeps_recency:
+            return  # it noted this access when it was asked
         if access.where is not None and self._is_known(*access.where).all():
             return
-        stamp = recency_stamp(self.tier)
+        stamp = self.tier.stamp()
         with self._changed:
             if self._closed:
                 return
@@ -446,7 +429,9 @@ class WriteBackQueue:
             at, refusing = 0, False
             while at < len(run) and not refusing:
                 keys, start = [ref.key for ref in run[at:]], run[at].position
-                count, refusing = admitted_prefix(self.tier, keys, batch.namespace, start, batch.stamp)
+                count, refusing = self.tier.admit(
+                    keys, namespace=batch.namespace, start=start, stamp=batch.stamp
+                )
                 admitted += run[at : at + count]
                 at += count
             self.settle(run[at:], _REFUSED_SECONDS)

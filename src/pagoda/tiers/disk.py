@@ -55,6 +55,7 @@ class DiskTier(QueuedTier):
 
     name = "disk"
     believed_seconds = 0.1  # a look-up costs little, and the policy should learn of every use
+    keeps_recency = True
 
     def __init__(
         self,
@@ -164,6 +165,10 @@ class DiskTier(QueuedTier):
         """Whether the disk is skipped for a while after failures in a row. Nothing is found meanwhile."""
         return self._breaker.resting
 
+    def stamp(self) -> int:
+        """Return a recency stamp for one run. See Tier.stamp."""
+        return self.ledger.stamp()
+
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def find(
@@ -251,16 +256,16 @@ class DiskTier(QueuedTier):
                 index += 1
 
     def admit(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int, stamp: int
-    ) -> tuple[int, bool]:  # fmt: skip
+        self, keys: Sequence[bytes], *, namespace: bytes, start: int, stamp: int | None
+    ) -> tuple[int, bool]:
         """Return how many of a run's next keys the policy admits, and whether it refuses the keys after those.
 
         The policy is asked once per stamp, about at most 64 keys. Save only admitted chunks, with the same stamp. If
         nothing calls this for a run, each batch of it is judged separately. Refused chunks are counted, and the policy
         learns that they were requested.
         """
-        if self._refusal() is not None:
-            return len(keys), False  # `save` returns the reason
+        if stamp is None or self._refusal() is not None:
+            return len(keys), False  # `save` judges each batch, or returns the reason
         store = self._store
         with store.admission_lock:  # held for a moment: see _ADMIT_SECONDS
             known, refused = store.admissions.get((namespace, stamp), _NOTHING_ADMITTED), 0

@@ -222,10 +222,6 @@ class HostTier(BlockingCalls):
         """Return True: nothing is in flight."""
         return True
 
-    def flush(self, timeout: float) -> bool:
-        """Return True: nothing is in flight."""
-        return True
-
     def holders(self, key: bytes) -> list[str]:
         """Return what keeps this chunk from eviction: names of pins."""
         return [owner for owner, keys in admin.list_pins(self.ledger).items() if key in keys]
