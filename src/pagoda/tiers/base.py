@@ -57,15 +57,13 @@ class Tier(Protocol):
     is_shared: bool = False  # by machines: not used while the weights have no name that all of them know
     read_only: bool = False  # nothing is saved or touched here
     keeps_recency: bool = False  # of the chunks that `find` finds: a load is no reason to touch them
+    # returns a recency stamp for one run; it is passed to all calls for the run, so that its tail stays older
+    stamp: Callable[[], int] = time.monotonic_ns
 
     @property
     def resting(self) -> bool:
         """Whether the tier is skipped for a while after failures in a row. Nothing is found meanwhile."""
         return False
-
-    def stamp(self) -> int:
-        """Return a recency stamp for one run: it is passed to all calls for the run, so that its tail stays older."""
-        return time.monotonic_ns()
 
     @abstractmethod
     def register(self, namespace: Namespace) -> None:

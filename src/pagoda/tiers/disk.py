@@ -83,6 +83,7 @@ class DiskTier(QueuedTier):
         self.chunk_bytes = layout.chunk_bytes
         self.slot_bytes = layout.slot_bytes
         self.ledger = ledger
+        self.stamp = ledger.stamp
         self.deadline_seconds = deadline_seconds
         self._breaker = CircuitBreaker(clock or Clock())
         self._store = DiskStore(ledger, slab, layout, codec_name, self._breaker, io_threads, durable)
@@ -164,10 +165,6 @@ class DiskTier(QueuedTier):
     def resting(self) -> bool:
         """Whether the disk is skipped for a while after failures in a row. Nothing is found meanwhile."""
         return self._breaker.resting
-
-    def stamp(self) -> int:
-        """Return a recency stamp for one run. See Tier.stamp."""
-        return self.ledger.stamp()
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
