@@ -279,7 +279,7 @@ class RetrieveCall:
         self._load_seconds[tier.name] = self._load_seconds.get(tier.name, 0.0) + seconds
         for queue in self._resources.writeback:
             if queue.tier is tier:
-                queue.settle(pipeline.committed)
+                queue.mark_known(pipeline.committed)
         if self._done > before:
             self._note_served(tier, before, pipeline.committed)
         stopped = destination.stopped if isinstance(destination, HostDestination) else None

@@ -118,7 +118,7 @@ class StoreCall:
             asked=False, deadline_seconds=self._deadline.remaining(),
         )  # fmt: skip
         where = have.slots, have.generations
-        known = not (have.slots.size and self._lower) or all(q.is_settled(*where) for q in self._queues)
+        known = not (have.slots.size and self._lower) or all(q.needs_no_note(*where) for q in self._queues)
         refs = [] if known else refs_in_slots(request, at, *where)
         if have.reason in (Reason.LEDGER_BUSY, Reason.IO_ERROR):
             return have.reason
