@@ -13,14 +13,14 @@ from pathlib import Path
 from pagoda.clock import Deadline
 from pagoda.disk_space import opened
 
-_LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 0.005  # a process that is stopped with the lock is not waited for longer
+_LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 0.005  # the longest wait for the lock: a stopped process may hold it
 _TAIL = 1 << 16
 
 
 def append_lines(path: Path, lines: Sequence[bytes]) -> tuple[int, OSError | None]:
-    """Append lines (with their ends), each in one write; return how many, and the error that prevented the others.
+    """Append lines (with their line ends), each in one write; return how many, and the error that stopped the rest.
 
-    A partial line of a killed process is cut off; this call leaves none. Safe beside other processes and threads that
+    Cuts off a partial line of a killed process, and leaves none. Safe beside other processes and threads that
     do the same; with no lines, it only repairs the file.
     """
     count, locked = 0, False
@@ -35,7 +35,7 @@ def append_lines(path: Path, lines: Sequence[bytes]) -> tuple[int, OSError | Non
                     _append(fd, line, locked)
                     count += 1
             finally:
-                if locked:  # a child that was forked meanwhile also has the descriptor
+                if locked:  # unlock explicitly: a child that was forked meanwhile also has the descriptor
                     fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
         return count, error
@@ -51,7 +51,7 @@ def _append(fd: int, line: bytes, locked: bool) -> None:
 
 
 def _lock(fd: int) -> bool:
-    """Lock the file for this descriptor; False if that takes too long, or the file system has no locks."""
+    """Lock the file by this descriptor; False if that takes too long, or if the file system has no locks."""
     deadline = Deadline(_LOCK_SECONDS)
     while True:
         try:
