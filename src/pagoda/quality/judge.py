@@ -1,4 +1,4 @@
-"""From samples to figures, and from figures to verdicts. Called by `pagoda quality`; calls `bootstrap`. Pure."""
+"""Makes figures from samples, and verdicts from figures. Called by `pagoda quality`; calls `bootstrap`. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pagoda.quality_verdict import Result, Setting
 
 
 class Judged(NamedTuple):
-    """One row of the report. A setting has a result; exact KV and controls have none."""
+    """One row of the report. A setting has a result; exact KV and controls do not."""
 
     name: str
     figures: Figures
     seconds: float  # to the first token, a prompt
     result: Result | None = None
-    over_reuse: Interval | None = None  # nats a token by which it is nearer to exact KV than plain reuse
+    over_reuse: Interval | None = None  # nats per token by which it is nearer to exact KV than plain reuse
 
 
 def judged(
@@ -39,19 +39,19 @@ def judged(
 ) -> list[Judged]:
     """Return the rows of the report: exact KV, each setting with its verdict, the controls.
 
-    A control that may keep the bounds of a setting fails the setting: then these prompts do not show that KV is wrong.
+    If a control may keep the bounds of a setting, the setting fails, because these prompts do not detect wrong KV.
 
     Args:
-        samples: of each approach, by its name, and of "exact".
-        settings: of the approaches that are settings.
+        samples: the samples of each approach, by its name, and of "exact".
+        settings: the settings, by the name of their approach.
         controls: the names of the approaches that must fail.
-        bounds: by feature.
+        bounds: the bounds of each feature.
         has_answers: whether all prompts have an expected answer.
         digest: names the prompts.
-        new_tokens: most tokens of an answer of which none was expected.
-        confidence: of the intervals.
-        seed: of the bootstrap.
-        made: when.
+        new_tokens: the most tokens of an answer for a prompt without an expected answer.
+        confidence: that of the intervals.
+        seed: the seed of the bootstrap.
+        made: the time of the measurement.
     """
     exact = samples["exact"]
     figures = {name: figures_of(mine, exact, has_answers, confidence, seed) for name, mine in samples.items()}
@@ -78,7 +78,7 @@ def figures_of(
     confidence: float,
     seed: int,
 ) -> Figures:
-    """Return what samples show beside those with exact KV of the same prompts."""
+    """Return the figures of samples, compared with the samples of exact KV on the same prompts."""
 
     def share(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
         return ratio_interval(parts, wholes, confidence=confidence, seed=seed)
