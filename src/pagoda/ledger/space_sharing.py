@@ -324,7 +324,7 @@ class SpaceShare:
             if not idle:
                 return []
             first = self._last_with_pages(meta, count)
-            self._session.write(lambda w: hold_pin_remove.vacate_unscanned(w, meta.backed - first), 1.0)
+            self._session.write(partial(hold_pin_remove.vacate_unscanned, count=meta.backed - first), 1.0)
             return list(range(first, meta.backed))
         slots = list[int]()
         # if pinned or held chunks were chosen, look further

@@ -100,7 +100,7 @@ class DiskTier(QueuedTier):
     def open(
         cls,
         layout: KVLayout,
-        path: Path,
+        path: str | os.PathLike[str],
         size_bytes: int,
         *,
         direct: bool | None = None,
@@ -124,7 +124,7 @@ class DiskTier(QueuedTier):
         if slots < 1:
             raise ValueError(f"a disk tier of {size_bytes} bytes has no room for one chunk of {stride}")
         spec = StoreSpec(
-            root=path,
+            root=Path(path),
             name=layout.fingerprint + (f".{codec_name}" if codec_name in codec.LOSSY else ""),
             kind="file",
             slots=slots,
@@ -132,7 +132,7 @@ class DiskTier(QueuedTier):
             limit_bytes=size_bytes,
             chunk_bytes=layout.chunk_bytes,
         )
-        made = not os.path.exists(path / spec.name)  # also true if this user may not see it
+        made = not os.path.exists(spec.root / spec.name)  # also true if this user may not see it
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
         try:
             slab = ledger.open_slab(lambda file: FileSlab(file, ledger.slots, stride, direct))
