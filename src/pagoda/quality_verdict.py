@@ -194,7 +194,7 @@ def require_quality(
         return QualityState(setting, "unchecked", f"used without a passing verdict: {found.why}")
     raise ConfigError(
         f"{setting} changes what the model computes, and nothing says that it is good enough: {found.why}; "
-        f"{_remedy(setting, name, adapters)}; or set unchecked = true to use it all the same"
+        f"{_remedy(setting, name, adapters)}; or set unchecked = true to use it anyway"
     )
 
 
@@ -231,13 +231,13 @@ def read_verdict(path: str | Path) -> Verdict:
     try:
         head = msgspec.json.decode(content, type=_Head)
         if head.format != FORMAT:
-            raise ConfigError(f"{path}: is no verdict of pagoda quality")
+            raise ConfigError(f"{path}: is not a verdict of pagoda quality")
         if head.version != VERSION:
             age = "an older" if head.version < VERSION else "a newer"
             raise ConfigError(f"{path}: is of {age} version ({head.version}; this release reads {VERSION})")
         verdict = msgspec.json.decode(content, type=Verdict)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as trouble:
-        raise ConfigError(f"{path}: is no verdict of pagoda quality: {trouble}") from None
+        raise ConfigError(f"{path}: is not a verdict of pagoda quality: {trouble}") from None
     if verdict.checksum != verdict.digest():
         raise ConfigError(f"{path}: its checksum is not that of its content: it was damaged or edited")
     for number, result in enumerate(verdict.results):
@@ -259,7 +259,7 @@ def _content(path: str | Path) -> bytes:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
-                raise ConfigError(f"{path}: is no verdict of pagoda quality: no file, or too large")
+                raise ConfigError(f"{path}: is not a verdict of pagoda quality: not a file, or too large")
             return file.read(_MOST_BYTES)
     except (OSError, ValueError) as trouble:
         said = trouble.strerror if isinstance(trouble, OSError) else trouble

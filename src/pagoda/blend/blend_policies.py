@@ -122,7 +122,7 @@ def _check_policy(policy: SelectionPolicy) -> None:
     if name in POLICIES and type(policy) is not POLICIES[name]:
         raise ValueError(
             f"policy {type(policy).__name__} has the name {name!r} of another one, whose verdict would be taken for "
-            "it: give it a name of its own"
+            "it: give it its own name"
         )
 
 

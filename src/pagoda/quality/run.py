@@ -97,7 +97,7 @@ def measure_quality(
     has_answers = all(prompt.expected for prompt in prompts)
     if has_answers and not any(sample.right for sample in samples["exact"]):
         raise ValueError(
-            f"with exact KV the model gives none of the {len(prompts)} expected answers, so they tell nothing: "
+            f"with exact KV the model gives none of the {len(prompts)} expected answers, so they show nothing: "
             "correct them, or leave them out"
         )
     rows = judged(

@@ -81,7 +81,7 @@ def check_names(names: Sequence[str]) -> None:
     """Raise ConfigError for a name of weights that a verdict cannot have. Changes nothing."""
     for name in names:
         if not name or name != name.encode(errors="replace").decode():
-            raise ConfigError(f"{name!r}: is no name of weights; write a text that is not empty, in UTF-8")
+            raise ConfigError(f"{name!r}: is not a name of weights; write a text that is not empty, in UTF-8")
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def check_place(path: str | Path) -> None:
     except OSError as trouble:  # a name that is too long, or a directory that may not be searched
         raise ConfigError(f"{path}: cannot be written: {trouble.strerror}") from None
     if is_there and not is_file and not path.is_dir():
-        raise ConfigError(f"{path}: cannot be written: it is no file")
+        raise ConfigError(f"{path}: cannot be written: it is not a file")
     if is_file:
         _check_verdict(path)
     # the file is replaced, so its directory must be writable
@@ -123,7 +123,7 @@ def check_place(path: str | Path) -> None:
     while not place.exists():
         place = place.parent
     if path != place and not place.is_dir():
-        raise ConfigError(f"{path}: cannot be written: {place} is no directory")
+        raise ConfigError(f"{path}: cannot be written: {place} is not a directory")
     if not os.access(place, os.W_OK):
         raise ConfigError(f"{path}: cannot be written: {place} is not yours to write")
 
@@ -136,7 +136,7 @@ def _check_verdict(path: Path) -> None:
         head = _Format()
     if head.format != FORMAT:
         raise ConfigError(
-            f"{path}: is no verdict of pagoda quality; name another file, so that it is not overwritten"
+            f"{path}: is not a verdict of pagoda quality; name another file, so that it is not overwritten"
         )
     if head.version > VERSION:
         raise ConfigError(
