@@ -13,7 +13,7 @@ FIELDS = "pagoda"
 """The attribute of a log record, a mapping, whose entries become keys: `log.info(text, extra={FIELDS: {...}})`."""
 
 _KEYS = ("time", "level", "logger", "process", "message")
-_MOST_BYTES = 4000  # so many bytes fit into a pipe that has any room
+_MOST_BYTES = 4000  # a line of this size fits into a pipe that has any room
 _MOST_OF_EXCEPTION = 3000
 
 

@@ -39,7 +39,7 @@ VERSION = 1  # raised when figures or bounds change their meaning: older verdict
 Option: TypeAlias = str | int | float | bool
 
 _MOST_BYTES = 16 << 20
-_MOST_FILES = 1000  # so many files of a directory are read
+_MOST_FILES = 1000  # the most files of a directory that are read
 _BY_POSITION = {"blend": ("policy", "recompute"), "codec": ("codec",)}  # options that need no name in text
 _CHUNK = "chunk_tokens"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")

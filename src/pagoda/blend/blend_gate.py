@@ -6,7 +6,7 @@ from pagoda.cache import Cache
 from pagoda.keys import Namespace
 from pagoda.quality_verdict import QualityState, Setting, require_quality
 
-_MOST_STATES = 1024  # so many answers, by setting, weights and adapters, are remembered
+_MOST_STATES = 1024  # the number of answers, by setting, weights and adapters, that are remembered
 
 
 class BlendGate:

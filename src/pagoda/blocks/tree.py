@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from pagoda.blocks.manager_results import Place
 
-_SPARE = 1024  # the heap may hold so many stale entries, besides one per candidate
+_SPARE = 1024  # the stale entries that the heap may hold, besides one per candidate
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -21,15 +21,15 @@ from pagoda.clock import Clock
 from pagoda.fork import reset_now_and_in_child
 from pagoda.ledger.columns import map_or_private
 
-# so many measurements of a tier are needed: a single copy during which the process was paused proves nothing
+# the measurements of a tier that are needed: a single copy during which the process was paused proves nothing
 _FEWEST = 3
 # after a measurement the tier is tried, and measured, again; doubled while it stays slow
 _PROBE_NS = 1_000_000_000
 _LATEST_PROBE_NS = 60 * _PROBE_NS
-_SMALL_NS = 600 * _PROBE_NS  # after so long, a small prompt counts as a measurement of prefill, too
+_SMALL_NS = 600 * _PROBE_NS  # after this time, a small prompt counts as a measurement of prefill, too
 _HOST = "host"
-_PROBE_CHUNKS = 4  # at least so many chunks measure a tier again
-_LAST = 5  # so many measurements of a row are kept
+_PROBE_CHUNKS = 4  # the fewest chunks that measure a tier again
+_LAST = 5  # the number of measurements that a row keeps
 _NAME_BYTES = 16
 # name, number of measurements, time of the last (monotonic ns), slow ones in a row; the last rates and their amounts
 _ROW = Struct(f"<{_NAME_BYTES}sQqQ{_LAST}d{_LAST}d")

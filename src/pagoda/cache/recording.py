@@ -39,8 +39,8 @@ _ID_MASK = (1 << 63) - 1  # ids are signed 64-bit integers
 
 _SAME_MS = 10_000  # the longest time between two calls of one request, except its stores
 _STORED_MS = 600_000  # a request is stored within this time: an answer may take long
-_MOST_REQUESTS = 512  # so many requests are remembered
-_ID = 8  # so many bytes of a key distinguish it from others
+_MOST_REQUESTS = 512  # the number of requests that are remembered
+_ID = 8  # the bytes of a key that distinguish it from others
 
 
 class CallKind(Enum):

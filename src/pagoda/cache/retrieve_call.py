@@ -39,9 +39,9 @@ from pagoda.tiers.base import Bytes, Done, Tier
 
 _COPY_BYTES = 256 << 20  # copied between two checks of the deadline
 _PAUSE_SECONDS = (0.0002, 0.005)  # between two checks of a chunk that another call is storing
-_TRY_EVERY = 16  # only one of so many checks writes to the ledger; the others block no call
-_MOST_ROUNDS = 3  # so many times in a row a chunk may disappear between two steps
-_ARRIVED_BYTES = 64 << 20  # at most so much is copied out at once while reads are in flight
+_TRY_EVERY = 16  # one check in 16 writes to the ledger; the others block no call
+_MOST_ROUNDS = 3  # how often in a row a chunk may disappear between two steps
+_ARRIVED_BYTES = 64 << 20  # the most bytes that are copied out at once while reads are in flight
 
 
 def measure_again(resources: Resources, request: CacheRequest, hit: Hit) -> None:

@@ -33,7 +33,7 @@ log = guarded_logger("pagoda.cache")
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _RESERVED_BYTES = 1024  # space for this many epochs at any time
 _BEYOND_FILES = 1 << 31  # no file becomes this long
-_MOST_NAMESPACES = 1024  # so many namespaces are kept ready; more tenants are hashed again
+_MOST_NAMESPACES = 1024  # the number of namespaces that are kept ready; further tenants are hashed again
 _EPOCHS = 2**32  # epochs of this machine within one epoch of the configured namespace
 
 

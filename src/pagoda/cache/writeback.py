@@ -42,13 +42,13 @@ from pagoda.tiers.base import Chunk, Done, Tier, runs
 log = guarded_logger("pagoda.cache")
 
 _TICK_SECONDS = 0.1  # between two searches for cold chunks
-_GATHER_SECONDS = 0.2  # accesses are gathered so long before they are reported to the tier
+_GATHER_SECONDS = 0.2  # the time for which accesses are gathered before they are reported to the tier
 _MOST_ACCESSED = 1 << 16  # chunks in notes of accesses; beyond that the oldest notes are dropped
 _MOST_PIECE = 16  # chunks passed to a tier at once; at most two pieces are being written
 _WRITE_SECONDS = 60.0  # the thread does not wait longer for a write
 _CLEAN_SHARE = 8  # write_back keeps an eighth of the slots free or clean
 _LEASE_SECONDS = 30.0  # how long a slot is leased for a write
-_REFUSED_SECONDS = 1.0  # so long the policy of a lower tier is not asked again about a chunk that it refused
+_REFUSED_SECONDS = 1.0  # the pause before a lower tier's policy is asked again about a chunk that it refused
 
 Slots = npt.NDArray[np.int64]
 Generations = npt.NDArray[np.uint64]

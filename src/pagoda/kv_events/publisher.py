@@ -22,9 +22,9 @@ try:
 except ImportError as missing:
     raise ConfigError(f"KV events need pyzmq: pip install 'pagodakv[events]' ({missing})") from None
 
-# so much may wait for one slow router; later messages are lost for that router
+# the most bytes that wait for one slow router; later messages are lost for that router
 _MOST_BEHIND_BYTES = 128 << 20
-_FEWEST_BEHIND = 256  # at least so many messages may wait
+_FEWEST_BEHIND = 256  # the number of messages that may always wait
 _SUBSCRIBES = b"\1"  # the first byte that an XPUB socket receives for a subscription; zero is the end of one
 _GIVEN_UP_SECONDS = 0.5  # how long to wait for the endpoint of a closed publisher
 

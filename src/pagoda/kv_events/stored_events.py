@@ -34,12 +34,12 @@ _ROUND_SECONDS = 0.1
 # took if it was completed, otherwise twice the pause before
 _RETELL_SECONDS, _LONGEST_RETELL_SECONDS, _RETELL_SHARE = 1.0, 600.0, 4.0
 _BURST_SECONDS = 0.00005  # processor time after which the thread rests, at the end of its step
-_REST = 20  # a rest is so many times a burst: the thread takes at most a twentieth of a processor
+_REST = 20  # a rest is 20 times as long as a burst: the thread takes at most a twentieth of a processor
 _LONGEST_REST_SECONDS = 0.5  # `close` waits for a rest
 _MOST_TELLING = 0.2  # seconds for the removed or the new chunks of one tier; then the next tier has its turn
 # the pause between two rounds if the first has not reported everything, and while the outlet is full
 _PAUSE_SECONDS = 0.002
-_REMEMBERED = 4096  # so many notes of chunks that are being stored or loaded are kept: some MiB
+_REMEMBERED = 4096  # the notes of chunks being stored or loaded that are kept: some MiB
 _FEW_ROOTS = 1024  # with more known namespaces than this, those without reported chunks are forgotten
 _TOKEN_BYTES = 5  # the most bytes of a token id in a message
 
@@ -58,7 +58,7 @@ class Outlet(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether so many events are waiting that no more should be sent."""
+        """Whether too many events are waiting, so that no more should be sent."""
 
     def newcomers(self) -> bool:
         """Whether routers have subscribed since the last call, and so have missed earlier events. Never waits."""

@@ -25,7 +25,7 @@ _GONE_PIECE = 64
 _ROWS = 1 << 14  # rows examined at once by NumPy, without that lock: some 0.14 ms
 # limits for the chunks chosen to be reported next; after these, chunks that were used meanwhile are chosen
 _MOST_CHOSEN, _CHOSEN_SECONDS = 2048, 1.0
-_NOTED_NS = 2_000_000_000  # so long after its use, a chunk has its note if it gets one
+_NOTED_NS = 2_000_000_000  # the time after its use in which a chunk gets its note, if it gets one
 
 Slots = npt.NDArray[np.int64]
 _Name: TypeAlias = tuple[int, bytes]  # a chunk's group, and the hashes of its note

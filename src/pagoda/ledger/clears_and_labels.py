@@ -23,7 +23,7 @@ from pagoda.ledger.transaction import Transaction
 
 _LABEL_BYTES = 1024  # longer values are cut
 _LONGEST_VALUE = 256
-_LOOK = 8  # the label to remove is chosen among so many labels
+_LOOK = 8  # the number of labels among which one is chosen for removal
 
 
 class Label(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -31,7 +31,7 @@ from pagoda.policy import Ghosts
 NOT_READY = np.iinfo(np.int64).max  # `last_use` of a slot that has no chunk to evict
 NO_PARENT = -1
 BARE = 1 << 63  # in the published generation of a slot that has no pages
-FEW = 4  # up to so many rows, a loop is cheaper than array operations, above all with cold CPU caches
+FEW = 4  # up to this number of rows, a loop is cheaper than array operations, above all with cold CPU caches
 KEY_BYTES = 32
 _ALIGN = 4096
 

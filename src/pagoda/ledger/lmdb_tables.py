@@ -100,7 +100,7 @@ class Meta:
         return self.unscanned() > 0
 
     def with_pages(self) -> int:
-        """Count the slots that have pages; so many chunks fit now."""
+        """Count the slots that have pages, which is the number of chunks that fit now."""
         return self.backed - self.bare
 
     def unscanned(self) -> int:

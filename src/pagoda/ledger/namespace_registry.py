@@ -25,7 +25,7 @@ from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.ledger.spaces")
 
-# after so many labels that are known to be written, all are written again, since some may have been removed
+# when this number of labels is known to be written, all are written again, since some may have been removed
 _MOST_TOLD = 4096
 # labels that wait for a transaction; further ones are dropped and registered again by later calls
 _MOST_WAITING = 256

@@ -23,7 +23,7 @@ from pagoda.ledger.lmdb_tables import (
 from pagoda.ledger.outcomes import Present
 from pagoda.metrics import Reason
 
-_FEW_ENTRIES = 32  # up to so many entries are checked one by one
+_FEW_ENTRIES = 32  # up to this number, entries are checked one by one
 _ENTRY_ROW = np.dtype([("slot", "<u4"), ("generation", "<u8"), ("namespace", "<u8"), ("position", "<u4")])
 
 

@@ -20,7 +20,7 @@ from pagoda.ledger.columns import map_or_private
 from pagoda.metrics import TIER_KINDS
 
 MOST_REQUESTS = 63
-NAMESPACE_BYTES = 16  # so many bytes of a namespace's root are kept
+NAMESPACE_BYTES = 16  # the bytes of a namespace's root that are kept
 _PAGE_BYTES, _RECORD_BYTES = 4096, 64  # the first 8 bytes of the page are the number of the next record
 # time (Unix), process id, tokens asked for and hit by kind of tier, first bytes of the namespace's root, reason
 _RECORD = Struct(f"<dIIIII{NAMESPACE_BYTES}s16s")

@@ -54,7 +54,7 @@ _ROOT_SECONDS = 2.0
 _BORROW_SECONDS = 0.5
 _LENT_SECONDS = 0.2  # how long to wait for copies; a slot that is in use for longer keeps its pages for now
 _SETTLE_SECONDS = 3.0  # how long an opening may take pieces from other stores
-_BARREN_SECONDS = 10.0  # so long a store that had nothing to give is not asked again
+_BARREN_SECONDS = 10.0  # the pause before a store that had nothing to give is asked again
 _TROUBLE = (StoreError, ClosedError, OSError)
 
 

@@ -38,7 +38,7 @@ from pagoda.ledger.store_state import COLUMNS, TABLES, StoreState
 
 _SECONDS = 1.0  # if it takes longer, reading the headers back in the background is the faster start
 _PIECE_BYTES = 64 << 20  # read between two checks of the clock: the tables of most stores are one piece
-# a store with at most so many slots has every row read when it is opened: some tenths of a second
+# up to this number of slots, every row is read when the store is opened: some tenths of a second
 _MOST_ROWS = 1 << 17
 
 _DAMAGE = (

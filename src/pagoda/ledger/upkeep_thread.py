@@ -30,7 +30,7 @@ _PAUSE_SECONDS, _PAUSE_SHARE = (
     0.1,
     10,
 )  # the rest between two rounds: seconds, and at least this multiple of the last round's time
-_IDLE_SECONDS = 10.0  # after so long without use the thread ends
+_IDLE_SECONDS = 10.0  # the thread ends after this time without use
 _LAST_SECONDS = 1.0
 _NO_ROOM_SECONDS = 1.0  # the wait before the root is asked for more space again
 

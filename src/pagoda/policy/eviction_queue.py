@@ -18,7 +18,7 @@ from pagoda.policy import Hints
 # A queue that held recent slots would return a head before the tail that was stored after the queue was filled.
 _SHARE, _LEAST = 16, 8
 _LOOK = 256  # entries examined at once
-# up to so many slots are searched one by one, which is cheaper than array operations
+# up to this number, slots are searched one by one, which is cheaper than array operations
 _FEW, _FEW_LOOKS = 8, 32
 NOT_READY = np.iinfo(np.int64).max
 

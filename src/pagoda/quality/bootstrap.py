@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pagoda.quality_bounds import Interval
 
 DRAWS = 10_000
-_AT_ONCE = 1 << 20  # so many numbers are in memory at once
+_AT_ONCE = 1 << 20  # the number of draws' numbers in memory at once
 
 Floats = npt.NDArray[np.float64]
 Numbers = Sequence[float] | Floats

@@ -17,7 +17,7 @@ import msgspec
 from blake3 import blake3
 
 _MOST_TOKENS = 2**20  # the most tokens of one prompt
-# an answer may have so many more tokens than the expected text, which may be split differently in its context
+# the tokens that an answer may have more than the expected text, which may be split differently in its context
 _MORE_TOKENS = 2
 
 

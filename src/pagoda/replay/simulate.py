@@ -174,7 +174,7 @@ class Simulation:
     def _runs(self, chain: Chain, stamps: Sequence[int]) -> list[ServedRun]:
         """Return the leading run, from tier to tier, until no tier has the next chunk; touch it in tiers below."""
         runs: list[ServedRun] = []
-        end, lacking = 0, 0  # `lacking`: so many tiers in a row do not have the next chunk
+        end, lacking = 0, 0  # `lacking`: the number of tiers in a row that do not have the next chunk
         while end < len(chain.ids) and lacking < len(self._tiers):
             for at, tier in enumerate(self._tiers):
                 count = tier.match(chain, end, stamps[at]) if lacking < len(self._tiers) else 0

@@ -19,7 +19,7 @@ from pagoda.slab.memory import PAGE_BYTES, Bytes, address, aligned, open_slab
 __all__ = ["FileSlab", "aligned"]
 
 _IOV_MAX = 1024
-_MAX_STALLS = 16  # after so many consecutive calls that transfer no whole page, an error is raised
+_MAX_STALLS = 16  # the consecutive calls without a whole page transferred before an error is raised
 
 _Move = Callable[[Sequence[memoryview], int], int]
 

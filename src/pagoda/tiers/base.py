@@ -51,7 +51,7 @@ class Tier(Protocol):
 
     name: str
     chunk_bytes: int
-    believed_seconds: float  # so long a chunk that was found here is assumed to stay here
+    believed_seconds: float  # the time for which a chunk that was found here is assumed to stay here
     codec: str = "raw"  # the codec of the stored bytes
     address: str = ""  # where the tier is; shown in the log
     # shared by machines: not used while the weights have no name that all machines know

@@ -37,12 +37,12 @@ _LOAD_LEASE_SECONDS = 10.0  # a lease for chunks that a load has found, until th
 BATCH_CHUNKS = 16
 BATCH_BYTES = 64 << 20  # a batch holds its payloads and slots until all of it is written
 _CALL_BYTES = 4 << 20  # smaller batches are written by one thread, and to adjacent slots by one call
-_ADMISSIONS = 256  # so many runs have their admission remembered
+_ADMISSIONS = 256  # the number of runs whose admission is remembered
 _ADMIT_CHUNKS = 64  # how many the policy is asked about at once
 _STORED_SECONDS = 0.02  # the wait for an answer that only saves work; a save must not wait longer
 # the wait for the ledger's answer about admission; keys without an answer count as absent
 _ADMIT_SECONDS = 0.05
-_LEDGER_SECONDS = 10.0  # only I/O threads wait so long, with chunks that are worth it
+_LEDGER_SECONDS = 10.0  # only I/O threads wait that long, with chunks that are worth it
 
 _logger = guarded_logger("pagoda.tiers.disk")
 

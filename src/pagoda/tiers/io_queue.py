@@ -292,7 +292,7 @@ class WorkerBackend(ABC):
     name: str  # the name of the tier
     chunk_bytes: int
     batch_chunks = 1  # how many writes a worker takes at once
-    fewest_chunks = 1  # a worker takes at least so many, even if none are left for other workers
+    fewest_chunks = 1  # the least that a worker takes, even if none are left for other workers
     reader_threads = 0  # threads that only read
     count: Callable[[Mapping[str, int]], None]  # adds to counters of the tier
 

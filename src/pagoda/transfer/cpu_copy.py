@@ -297,7 +297,7 @@ def _pieces(to: Words, source: Words) -> Iterator[_Job]:
 
 
 def _idle_threads(nbytes: int) -> int:
-    """Return how many threads a copy of so many bytes may use: this one, and one for each idle core."""
+    """Return how many threads a copy of `nbytes` may use: this one, and one for each idle core."""
     if nbytes < _LEAST_BYTES:
         return 1
     pool = _helpers

@@ -54,7 +54,7 @@ class HttpConnection:
         self._authority = origin.netloc.rpartition("@")[2]
         self._tls = ssl.create_default_context() if origin.scheme == "https" else None
         self._socket: socket.socket | None = None
-        self._wakes_at = 1  # the thread is woken when so many bytes have arrived
+        self._wakes_at = 1  # the number of arrived bytes at which the thread is woken
         self._used = 0.0  # when it was last sent to or received from (time.monotonic())
         self._buffer = memoryview(bytearray(_HEAD_BYTES))
         self._begin = self._end = 0  # the part of the buffer that was received but not consumed
@@ -106,7 +106,7 @@ class HttpConnection:
                 at += self._receive(into[at : at + _STEP_BYTES], until)
 
     def _wake_at(self, nbytes: int) -> None:
-        """Let the kernel wake this thread only when so many bytes have arrived."""
+        """Let the kernel wake this thread only when `nbytes` have arrived."""
         if self._socket is not None and nbytes != self._wakes_at:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._wakes_at = nbytes

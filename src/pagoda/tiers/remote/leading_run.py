@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-# so many keys are asked about at once if a store answers many in one round trip; more would take longer than that
+# the keys that are asked about at once if a store answers many in one round trip; more would take longer than that
 EXACT_KEYS = 512
 EXACT_REQUESTS = 16  # the same for stores in which each key is a request that costs money
 

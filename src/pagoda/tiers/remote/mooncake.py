@@ -49,7 +49,7 @@ from pagoda.tiers.remote.store_urls import check_prefix
 DEFAULT_PORT = 50051
 _HELPER = Path(__file__).with_name("mooncake_helper.py")
 _PAUSE_SECONDS = 0.02
-_START_SECONDS = 30.0  # a process that has not joined the pool after so long is replaced
+_START_SECONDS = 30.0  # a process that has not joined the pool after this time is replaced
 # set in the environment unless already set: one attempt to reach the master (we repeat ours), no statistics
 _SETTINGS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_CLIENT_METRIC": "0"}
 

@@ -24,7 +24,7 @@ _TRANSFER_FAILED = -800
 _WATCH_SECONDS, _LAST_SECONDS = 1.0, 5.0
 # the longest time to leave the pool: the library waits a minute for a master that has stopped
 _LEAVE_SECONDS = 10
-_LONGEST_ANSWER = 300  # so many characters of Mooncake's message are kept
+_LONGEST_ANSWER = 300  # the characters of Mooncake's message that are kept
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 

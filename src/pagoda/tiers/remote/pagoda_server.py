@@ -32,7 +32,7 @@ from pagoda.tiers.remote.store_client import (
 )
 from pagoda.tiers.remote.store_urls import host_of
 
-_FIND_KEYS = 4096  # so many keys in one request
+_FIND_KEYS = 4096  # the most keys in one request
 _SMALL_BYTES = 1 << 16  # a chunk up to this size is sent without asking whether it is present
 _UNUSED = bytes(32)  # neither a namespace nor a key: nothing is stored under it
 _PUT_RESULTS = {200: PutResult.PRESENT, 201: PutResult.STORED, 409: PutResult.BUSY}
@@ -91,9 +91,7 @@ class PagodaServerConnection(StoreConnection):
         answer = self._answer(response, until, good=(200,))
         found = answer.get("found")
         if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= len(keys):
-            raise ConnectionError(
-                f"the answer to {len(keys)} keys is not a count: use the URL of a pagoda serve"
-            )
+            raise ConnectionError(f"the answer to {len(keys)} keys is not a count: use a pagoda serve")
         return found
 
     def touch(

@@ -18,12 +18,12 @@ from pagoda.tiers.remote.redis_address import RedisAddress
 from pagoda.tiers.remote.resp import NUMBER, Reply, ReplyShape, command
 
 PERIOD_SECONDS = 600  # machines announce each chunk at least once in each period
-_POSITIONS = 16  # so many of a prompt's keys are asked about
-# so many machines are returned for one key, chosen at random, so that not all callers ask the same ones
+_POSITIONS = 16  # the number of a prompt's keys that are asked about
+# the most machines returned for one key, chosen at random, so that not all callers ask the same ones
 _MACHINES = 8
 _BATCH = 1000  # keys announced in one round trip
 _URL = re.compile(r"https?://([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:\d{1,5})?")
-# Redis's clock is read again after so long: it may be changed, and this machine may sleep
+# how long Redis's clock is trusted before it is read again: it may be changed, and this machine may sleep
 _TIME_SECONDS = 60.0
 _TIME = ReplyShape(b"*$", items=4, depth=1)
 _URLS = ReplyShape(b"*$", 300, items=2 * _MACHINES, depth=1)

@@ -39,13 +39,13 @@ from pagoda.tiers.remote.store_client import (
     reason_of,
 )
 
-_MOST_PEERS = 8  # so many are asked at once
-_MOST_LINES = 4 * _MOST_PEERS  # so many connections are kept open while others are asked
+_MOST_PEERS = 8  # the most neighbours that are asked at once
+_MOST_LINES = 4 * _MOST_PEERS  # the most connections that are kept open while others are asked
 _MOST_FOUND = 1024  # neighbours that are known only from the directory
 _PATIENCE_SHARE = 0.5  # after this share of a caller's time, a lookup no longer waits for a slow neighbour
-# after so many failures a neighbour is left out until it answers a lookup again
+# after two failures in a row a neighbour is left out until it answers a lookup again
 _FAILURES, _REST_SECONDS = 2, 1.0
-# after so many wrong or missing values in a row, a neighbour is not asked for so long
+# after eight wrong or missing values in a row, a neighbour is not asked for 30 seconds
 _LIES, _DISTRUST_SECONDS = 8, 30.0
 _MOST_KEYS = 1 << 17  # keys whose neighbours are remembered: a few MiB
 _RESOLVE_SECONDS = 30.0  # between two lookups of the addresses of a name

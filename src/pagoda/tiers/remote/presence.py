@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pagoda.clock import Clock
 from pagoda.fork import reset_now_and_in_child
 
-_MOST_KEYS = 1 << 17  # so many keys take a few MiB
-_ANSWERED_NS = 10**9  # so long after it has expired, an answer still explains a miss
+_MOST_KEYS = 1 << 17  # the number of keys that are remembered: a few MiB
+_ANSWERED_NS = 10**9  # the time after its expiry in which an answer still explains a miss
 
 
 class PresenceCache:

@@ -49,8 +49,8 @@ from pagoda.tiers.remote.store_client import (
 # more memory: with Redis's header, its allocator rounds them up to 1.25 MiB
 PIECE_BYTES = (1 << 20) - 4096
 _SMALL_BYTES = 1 << 20  # chunks up to this are written in one transaction
-_WRITE_PIECES = 64  # so many pieces are written before their replies are read
-_READ_PIECES = 4  # so many pieces are requested at once; more would only fill the server's buffers
+_WRITE_PIECES = 64  # the pieces that are written before their replies are read
+_READ_PIECES = 4  # the pieces that are requested at once; more would only fill the server's buffers
 _SCAN_NAMES = 1000
 _NAMESPACES = 1 << 16
 _SHORT = ReplyShape(b":+$*", items=8, depth=1)  # replies to writing commands and transactions
@@ -61,8 +61,8 @@ _AGE = ReplyShape(b":$")  # replies to OBJECT; nil for an absent name
 _PAGE = ReplyShape(b"$", HEADER_BYTES)
 # how long a server's settings are believed: people and failovers change them
 _RULES_SECONDS = 60.0
-GHOST_SECONDS = 3600.0  # so long it is remembered that a chunk was asked for once
-_DRAFT_SECONDS = 2.0  # so long a draft or a claim stays after the deadline of its writer
+GHOST_SECONDS = 3600.0  # the time for which it is remembered that a chunk was asked for once
+_DRAFT_SECONDS = 2.0  # the time that a draft or a claim stays after the deadline of its writer
 _RELEASE = b"return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('UNLINK', KEYS[1]) or 0"
 
 
@@ -492,7 +492,7 @@ class RedisConnection(StoreConnection):
         return [self._resp.read_reply(until, shape) for _ in commands]
 
     def _send(self, parts: Sequence[bytes | memoryview], replies: int, until: float) -> None:
-        """Send a request that will have so many replies."""
+        """Send a request that will have `replies` replies."""
         self._resp.check_usable()
         self._resp.send(parts, replies, until)
 

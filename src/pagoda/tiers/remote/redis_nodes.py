@@ -44,11 +44,11 @@ from pagoda.tiers.remote.store_client import (
 from pagoda.tiers.remote.store_urls import node_urls
 from pagoda.url_parts import place_of, split_url
 
-_FAILURES, _REST_SECONDS = 2, 0.25  # after so many failures a node is left out until it answers a probe
-_REFUSALS, _REFUSED_SECONDS = 4, 5.0  # after so many refusals nothing is written to a node for so long
+_FAILURES, _REST_SECONDS = 2, 0.25  # after two failures in a row a node is left out until it answers a probe
+_REFUSALS, _REFUSED_SECONDS = 4, 5.0  # after four refusals nothing is written to a node for five seconds
 _PROBE_SECONDS = 1.0
 _PATIENCE_SHARE = 1 / 3  # after this share of a caller's time, a lookup waits hardly longer for a slow node
-_MOST_MOVES = 4  # so many moves of a key are followed by one call
+_MOST_MOVES = 4  # the most moves of a key that one call follows
 _MOST_THREADS = 32  # threads that ask nodes at the same time
 
 _logger = guarded_logger("pagoda.tiers.remote")

@@ -19,7 +19,7 @@ _RENEWED_SHARE = 1 / 16  # a life that does not rank is renewed when this share 
 _ABSENT, _ENDLESS = -2, -1  # replies to PTTL
 _LEARNED_SHARE = 1 / 128  # the weight of the latest age in the mean
 _STAY = 1.25  # a new chunk stays this multiple of the mean age
-_OLDEST_SHARE = 0.02  # so many of all ages are above `ReuseAges.oldest_ms`
+_OLDEST_SHARE = 0.02  # the share of all ages above `ReuseAges.oldest_ms`
 _IN_CLUSTER = ("MOVED", "ASK", "TRYAGAIN")
 
 

@@ -51,10 +51,10 @@ _logger = guarded_logger("pagoda.tiers.remote")
 _T = TypeVar("_T")
 
 _SLOWEST_BYTES_PER_SECOND = 10e6  # a connection that moves less counts as hung
-_FAILURES, _REST_SECONDS = 2, 1.0  # after so many failures the store is only probed, with these rests
-# after so many refusals nothing is written for so long: the store is full or read-only
+_FAILURES, _REST_SECONDS = 2, 1.0  # after two failures in a row the store is only probed, with these rests
+# after four refusals nothing is written for five seconds: the store is full or read-only
 _REFUSALS, _REFUSED_SECONDS = 4, 5.0
-_TOUCH_REST_SECONDS = 600.0  # so long no touch is sent after the store refused one
+_TOUCH_REST_SECONDS = 600.0  # the pause before the next touch after the store refused one
 _PROBE_SECONDS = 0.1  # while the breaker is open: the pause between two checks whether a probe is due
 _MOST_ROOTS = 4096
 _STEP_SECONDS = 10.0  # for one step of a call that lists all names
@@ -584,7 +584,7 @@ class WorkerConnection:
         return self._store.record_error(error, what, rests=False)
 
     def idle_for(self, seconds: float) -> bool:
-        """Return whether there is a connection that has been idle for so long."""
+        """Return whether there is a connection that has been idle for `seconds`."""
         return self._connection is not None and time.monotonic() - self._used >= seconds
 
     def close(self) -> None:

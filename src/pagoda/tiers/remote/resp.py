@@ -17,7 +17,7 @@ STRING_BYTES = 1 << 20  # no string of a reply is longer
 _SKIPPED_BYTES = 1 << 29  # no value in Redis is longer: an unwanted one is skipped in bounded time
 # the end of one bulk string and the length of the next: the rest is read into its destination
 _BULK_AHEAD_BYTES = 12
-_COPIED_BYTES = 4096  # strings of up to so many bytes are read ahead too
+_COPIED_BYTES = 4096  # strings up to this size are read ahead too
 _SLACK_SECONDS = 0.01  # a timeout that was set less than this ago is exact enough
 _SKIP_BYTES = 1 << 16
 _IOV_MAX = 1024

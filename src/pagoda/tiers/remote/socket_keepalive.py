@@ -11,7 +11,7 @@ IDLE_SECONDS = 30
 and then a request over it gets no answer until a deadline passes."""
 
 LATE = "the deadline passed during a wait for the server"
-_INTERVAL_SECONDS, _PROBES = 10, 3  # after so many unanswered probes the kernel gives up a silent peer
+_INTERVAL_SECONDS, _PROBES = 10, 3  # after three unanswered probes the kernel gives up a silent peer
 
 
 def keep_alive(connected: socket.socket) -> None:
