@@ -434,8 +434,7 @@ class Cache:
 
         Args:
             endpoint: where to listen, "tcp://*:5557"; with "tcp://127.0.0.1:*" a free port is taken. Any client that
-            reaches
-                it reads the token ids of prompts.
+                reaches it reads the token ids of prompts.
             topic: the first frame of each message.
             rank: the data-parallel rank of this engine, for routers.
 

@@ -49,16 +49,20 @@ def measure_quality(
     Args:
         model: a causal model of Transformers, on its device.
         prompts: what `read_prompts` returns; all with documents if there are blends.
-        blends: for each blend the policy, the share to compute again, and the least tokens of a document that is reused
-        (or 0). codecs: names of lossy codecs. tokenizer: needed if an expected answer is text. chunk_tokens: tokens of
-        a chunk, as in the engine; codecs depend on it. new_tokens: the most tokens of an answer for a prompt without an
-        expected answer. bounds: by feature, "blend" and "codec"; default: `quality_bounds.DEFAULT_BOUNDS`. confidence:
-        that of the intervals, below 1. seed: the seed of the bootstrap. step: called before each approach on each
-        prompt, with its name and the total number of calls.
+        blends: for each blend the policy, the share to compute again, and the least tokens of a document that is
+            reused (or 0).
+        codecs: names of lossy codecs.
+        tokenizer: needed if an expected answer is text.
+        chunk_tokens: tokens of a chunk, as in the engine; codecs depend on it.
+        new_tokens: the most tokens of an answer for a prompt without an expected answer.
+        bounds: by feature, "blend" and "codec"; default: `quality_bounds.DEFAULT_BOUNDS`.
+        confidence: that of the intervals, below 1.
+        seed: the seed of the bootstrap.
+        step: called before each approach on each prompt, with its name and the total number of calls.
 
     Raises:
         ValueError: prompts that do not fit the request; a model, a codec or a policy that cannot be used; bounds that
-        exclude nothing; or the model gives none of the expected answers, so that answers show nothing.
+            exclude nothing; or the model gives none of the expected answers, so that answers show nothing.
     """
     from pagoda.blend.blend_policies import Deviation
     from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest

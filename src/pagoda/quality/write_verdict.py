@@ -39,7 +39,7 @@ def write_verdict(
 
     Raises:
         ConfigError: the file exists and is not a verdict, or is of a newer version; it cannot be written; or a name is
-        not text.
+            not text.
     """
     path = Path(path)
     if path.is_dir() or not path.suffix:
