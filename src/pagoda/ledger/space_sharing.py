@@ -238,11 +238,11 @@ class SpaceShare:
         return None if best is None else best[1:]
 
     def most_slots(self) -> int:
-        """Return how many slots may have pages if no other store of the root needs space. OSError."""
-        slots = self._ledger.slots
-        return (
-            min(slots, self._limit(holdings(self._root)) // self._slot_bytes) if self._slot_bytes else slots
-        )
+        """Return how many slots may have pages if no other store of the root needs space; all if that is not known."""
+        if self._slot_bytes:
+            with contextlib.suppress(OSError):  # the root may have been removed
+                return min(self._ledger.slots, self._limit(holdings(self._root)) // self._slot_bytes)
+        return self._ledger.slots
 
     def _fair(self, every: Sequence[Holding]) -> int:
         """Return the bytes of a fair share."""
