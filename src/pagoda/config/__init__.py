@@ -107,7 +107,11 @@ class Config:
     selective_hits: int = _option(2, "Hits after which 'selective' writes a chunk down.", values.count(1))
     min_hit_tokens: int = _option(0, "Hits of fewer tokens than this are not loaded.", values.count(0))
     worth_it: bool = _option(True, "Load only what is expected to be faster than computing it.")
-    deadline_seconds: float = _option(1.0, "The longest that one call may wait.", values.seconds)
+    deadline_seconds: float = _option(
+        1.0,
+        "The longest that one call may wait; hashing the prompt (1 to 2 us a chunk) is no wait.",
+        values.seconds,
+    )
     io_threads: int = _option(2, "Threads that read and write the disk.", values.count(1, 64))
     queue_chunks: int = _option(
         64, "Chunks that may wait for the lower tiers; more are dropped.", values.count(1, 2**20)
