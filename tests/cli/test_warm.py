@@ -25,6 +25,7 @@ from pagoda.tiers.remote.redis import RedisNames
 from pagoda.tiers.remote.store_client import PutRequest, PutResult
 from testbed.servers import Server, free_port, redis_cluster, redis_server
 from tests.cli.shelf import RUN, answer, pagoda, refused, run_here
+from tests.remote.proxy import Fault, proxy_to
 from tests.serve.kit import LAYOUT, ODD, Bytes, engine, keys_of, payload_of, value_of
 
 ROOT = Namespace("served", layout=LAYOUT.fingerprint).root
@@ -351,3 +352,29 @@ def test_the_rule_of_the_documentation_is_enough(
     url = server.url.replace("://", "://pagoda:PASSWORD@")
     share(url, 1, 3)
     assert brought(**where | {"PAGODA_REMOTE": url}) == (3, 0, "all")
+
+
+@pytest.mark.parametrize("at", [1, 100, 30_000, 100_000, 250_000])
+def test_a_connection_that_breaks_midway(
+    where: dict[str, str], host: HostTier, server: Server, url: str, at: int
+) -> None:
+    """What came stays, and the next run brings the rest."""
+    keys = share(url, 1, 6)
+    with proxy_to(server.port) as proxy:
+        proxy.down = Fault(cut_at=at)
+        broken = url.replace(f":{server.port}/", f":{proxy.port}/")
+        code, _, err = run_here("warm", **where | {"PAGODA_REMOTE": broken})
+    assert code == 1 and err.count("\n") == 1 and "closed the connection" in err
+    came = positions(host, keys)
+    assert came == list(range(len(came))) and brought(**where) == (6 - len(came), 0, "all")
+
+
+def test_a_server_that_writes_nothing(where: dict[str, str], host: HostTier) -> None:
+    """A replica is read; what it cannot do is said without a hint at rights."""
+    with redis_server() as replica:
+        keys = share(replica.url, 1, 3)
+        client.Redis(port=replica.port).execute_command("REPLICAOF", "127.0.0.1", free_port())
+        where["PAGODA_REMOTE"] = replica.url
+        assert brought(**where) == (3, 0, "all") and positions(host, keys) == [0, 1, 2]
+        code, _, err = run_here("clear", "--yes", **where)
+    assert code == 1 and err.count("\n") == 1 and "READONLY" in err and "password" not in err
