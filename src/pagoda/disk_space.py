@@ -57,6 +57,18 @@ def require_own(path: Path) -> None:
             )
 
 
+def other_place(root: Path) -> str:
+    """Return what to do if this user cannot make a directory."""
+    return f"choose another path, or as root: install -d -m 700 -o {os.geteuid()} {root}"
+
+
+def require_umask() -> None:
+    """Refuse a umask with which this user could not open the files and directories that it makes. StoreError."""
+    found = re.search(r"^Umask:\s*(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if found and int(found[1], 8) & 0o700:
+        raise StoreError(f"the umask is {found[1]}: this user could not open what it makes; set it to 077")
+
+
 def require_place(root: Path, size_bytes: int, in_memory: bool) -> None:
     """Refuse a directory where a tier of `size_bytes` could not be opened. StoreError or NoRoomError.
 
@@ -67,7 +79,7 @@ def require_place(root: Path, size_bytes: int, in_memory: bool) -> None:
     if there == root:
         require_own(root)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise StoreError(f"{root} cannot be made: choose another path")
+        raise StoreError(f"{root} cannot be made: {other_place(root)}")
     require_local(there)
     if not any(file.lstat().st_blocks for file in root.glob("*/*")):
         require_free(there, size_bytes, in_memory)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
-from pagoda.cache.log_lines import log_opened
+from pagoda.cache.call_log import log_opened
 from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
