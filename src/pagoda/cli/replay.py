@@ -198,7 +198,7 @@ def _cells(
 def _as_json(
     trace: Trace, cells: Sequence[Cell], optimum: Mapping[int, Cell], chunk_bytes: int | None
 ) -> dict[str, object]:
-    """Return all cells as "runs"; if there is but one run, its keys stand beside the trace's as well."""
+    """Return the trace, and all cells as its runs."""
     runs: list[dict[str, object]] = []
     for cell in cells:
         run: dict[str, object] = {
@@ -212,8 +212,7 @@ def _as_json(
             run["capacity_bytes"] = cell.chunks * chunk_bytes
             run["bytes_written"] = cell.chunks_written * chunk_bytes
         runs.append(run)
-    alone = runs[0] if len(runs) == 1 else {}
-    return {**trace.as_json(), **alone, "runs": runs}
+    return trace.report(runs)
 
 
 def _print_cells(

@@ -12,7 +12,7 @@ import msgspec
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.replay_inputs import Trace
-from pagoda.cli.replay_tiers import print_tiers, specs_of
+from pagoda.cli.replay_tiers import print_tiers, specs_of, tiers_as_json
 from pagoda.cli.text_tables import RightAligned
 from pagoda.cli.trace_pool import TraceJob, TracePool
 from pagoda.replay import FleetOutcome, FleetSpec, Request, Traffic, simulate_fleet
@@ -90,7 +90,12 @@ def show(plan: FleetPlan, policies: Sequence[str], jobs: int | None, as_json: bo
     """Simulate the fleet with each policy in the machines' own tiers and print what came of it."""
     found = _results(plan, policies, jobs, as_json)
     if as_json:
-        printing.print_json(_all_as_json(plan, found))
+        runs = [_as_json(plan, *result) for result in found]
+        facts = {
+            "chunk_bytes": plan.chunk_bytes, "machines": plan.machines, "route": plan.route,
+            "remote_write_policy": plan.write_policy, "link_bits_per_second": plan.link,
+        }  # fmt: skip
+        printing.print_json(plan.trace.report(runs, **facts))
     else:
         _print_results(plan, found)
 
@@ -147,37 +152,11 @@ def _dollars_a_day(plan: FleetPlan, found: FleetOutcome, prices: StorePrices) ->
     return {**parts, "total": sum(parts.values())}
 
 
-def _all_as_json(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> dict[str, object]:
-    """Return all results as "runs"; if there is but one, its keys stand beside the trace's as well."""
-    runs = [_as_json(plan, *result) for result in found]
-    return {
-        **plan.trace.as_json(),
-        "chunk_bytes": plan.chunk_bytes,
-        "machines": plan.machines,
-        "route": plan.route,
-        "remote_write_policy": plan.write_policy,
-        "link_bits_per_second": plan.link,
-        **(runs[0] if len(runs) == 1 else {}),
-        "runs": runs,
-    }
-
-
 def _as_json(plan: FleetPlan, policy: str, outcome: FleetOutcome) -> dict[str, object]:
-    tiers = [
-        {
-            "tier": tier.name,
-            "policy": tier.policy,
-            "capacity_bytes": plan.sizes[tier.name],
-            "hit_rate": tier.hits / outcome.accesses,
-            "chunks_written": tier.chunks_written,
-            "bytes_written": tier.chunks_written * plan.chunk_bytes,
-        }
-        for tier in outcome.tiers
-    ]
     return {
         "policy": policy,
         "hit_rate": outcome.hit_rate,
-        "tiers": tiers,
+        "tiers": tiers_as_json(outcome.tiers, plan.sizes, plan.chunk_bytes, outcome.accesses),
         "links": [link._asdict() for link in _links(plan, outcome)],
         "lookups": outcome.lookups,
         "lookups_per_second": outcome.lookups / outcome.seconds if outcome.seconds else None,

@@ -177,19 +177,21 @@ def namespace_rows(stores: Mapping[str, StoreStats], most: int | None = None) ->
 
 def _print_traffic(stores: Mapping[str, StoreStats]) -> None:
     columns = ("tier", "stored", "bytes", "loaded", "bytes", "evicted", "damaged")
-    rows = [(tier, *_traffic(snapshot.counters)) for tier, snapshot in stores.items()]
+    names = (
+        "stored_chunks",
+        "stored_bytes",
+        "loaded_chunks",
+        "loaded_bytes",
+        "evicted_chunks",
+        "failed_checks",
+    )
+    rows = [(tier, *(counted(name, one.counters[name]) for name in names)) for tier, one in stores.items()]
     printing.print_table("traffic", columns, rows)
 
 
-def _traffic(count: dict[str, int]) -> tuple[object, ...]:
-    return (
-        printing.count(count["stored_chunks"]),
-        printing.size(count["stored_bytes"]),
-        printing.count(count["loaded_chunks"]),
-        printing.size(count["loaded_bytes"]),
-        printing.count(count["evicted_chunks"]),
-        printing.count(count["failed_checks"]),
-    )
+def counted(name: str, number: float) -> str:
+    """Return as people read it what a counter of that name counted: bytes with their unit, else a number of things."""
+    return printing.size(number) if name.endswith("_bytes") else printing.count(round(number))
 
 
 def _exposition(found: list[StoreStats], broken: Iterable[Path], shared: list[RemoteUsage]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from typer import Option
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.remote_stores import remotes_of
-from pagoda.cli.stats import hit_rows, namespace_rows, remote_usage, snapshots, store_names
+from pagoda.cli.stats import counted, hit_rows, namespace_rows, remote_usage, snapshots, store_names
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores
 from pagoda.cli.text_tables import printable, table_lines, wrapped
 
@@ -203,21 +204,17 @@ def _rate_rows(
         for name in _RATES:
             heading = name.removesuffix("_bytes").replace("_chunks", "").replace("_", " ")
             number = rate.get(name)
-            shown = printing.size if name.endswith("bytes") else lambda n: printing.count(round(n))
-            cells[heading] = printing.share(0, 0) if number is None else shown(number)
+            cells[heading] = printing.share(0, 0) if number is None else counted(name, number)
         rows.append(cells)
     return rows
 
 
 def _reasons(stores: Sequence[StoreStats], prefix: str) -> str:
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for snapshot in stores:
-        for name, number in snapshot.counters.items():
-            if name.startswith(prefix) and number:
-                reason = name.removeprefix(prefix)
-                totals[reason] = totals.get(reason, 0) + number
-    most = sorted(totals.items(), key=lambda item: -item[1])
-    return ", ".join(f"{reason} {printing.count(number)}" for reason, number in most)
+        totals.update({name: n for name, n in snapshot.counters.items() if name.startswith(prefix) and n})
+    most = totals.most_common()
+    return ", ".join(f"{name.removeprefix(prefix)} {printing.count(number)}" for name, number in most)
 
 
 def _pins(stores: Mapping[str, StoreStats]) -> str:
