@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
@@ -27,21 +26,11 @@ def bench(
     if not tiers:
         raise UsageError("host_size and disk_size are 0: there is no tier to measure")
     figures = _measured(loaded, tiers, chunk_bytes, seconds / len(tiers), as_json)
+    values = {figure.name: figure.as_json() for figure in figures}
     if as_json:
-        values = {figure.name: figure.as_json() for figure in figures}
         printing.print_json({"chunk_bytes": chunk_bytes, **values})
         return 0
-    rows = [
-        (
-            figure.name.replace("_", " "),
-            round(statistics.median(figure.tier), 2),
-            round(statistics.median(figure.limit), 2),
-            round(figure.ratio, 3),
-            figure.threads,
-            len(figure.tier),
-        )
-        for figure in figures
-    ]
+    rows = [(name.replace("_", " "), *each.values()) for name, each in values.items()]
     columns = ("", "GB/s", "limit GB/s", "ratio", "threads", "turns")
     printing.print_table(f"chunks of {printing.size(chunk_bytes)}", columns, rows)
     printing.print_text("limits: copying in memory; bare O_DIRECT reads and writes of the same file system")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -99,8 +100,6 @@ def import_lmcache(
     as_json: AsJson = False,
 ) -> int:
     """Turn LMCache's configuration into a pagoda.toml, naming all that does not map."""
-    import os
-
     from pagoda.config.remote_urls import split
     from pagoda.migrate import lmcache
     from pagoda.migrate.lmcache_fields import FieldVerdict
@@ -132,8 +131,6 @@ def import_lmcache(
 
 def _write_new(file: Path, text: str) -> None:
     """Write a file that only its owner reads: it may contain a password. Raises UsageError if there is one."""
-    import os
-
     try:
         with open(file, "x", encoding="utf-8", opener=partial(os.open, mode=0o600)) as stream:
             stream.write(text)
@@ -164,8 +161,6 @@ def _worded(name: str, config: Config) -> str:
 
 def _troubles(config: Config) -> list[str]:
     """Return what would keep this configuration from working on this machine; looks, changes nothing."""
-    import os
-
     from pagoda.cgroup_memory import memory_limit_bytes
     from pagoda.config.sizes import nearest_existing
 

@@ -102,18 +102,13 @@ def replay(
             from pagoda.cli import replay_fleet
             from pagoda.replay import ROUTES, WRITE_POLICIES
 
+            way = replay_inputs.one_of(ROUTES, "--route", route or "round-robin", "route")
+            (theirs,) = replay_inputs.policies_of([remote_policy or "lru"], config, "--remote-policy")
+            written = remote_write_policy or "write_through"
+            written = replay_inputs.one_of(WRITE_POLICIES, "--remote-write-policy", written, "policy")
+            rate, costs = replay_fleet.link_of(link), replay_fleet.prices_of(prices)
             plan = replay_fleet.FleetPlan(
-                found,
-                sizes,
-                _known(chunk_bytes),
-                machines or 1,
-                replay_inputs.one_of(ROUTES, "--route", route or "round-robin", "route"),
-                replay_inputs.policies_of([remote_policy or "lru"], config, "--remote-policy")[0],
-                replay_inputs.one_of(
-                    WRITE_POLICIES, "--remote-write-policy", remote_write_policy or "write_through", "policy"
-                ),
-                replay_fleet.link_of(link),
-                replay_fleet.prices_of(prices),
+                found, sizes, _known(chunk_bytes), machines or 1, way, theirs, written, rate, costs
             )
             replay_fleet.show(plan, names, jobs, as_json)
             return 0

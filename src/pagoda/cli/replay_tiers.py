@@ -12,17 +12,9 @@ from pagoda.cli import UsageError, printing
 from pagoda.cli.load_speeds import Speeds
 from pagoda.cli.replay_inputs import Cell, Trace, best
 from pagoda.cli.trace_pool import TraceJob, TracePool
-from pagoda.replay import (
-    Engines,
-    Request,
-    SimulatedOutcome,
-    Simulation,
-    TierOutcome,
-    TierSpec,
-    TimedOutcome,
-    TimedTier,
-    replay_timed,
-)  # fmt: skip
+from pagoda.replay.simulate import SimulatedOutcome, Simulation, TierOutcome, TierSpec
+from pagoda.replay.timed_replay import Engines, TimedOutcome, TimedTier, replay_timed
+from pagoda.replay.trace import Request
 
 _BUSY = 0.7  # the share of time that engines compute if their number is not given
 

@@ -176,17 +176,16 @@ def namespace_rows(stores: Mapping[str, StoreStats], most: int | None = None) ->
 
 
 def _print_traffic(stores: Mapping[str, StoreStats]) -> None:
-    columns = ("tier", "stored", "bytes", "loaded", "bytes", "evicted", "damaged")
-    names = (
-        "stored_chunks",
-        "stored_bytes",
-        "loaded_chunks",
-        "loaded_bytes",
-        "evicted_chunks",
-        "failed_checks",
-    )
-    rows = [(tier, *(counted(name, one.counters[name]) for name in names)) for tier, one in stores.items()]
-    printing.print_table("traffic", columns, rows)
+    headings = {
+        "stored_chunks": "stored",
+        "stored_bytes": "bytes",
+        "loaded_chunks": "loaded",
+        "loaded_bytes": "bytes",
+        "evicted_chunks": "evicted",
+        "failed_checks": "damaged",
+    }
+    rows = [(tier, *(counted(name, one.counters[name]) for name in headings)) for tier, one in stores.items()]
+    printing.print_table("traffic", ("tier", *headings.values()), rows)
 
 
 def counted(name: str, number: float) -> str:

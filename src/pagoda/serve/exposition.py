@@ -56,7 +56,6 @@ _GAUGES = {
     "members": "Processes that have the store open, without the one that reads this.",
     "pinned": "Chunks that a pin keeps from eviction.",
     "leased": "Chunks that a lease keeps from eviction for a while.",
-    "slot_bytes": "Bytes of one slot.",
 }
 
 
@@ -118,13 +117,14 @@ _COUNTER_FAMILIES = {
     for name, text in COUNTED.items()
     if not name.startswith("hit_tokens_")
 }
+_SLOT_BYTES = MetricFamily("pagoda_slot_bytes", "gauge", _STORE, "Bytes of one slot.")
 _GAUGE_FAMILIES = {
     name: MetricFamily(f"pagoda_{name}", "gauge", _STORE, text) for name, text in _GAUGES.items()
 }
 
 FAMILIES: tuple[MetricFamily, ...] = (
     *_COUNTER_FAMILIES.values(), _HITS_BY_TIER, _MISSES, _DROPS, _LOADS, _PREFILL_SECONDS,
-    *_GAUGE_FAMILIES.values(), _NAMESPACES, _READABLE, _REMOTE_REACHABLE, _REMOTE_USED, _REMOTE_LIMIT,
+    *_GAUGE_FAMILIES.values(), _SLOT_BYTES, _NAMESPACES, _READABLE, _REMOTE_REACHABLE, _REMOTE_USED, _REMOTE_LIMIT,
     _SERVE_EVENTS, _SERVE_SENT,
 )  # fmt: skip
 
@@ -165,7 +165,8 @@ def _metrics(found: Exposition) -> Iterator[Metric]:
     yield from _counters(found.stores)
     yield _loads(found.stores)
     for name, family in _GAUGE_FAMILIES.items():
-        yield _metric(family, [(_place(store), _gauge_of(store, name)) for store in found.stores])
+        yield _metric(family, [(_place(store), store.gauges[name]) for store in found.stores])
+    yield _metric(_SLOT_BYTES, [(_place(store), store.slot_bytes) for store in found.stores])
     yield _metric(_NAMESPACES, _namespaces(found.stores).items())
     readable = [((str(store.directory),), 1) for store in found.stores]
     yield _metric(_READABLE, [*readable, *(((directory,), 0) for directory in found.unreadable)])
@@ -180,32 +181,24 @@ def _place(store: StoreStats) -> tuple[str, str]:
     return store.tier, str(store.directory)
 
 
-def _gauge_of(store: StoreStats, name: str) -> int:
-    return store.slot_bytes if name == "slot_bytes" else store.gauges[name]
-
-
 def _counters(stores: Sequence[StoreStats]) -> Iterator[Metric]:
     for name, family in _COUNTER_FAMILIES.items():
         yield _metric(family, [(_place(store), store.counters[name]) for store in stores])
     seconds = [(_place(store), store.counters["prefill_microseconds"] / 1e6) for store in stores]
     yield _metric(_PREFILL_SECONDS, seconds)
-    yield _metric(
-        _HITS_BY_TIER,
-        [
-            ((kind, str(store.directory)), store.counters[f"hit_tokens_{kind}"])
-            for store in stores
-            for kind in TIER_KINDS
-        ],
-    )
+    by_tier = [
+        ((kind, str(store.directory)), store.counters[f"hit_tokens_{kind}"])
+        for store in stores
+        for kind in TIER_KINDS
+    ]
+    yield _metric(_HITS_BY_TIER, by_tier)
     for family, prefix in ((_MISSES, "miss_"), (_DROPS, "drop_")):
-        yield _metric(
-            family,
-            [
-                ((*_place(store), str(reason)), store.counters[f"{prefix}{reason}"])
-                for store in stores
-                for reason in Reason
-            ],
-        )
+        by_reason = [
+            ((*_place(store), str(reason)), store.counters[f"{prefix}{reason}"])
+            for store in stores
+            for reason in Reason
+        ]
+        yield _metric(family, by_reason)
 
 
 def _loads(stores: Sequence[StoreStats]) -> Metric:

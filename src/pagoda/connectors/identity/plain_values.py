@@ -10,18 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 # fields of a model's config that do not affect a forward pass; all other fields distinguish models
-_VOLATILE = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_commit_hash",
-        "_name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "transformers_version",
-        "use_cache",
-    }
+_VOLATILE = (
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "transformers_version",
+    "use_cache",
 )
 
 

@@ -68,7 +68,7 @@ def probe_model(model: Any, chunk_tokens: int) -> ProbedModel:
     depends on tokens after it.
     """
     two, three = probed_kv(model, 2), probed_kv(model, 3)
-    planes = {tuple(_plane(model, tensor) for tensor in layer) for layer in three}
+    planes = {tuple(_plane(tensor) for tensor in layer) for layer in three}
     if len(planes) != 1:
         raise ValueError(
             f"{type(model).__name__} has layers of different shapes {sorted(planes)}: not supported yet"
@@ -173,7 +173,7 @@ def probed_kv(model: Any, tokens: int, first: int | None = None) -> list[tuple[A
     return layers
 
 
-def _plane(model: Any, tensor: Any) -> Plane:
+def _plane(tensor: Any) -> Plane:
     _, heads, _, dim = tensor.shape
     return Plane(heads, dim, str(tensor.dtype).removeprefix("torch."))
 

@@ -13,19 +13,17 @@ if TYPE_CHECKING:
 # rotary embeddings whose angles for a position do not depend on the engine's longest context
 _LENGTH_BLIND_ROPES = frozenset({None, "default", "linear", "llama3", "yarn", "mrope", "proportional"})
 # fields of the multimodal config for memory, speed or checks; all others may change what is computed
-_MULTIMODAL_ROOM = frozenset(
-    {
-        "interleave_mm_strings",
-        "limit_per_prompt",
-        "mm_encoder_tp_mode",
-        "mm_hasher_algorithm",
-        "mm_ipc_gpu_memory_gb",
-        "mm_processor_cache_gb",
-        "mm_processor_cache_type",
-        "mm_shm_cache_max_object_size_mb",
-        "mm_tensor_ipc",
-        "skip_mm_profiling",
-    }
+_MULTIMODAL_ROOM = (
+    "interleave_mm_strings",
+    "limit_per_prompt",
+    "mm_encoder_tp_mode",
+    "mm_hasher_algorithm",
+    "mm_ipc_gpu_memory_gb",
+    "mm_processor_cache_gb",
+    "mm_processor_cache_type",
+    "mm_shm_cache_max_object_size_mb",
+    "mm_tensor_ipc",
+    "skip_mm_profiling",
 )
 _CACHE = (
     "cache_dtype",
