@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cache import Cache, explain_miss
+from pagoda.cache import Cache, miss_reason
 from pagoda.cache.weights_epoch import WeightsEpoch
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
@@ -137,8 +137,8 @@ def test_nothing_stored_before_hits_again(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # an engine's call compares for only a millisecond
-    monkeypatch.setattr(explain_miss, "_BUDGET_NS", 60 * 10**9)
-    monkeypatch.setattr(explain_miss, "_LIST_SECONDS", 60.0)
+    monkeypatch.setattr(miss_reason, "_BUDGET_NS", 60 * 10**9)
+    monkeypatch.setattr(miss_reason, "_LIST_SECONDS", 60.0)
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens)

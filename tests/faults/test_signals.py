@@ -106,7 +106,7 @@ def test_a_reservation_whose_answer_was_lost_is_given_up(
     def interrupted(*_: object, **__: object) -> None:
         raise Interrupted
 
-    monkeypatch.setattr(ledger.policy_thread, "wake", interrupted)  # the last that a reserve does
+    monkeypatch.setattr(ledger.upkeep_thread, "wake", interrupted)  # the last that a reserve does
     with pytest.raises(Interrupted):
         ledger.reserve(keys(1, 2), namespace=TENANT)
     monkeypatch.undo()

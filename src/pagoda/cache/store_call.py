@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 
 from pagoda.cache.call import CacheRequest, CheckedTransfer
-from pagoda.cache.hit import Stored
 from pagoda.cache.resources import Resources
+from pagoda.cache.results import Stored
 from pagoda.cache.staging import StagedChunk
 from pagoda.cache.writeback import (
     Access,
@@ -29,7 +29,7 @@ from pagoda.tiers.base import Bytes
 
 _MOMENT_SECONDS = 0.05  # the longest wait, in total, for buffers for chunks that the host's policy refuses
 _LEFT, _NEW, _PRESENT = 0, 1, 2  # what became of a chunk
-# Trying further down is useless: a chunk under the key of another tenant's is refused by every tier.
+# Trying further down is useless: every tier refuses the key of another tenant's chunk.
 _NOTHING_LEFT = (None, Reason.NOT_ADMITTED, Reason.OTHER_NAMESPACE)
 
 

@@ -1,4 +1,4 @@
-"""Write-back: background threads, one a lower tier, write what was stored above and touch there what is used.
+"""Write-back: background threads, one per lower tier, write what was stored above and touch there what is used.
 
 Calls enqueue notes of chunks in host slots, and staging buffers for chunks without a slot; the threads hand them to
 their tiers. A chunk that is evicted from its slot before its turn is a counted drop. By policy these are written:
@@ -177,7 +177,7 @@ class WriteBackQueue:
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
-        """Create the lock and an empty queue, with no thread: the parent writes the chunks that the parent noted."""
+        """Create the lock and an empty queue, with no thread: a parent writes its own notes."""
         self._changed = Condition()  # of what calls wait for: ends of writes
         self._noted = Event()  # for the thread
         self._queue: deque[_WriteBatch] = deque()
@@ -203,8 +203,8 @@ class WriteBackQueue:
     def enqueue(self, namespace: bytes, refs: Sequence[ChunkRef], stamps: Mapping[str, int | None]) -> None:
         """Note that these chunks of one run are in host slots or staging buffers, and may be written to some tiers.
 
-        `namespace` is their root; `stamps` those of the run, by the name of each of these tiers. A staging buffer is
-        made for as many tiers.
+        `namespace` is their root; `stamps` those of the run, by the name of each of these tiers. A staging buffer
+        is released by as many tiers.
         """
         if self.tier.name not in stamps:
             return

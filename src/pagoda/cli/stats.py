@@ -12,7 +12,7 @@ from typer import Option
 from pagoda.cli import FAILED, UsageError, printing
 from pagoda.cli.remote_stores import Unanswered, ask, patience, remotes_of, worded
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, Wide, find_stores, in_each, label
-from pagoda.metrics import TIER_KINDS
+from pagoda.metrics import TIER_KINDS, by_reason
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,10 +82,9 @@ def _print(found: list[StoreStats], wide: bool) -> None:
     _print_traffic(stores)
     for title, prefix in (("misses", "miss_"), ("drops", "drop_")):
         rows = [
-            {"tier": tier, "reason": name.removeprefix(prefix), "chunks": count}
+            {"tier": tier, "reason": reason, "chunks": count}
             for tier, snapshot in stores.items()
-            for name, count in snapshot.counters.items()
-            if name.startswith(prefix) and count
+            for reason, count in by_reason(snapshot.counters, prefix).items()
         ]
         printing.print_dicts(f"{title} by reason", rows)
     pins = [(tier, *pin) for tier, snapshot in stores.items() for pin in snapshot.pins.items()]
@@ -104,7 +103,7 @@ def store_names(found: Sequence[StoreStats]) -> list[str]:
 
 
 def hit_rows(stores: Mapping[str, StoreStats]) -> list[dict[str, object]]:
-    """Return how much of what was asked for was served, and from which tiers: a row a store that caches count in.
+    """Return how much of what was asked for was served, and from which tiers: one row per store that caches count in.
 
     A cache counts in its first local tier, for all of its tiers.
     """

@@ -21,6 +21,7 @@ from pagoda.cli.remote_stores import remotes_of
 from pagoda.cli.stats import counted, hit_rows, namespace_rows, remote_usage, snapshots, store_names
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores
 from pagoda.cli.text_tables import printable, table_lines, wrapped
+from pagoda.metrics import by_reason
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -54,7 +55,7 @@ def top(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Show live what the stores hold, what hits and what moves. With --json: one object a line, a sample each."""
+    """Show live what the stores hold, what hits and what moves. With --json: one object per line and sample."""
     from rich.console import Group
     from rich.live import Live
 
@@ -212,9 +213,8 @@ def _rate_rows(
 def _reasons(stores: Sequence[StoreStats], prefix: str) -> str:
     totals: Counter[str] = Counter()
     for snapshot in stores:
-        totals.update({name: n for name, n in snapshot.counters.items() if name.startswith(prefix) and n})
-    most = totals.most_common()
-    return ", ".join(f"{name.removeprefix(prefix)} {printing.count(number)}" for name, number in most)
+        totals.update(by_reason(snapshot.counters, prefix))
+    return ", ".join(f"{reason} {printing.count(number)}" for reason, number in totals.most_common())
 
 
 def _pins(stores: Mapping[str, StoreStats]) -> str:

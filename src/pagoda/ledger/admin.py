@@ -29,7 +29,7 @@ from pagoda.ledger.transaction import BATCH, batches
 from pagoda.metrics import Reason
 
 _PAGE = 256
-_PINS_PAGE = 4096  # some ms
+_PINS_PAGE = 4096  # takes some ms
 
 # ---- listings
 

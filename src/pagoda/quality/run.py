@@ -14,9 +14,9 @@ from pagoda.connectors.transformers.model_identity import adapters_digest, weigh
 from pagoda.connectors.transformers.supported_models import check_model, probe_model
 from pagoda.layout import KVLayout
 from pagoda.quality.approaches import CONTROLS, Approach, Blend, Codec
+from pagoda.quality.judge import Judged, RunFacts, judged
 from pagoda.quality.measure import measured
 from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer, prompts_digest
-from pagoda.quality.report import Judged, RunFacts, judged
 from pagoda.quality_bounds import DEFAULT_BOUNDS, Bounds, too_loose
 from pagoda.quality_verdict import weights_name
 

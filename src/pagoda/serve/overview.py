@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from pagoda.clock import Deadline
 from pagoda.errors import PagodaError
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.ledger.store_stats import StoreStats
-from pagoda.metrics import DROPS, MISSES, TIER_KINDS, Reason
+from pagoda.metrics import TIER_KINDS, by_reason
 from pagoda.threads import begin
 
 if TYPE_CHECKING:
@@ -132,8 +132,8 @@ class Overview:
             "tiers": [*_local_tiers(stores, totals), *_remote_tiers(remotes, totals["hit_tokens_remote"])],
             "totals": shown,
             "saved": _saved(stores, self.gpu_price),
-            "misses": _by_reason(totals, "miss_", MISSES),
-            "drops": _by_reason(totals, "drop_", DROPS),
+            "misses": by_reason(totals, "miss_"),
+            "drops": by_reason(totals, "drop_"),
             "requests": _requests(stores),
             "namespaces": namespaces[:MOST_NAMESPACES],
             "more_namespaces": max(0, len(namespaces) - MOST_NAMESPACES),
@@ -162,10 +162,6 @@ class Overview:
         )
         self.history.append(sample)
         return sample
-
-
-def _by_reason(counts: Mapping[str, int], prefix: str, reasons: Iterable[Reason]) -> dict[str, int]:
-    return {str(reason): counts[f"{prefix}{reason}"] for reason in reasons if counts[f"{prefix}{reason}"]}
 
 
 def _local_tiers(stores: Sequence[StoreStats], totals: Mapping[str, int]) -> list[dict[str, object]]:

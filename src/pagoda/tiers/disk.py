@@ -27,7 +27,7 @@ from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.slab import FileSlab, address, aligned
 from pagoda.threads import NO_THREAD, Condition, Event
-from pagoda.tiers import tier_registry
+from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.header_scan import HeaderScan
@@ -135,7 +135,7 @@ class DiskTier(QueuedTier):
         except BaseException:
             ledger.close()
             raise
-        tier_registry.add("disk", path, sum(map(len, ledger.space.backed_ranges())) * stride if made else 0)
+        recorded_tiers.add("disk", path, sum(map(len, ledger.space.backed_ranges())) * stride if made else 0)
         return cls(
             layout,
             ledger,
@@ -216,7 +216,7 @@ class DiskTier(QueuedTier):
         self, keys: Sequence[bytes], start: int | None, namespace: bytes | None, deadline_seconds: float | None, *,
         stamp: int | None = None, touch: bool | None = None, lease_seconds: float = _LOAD_LEASE_SECONDS,
     ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:  # fmt: skip
-        """Yield lazily where each key is, or why it is absent: one transaction a run.
+        """Yield lazily where each key is, or why it is absent: one transaction per run.
 
         Looks into the queue first: what leaves it meanwhile is in the ledger, or was dropped and is a miss later. By
         default, for a load, this leases the run and does not touch it: `find` has, with one stamp for the whole run.
@@ -546,7 +546,7 @@ class DiskWorker(IoWorker):
             parent=first.chunk.parent,
             tokens=first.chunk.tokens,
             stamp=first.stamp,
-            admitted=run[-1].chunk.position < admitted.end,
+            already_admitted=run[-1].chunk.position < admitted.end,
             deadline_seconds=_LEDGER_SECONDS,
         )
         for write, outcome in zip(run, outcomes, strict=True):

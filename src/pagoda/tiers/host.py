@@ -24,7 +24,7 @@ from pagoda.ledger.store_state import FORMAT
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from pagoda.threads import Condition
-from pagoda.tiers import tier_registry
+from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future, follows, runs
 from pagoda.tiers.blocking import BlockingCalls
 
@@ -110,7 +110,7 @@ class HostTier(BlockingCalls):
             ledger.close()
             raise
         if shared:
-            tier_registry.add(
+            recorded_tiers.add(
                 "host", path, sum(map(len, ledger.space.backed_ranges())) * layout.slot_bytes if made else 0
             )
         if populate:
@@ -308,7 +308,7 @@ class HostTier(BlockingCalls):
         stamp = self.ledger.stamp()
         deadline = Deadline(clamp_deadline(self.deadline_seconds, deadline_seconds))
         ends: list[Future[Done]] = []
-        while (at := len(ends)) < len(keys):  # one transaction a run: an absent key ends it
+        while (at := len(ends)) < len(keys):  # one transaction per run: an absent key ends it
             match = self.ledger.match_prefix(
                 keys[at:], start=None if start is None else start + at, namespace=namespace,
                 stamp=stamp, deadline_seconds=deadline.remaining(),

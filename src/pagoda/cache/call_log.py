@@ -1,4 +1,4 @@
-"""What a cache logs of itself: five lines when it is opened, at INFO, and one line a call, at DEBUG.
+"""What a cache logs of itself: five lines when it is opened, at INFO, and one line per call, at DEBUG.
 
 `Cache` calls `log_opened`, `Call` calls `log_call`. No line has a token of a prompt, a salt or a password.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from pagoda.cache.hit import Hit, Stored
+from pagoda.cache.results import Hit, Stored
 from pagoda.cache.tier_stack import TierStack
 from pagoda.config.sizes import format_size
 from pagoda.errors import PagodaError
