@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from pagoda.blend.blend_policies import Deviation, SelectionPolicy
 from pagoda.config import Config
@@ -19,9 +21,6 @@ from pagoda.quality.measure import measured
 from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer, prompts_digest
 from pagoda.quality_bounds import DEFAULT_BOUNDS, Bounds, too_loose
 from pagoda.quality_verdict import weights_name
-
-if TYPE_CHECKING:
-    import torch
 
 _SPARE_BYTES = 16 << 20  # of the memory for the documents of a prompt: tables
 
