@@ -67,3 +67,16 @@ def stable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: stable(each) for name, each in value.items() if name not in _VOLATILE}
     return [stable(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def rope_types(config: Mapping[str, Any]) -> set[object]:
+    """Return the types of rotary embeddings anywhere in a model's config. Changes nothing."""
+    found: set[object] = set()
+    for name, value in config.items():
+        if name in ("rope_type", "rope_scaling_type"):
+            found.add(value)
+        if isinstance(value, Mapping):
+            if name in ("rope_scaling", "rope_parameters"):
+                found.add(value.get("rope_type", value.get("type")))
+            found |= rope_types(value)
+    return found
