@@ -150,7 +150,7 @@ def test_the_end_of_a_view_is_counted_and_loses_no_exception(
                 until_interrupted(lambda: slab.views(range(8)))
     finally:
         gc.enable()
-    lending.settle()
+    lending.clear_ended()
     assert not lost, lost
     assert not any(lending._own) and not lending._out, "all pages may be given to others"
     slab.close()
@@ -170,7 +170,7 @@ def test_a_view_that_outlives_the_close_marks_nothing_of_the_next_member(shm_roo
     kept = slab.views([1])
     assert any(new._own), "it has the row that the first had"
     left.clear()
-    old.settle()
+    old.clear_ended()
     assert any(new._own) and kept
     slab.close()
     second.close()

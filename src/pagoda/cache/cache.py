@@ -121,7 +121,8 @@ class Cache:
         self.name = name
         self.config = _configured(config, layout, overrides)
         self.layout = layout
-        codecs = self.config.lossy_codecs() if tiers is None else codecs_of(tiers)
+        stack = None if tiers is None else build_tiers(tiers, layout)
+        codecs = self.config.lossy_codecs() if stack is None else codecs_of(stack.all)
         self.namespace = _completed(namespace, layout, self.config, codecs)
         quality = _require_quality(codecs, self.namespace, layout, self.config)
         if self.config.profile:
@@ -131,18 +132,18 @@ class Cache:
         if self.config.log_format == "json":
             log_json()
         with _name_taken(name, self):
-            self._open(tiers, key_scheme, clock or Clock(), quality, weights_of)
+            self._open(stack, key_scheme, clock or Clock(), quality, weights_of)
 
     def _open(
         self,
-        tiers: Sequence[Tier] | None,
+        stack: TierStack | None,
         key_scheme: KeyScheme,
         clock: Clock,
         quality: list[QualityState],
         weights_of: Cache | None,
     ) -> None:
         config, layout = self.config, self.layout
-        stack = open_tiers(config, layout, clock) if tiers is None else build_tiers(tiers, layout)
+        stack = open_tiers(config, layout, clock) if stack is None else stack
         self._resources = build_resources(stack, config, layout, key_scheme, clock, self.namespace)
         self._key_scheme = key_scheme
         self._weights: PresentWeights = PresentWeights(
@@ -521,9 +522,7 @@ class Cache:
         if (prompts := self._resources.prompt_log) is not None:
             prompts.flush()
         flushed = [queue.flush(deadline.remaining()) for queue in self._resources.writeback]
-        for tier in self._tiers.lower:
-            wait = getattr(tier, "flush", None)
-            flushed.append(wait is None or bool(wait(deadline.remaining())))
+        flushed += [tier.flush(deadline.remaining()) for tier in self._tiers.lower]
         return all(flushed)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> bool:

@@ -32,7 +32,7 @@ def log_opened(namespace: Namespace, layout: KVLayout, tiers: TierStack, deadlin
     for tier in tiers.all:
         ledger = ledgers.get(tier.name)
         if ledger is None:
-            place = str(getattr(tier, "address", ""))
+            place = tier.address
             sizes.append(f"{tier.name} shared")
             fields.append({"tier": tier.name, "place": place})
         else:

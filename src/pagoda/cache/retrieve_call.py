@@ -29,7 +29,7 @@ from pagoda.cache.resources import Resources
 from pagoda.cache.results import Hit
 from pagoda.cache.staging import StagingPool
 from pagoda.cache.tier_stack import TierStack
-from pagoda.cache.writeback import Access, ChunkRef, chunk_ref, columns_of, recency_stamp, refs_in_slots
+from pagoda.cache.writeback import Access, ChunkRef, chunk_ref, columns_of, refs_in_slots
 from pagoda.clock import Deadline
 from pagoda.ledger import Busy, Present, Refused, Reserved
 from pagoda.metrics import Reason
@@ -229,7 +229,7 @@ class RetrieveCall:
         for tier in self._tiers.lower:
             if self._done >= self._matched.get(tier.name, 0):
                 if tier.name not in self._stamps:
-                    self._stamps[tier.name] = recency_stamp(tier)
+                    self._stamps[tier.name] = tier.stamp()
                 found = tier.find(
                     self._request.keys[self._done : self._end],
                     start=self._request.position_of(self._done),
@@ -279,7 +279,7 @@ class RetrieveCall:
         self._load_seconds[tier.name] = self._load_seconds.get(tier.name, 0.0) + seconds
         for queue in self._resources.writeback:
             if queue.tier is tier:
-                queue.settle(pipeline.committed)
+                queue.mark_known(pipeline.committed)
         if self._done > before:
             self._note_served(tier, before, pipeline.committed)
         stopped = destination.stopped if isinstance(destination, HostDestination) else None

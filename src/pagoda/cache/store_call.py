@@ -16,9 +16,7 @@ from pagoda.cache.staging import StagedChunk
 from pagoda.cache.writeback import (
     Access,
     ChunkRef,
-    admitted_prefix,
     chunk_ref,
-    recency_stamp,
     refs_in_slots,
 )
 from pagoda.clock import Deadline
@@ -68,7 +66,7 @@ class StoreCall:
         if host is not None and self._kv.device_index is not None:
             host.use_device(self._kv.device_index)  # before the first copy
         self._stamp = host.ledger.stamp() if host is not None else 0
-        self._stamps = {tier.name: recency_stamp(tier) for tier in self._lower}
+        self._stamps = {tier.name: tier.stamp() for tier in self._lower}
         with nullcontext() if host is None else host.copying():
             reason = self._store_below() if host is None else self._store(host)
             if self._sent:
@@ -120,7 +118,7 @@ class StoreCall:
             asked=False, deadline_seconds=self._deadline.remaining(),
         )  # fmt: skip
         where = have.slots, have.generations
-        known = not (have.slots.size and self._lower) or all(q.is_settled(*where) for q in self._queues)
+        known = not (have.slots.size and self._lower) or all(q.needs_no_note(*where) for q in self._queues)
         refs = [] if known else refs_in_slots(request, at, *where)
         if have.reason in (Reason.LEDGER_BUSY, Reason.IO_ERROR):
             return have.reason
@@ -223,8 +221,8 @@ class StoreCall:
         request, root = self._request, self._request.namespace.root
         for tier in self._lower:
             while (end := ends[tier.name]) <= index and tier.name not in refusing:
-                keys, start = request.keys[end:], request.first + end
-                count, refuses = admitted_prefix(tier, keys, root, start, self._stamps[tier.name])
+                keys, start, stamp = request.keys[end:], request.first + end, self._stamps[tier.name]
+                count, refuses = tier.admit(keys, namespace=root, start=start, stamp=stamp)
                 ends[tier.name] += count
                 if refuses:
                     refusing.add(tier.name)

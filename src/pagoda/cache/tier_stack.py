@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from pagoda.codec import LOSSY
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger
-from pagoda.metrics import guarded_logger
 from pagoda.tiers import DiskTier, HostTier, Tier
-from pagoda.tiers.remote.remote_tier import RemoteTier
-
-if TYPE_CHECKING:
-    pass
-
-log = guarded_logger("pagoda.cache")
-
-_FEW_CHUNKS = 64  # the log warns of an "auto" size with fewer chunks
 
 
 class TierStack:
@@ -30,7 +20,7 @@ class TierStack:
         """`left_out`: names of tiers of this cache that may not be used now."""
         self.host = host
         self.lower = lower
-        self.written = tuple(tier for tier in lower if not (isinstance(tier, RemoteTier) and tier.read_only))
+        self.written = tuple(tier for tier in lower if not tier.read_only)
         self.left_out = left_out
         self.all: tuple[Tier, ...] = lower if host is None else (host, *lower)  # from the top down
         self.names = tuple(tier.name for tier in self.all)
@@ -47,8 +37,8 @@ class TierStack:
 
     def local(self) -> TierStack:
         """Return the tiers that are not shared with other machines."""
-        remote = tuple(tier.name for tier in self.lower if isinstance(tier, RemoteTier))
-        lower = tuple(tier for tier in self.lower if not isinstance(tier, RemoteTier))
+        remote = tuple(tier.name for tier in self.lower if tier.is_shared)
+        lower = tuple(tier for tier in self.lower if not tier.is_shared)
         return TierStack(self.host, lower, (*self.left_out, *remote)) if remote else self
 
     def exact(self) -> TierStack:
@@ -69,12 +59,14 @@ class TierStack:
 
 def codecs_of(tiers: Iterable[Tier]) -> tuple[str, ...]:
     """Return the lossy codecs of tiers, each once, sorted."""
-    return tuple(sorted({getattr(tier, "codec", "raw") for tier in tiers}.intersection(LOSSY)))
+    return tuple(sorted({tier.codec for tier in tiers}.intersection(LOSSY)))
 
 
 def build_tiers(tiers: Sequence[Tier], layout: KVLayout) -> TierStack:
     """Return the stack of tiers that the caller built. Raises ValueError if they do not fit each other."""
     for tier in tiers:
+        if not isinstance(tier, Tier):
+            raise ValueError(f"{type(tier).__name__} is not a whole tier: derive it from pagoda.tiers.Tier")
         if tier.chunk_bytes != layout.chunk_bytes:
             raise ValueError(
                 f"tier {tier.name!r} has chunks of {tier.chunk_bytes} bytes, the layout {layout.chunk_bytes}: "

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from pagoda.clock import Clock
 from pagoda.errors import ClosedError, NoRoomError, StoreError
-from pagoda.finalizers import settle
+from pagoda.finalizers import close_dropped
 from pagoda.fork import call_in_child
 from pagoda.ledger import allocation, hold_pin_remove, queries
 from pagoda.ledger.columns import KEY_BYTES, NOT_READY, Columns, marks_of
@@ -176,7 +176,7 @@ class Ledger:
                 elif create:
                     ledger._warn_of_others(spec, policy)
                 if create and spec.limit_bytes not in ledger._asked:
-                    _with_space(partial(ledger.space.settle, spec.limit_bytes), until)
+                    _with_space(partial(ledger.space.fit_to_limit, spec.limit_bytes), until)
                     ledger._asked.add(spec.limit_bytes)
         except BaseException as error:
             ledger.close()
@@ -662,7 +662,7 @@ def _with_space(step: Callable[[float], T], until: float) -> T:
     try:
         return step(_left(until))
     except NoRoomError:
-        settle(_left(until))  # a store that was dropped without a close may have the space
+        close_dropped(_left(until))  # a store that was dropped without a close may have the space
         return step(_left(until))
 
 

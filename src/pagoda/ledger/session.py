@@ -114,7 +114,7 @@ class Session:
             raise
         self.count(transaction.counts)
         if self.page_guards is not None:
-            self.page_guards.settle()
+            self.page_guards.clear_ended()
         return result
 
     def _transact(self, work: Callable[[Transaction], T]) -> tuple[Transaction, T]:
@@ -135,9 +135,9 @@ class Session:
             transaction.publish(self.columns, self.stamp(transaction.now))
         except BaseException as error:
             try:
-                self._settle(tables, transaction, begun)
+                self._publish_or_undo(tables, transaction, begun)
             except BaseException:  # another signal: again, from the start
-                self._settle(tables, transaction, begun)
+                self._publish_or_undo(tables, transaction, begun)
                 raise
             if is_damage(error) or (
                 isinstance(error, lmdb.Error) and not isinstance(error, lmdb.MapFullError)
@@ -146,7 +146,7 @@ class Session:
             raise
         return transaction, result
 
-    def _settle(
+    def _publish_or_undo(
         self, tables: Tables, transaction: Transaction | None, begun: list[Callable[[Transaction], object]]
     ) -> None:
         """After an exception at any point of a transaction: publish it if it was committed, else undo everything."""

@@ -14,7 +14,7 @@ One transfer, all of it under the lock of the root, and never inside two gates a
     the taker's gate    these slots are free, and only now may be reserved
 
 A process that dies in between leaves bare slots with pages, or pages that no table lists: the next one that needs space
-punches them. `Ledger` settles a new store, and `upkeep_thread` asks for more.
+punches them. `Ledger` fits a new store into it, and `upkeep_thread` asks for more.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SpaceShare:
 
     # ---- taking
 
-    def settle(self, asked_bytes: int | None, seconds: float) -> None:
+    def fit_to_limit(self, asked_bytes: int | None, seconds: float) -> None:
         """Grow into free space, shrink to a smaller limit, take a first share. NoRoomError names the holders.
 
         `asked_bytes`: the limit that is asked for; while other users have asked for a larger one, that one counts.
@@ -320,7 +320,7 @@ class SpaceShare:
             if not idle:
                 return []
             first = self._last_with_pages(meta, count)
-            self._session.write(lambda w: hold_pin_remove.vacate_unscanned(w, meta.backed - first), 1.0)
+            self._session.write(partial(hold_pin_remove.vacate_unscanned, count=meta.backed - first), 1.0)
             return list(range(first, meta.backed))
         slots = list[int]()
         for reach in (count - meta.free(), self._ledger.slots):  # pinned or held chunks may hide others

@@ -66,7 +66,7 @@ class HostTier(BlockingCalls):
     def open(
         cls,
         layout: KVLayout,
-        path: Path,
+        path: str | os.PathLike[str],
         size_bytes: int,
         *,
         shared: bool = True,
@@ -87,7 +87,7 @@ class HostTier(BlockingCalls):
                 f"a host tier of {size_bytes} bytes has no room for one chunk of {layout.slot_bytes}"
             )
         spec = StoreSpec(
-            root=path,
+            root=Path(path),
             name=f"{layout.fingerprint}.{FORMAT}",  # versions with other formats have other stores
             kind="memory",
             slots=slots,
@@ -96,7 +96,7 @@ class HostTier(BlockingCalls):
             private=not shared,
             chunk_bytes=layout.chunk_bytes,
         )
-        made = not os.path.exists(path / spec.name)  # false if this user may not see it
+        made = not os.path.exists(spec.root / spec.name)  # false if this user may not see it
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
         try:
             slab = (
@@ -219,10 +219,6 @@ class HostTier(BlockingCalls):
         return False
 
     def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
-        """Return True: nothing is in flight."""
-        return True
-
-    def flush(self, timeout: float) -> bool:
         """Return True: nothing is in flight."""
         return True
 
