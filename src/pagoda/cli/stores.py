@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pagoda.ledger import Ledger, NamespaceRow
 
 T = TypeVar("T")
+_STATE = "state"  # the file that makes a directory a store
+_OTHERS = ("locks", "data.mdb")  # those that tell that it is lost
 
 Directory: TypeAlias = Annotated[
     Path | None,
@@ -117,9 +119,18 @@ def _stores_of(root: Path) -> list[Path]:
 
 
 def _stores_in(directory: Path) -> list[Path]:
-    from pagoda.ledger.stores_under_root import is_store, stores
+    if _is_store(directory):
+        return [directory]
+    return sorted(path for path in directory.iterdir() if path.name[0] != "." and _is_store(path))
 
-    return [directory] if is_store(directory) else sorted(filter(is_store, stores(directory)))
+
+def _is_store(path: Path) -> bool:
+    try:
+        return (path / _STATE).is_file() or all((path / name).is_file() for name in _OTHERS)
+    except PermissionError:
+        if path.lstat().st_uid == os.geteuid():
+            raise
+        return False  # another user's, such as lost+found where a file system is mounted
 
 
 def attached(store: Path) -> AbstractContextManager[Ledger]:

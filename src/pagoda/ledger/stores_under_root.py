@@ -45,7 +45,7 @@ def stores_in(root: Path) -> list[Path]:
 
     Changes nothing. Raises OSError.
     """
-    return [store for store in stores(root) if is_store(store) and _PRIVATE not in store.name]
+    return [store for store in stores(root) if _is_store(store) and _PRIVATE not in store.name]
 
 
 def refuse_others(root: Path) -> None:
@@ -61,7 +61,7 @@ def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
     Raises StoreError, and removes nothing, if a process has it open or if it has files that are not a store's.
     """
     with root_locked(directory.parent, deadline_seconds):
-        if not is_store(directory) or any(map(Path.is_dir, directory.iterdir())):
+        if not _is_store(directory):
             raise StoreError(f"{directory} is no store, or holds other things too: remove it by hand")
         if in_use(directory):
             raise StoreError(
@@ -91,12 +91,12 @@ def _openers(directory: Path) -> str:
     return f" (pid {', '.join(found)})" if found else ""
 
 
-def is_store(directory: Path) -> bool:
-    """Whether a directory has the files of a store, whole or damaged. OSError."""
-    with contextlib.suppress(FileNotFoundError):  # it may be removed at any time
-        names = {entry.name for entry in directory.iterdir()}
-        return LOCKS in names and len(names & {STATE, TABLES, COLUMNS}) >= 2
-    return False
+def _is_store(directory: Path) -> bool:
+    entries = list(directory.iterdir())
+    names = {entry.name for entry in entries}
+    return (
+        LOCKS in names and len(names & {STATE, TABLES, COLUMNS}) >= 2 and not any(map(Path.is_dir, entries))
+    )
 
 
 @contextlib.contextmanager
