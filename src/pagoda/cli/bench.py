@@ -30,7 +30,9 @@ def bench(
     if as_json:
         printing.print_json({"chunk_bytes": chunk_bytes, **values})
         return 0
-    rows = [(name.replace("_", " "), *each.values()) for name, each in values.items()]
+    rows = [
+        (name.replace("_", " "), *(round(one, 3) for one in each.values())) for name, each in values.items()
+    ]
     columns = ("", "GB/s", "limit GB/s", "ratio", "threads", "turns")
     printing.print_table(f"chunks of {printing.size(chunk_bytes)}", columns, rows)
     printing.print_text("limits: copying in memory; bare O_DIRECT reads and writes of the same file system")
