@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 
 
 def bench(
-    seconds: Annotated[float, Option(min=1, max=600, help="About how long it may take.")] = 20.0,
-    chunk_size: Annotated[str, Option(metavar="SIZE", help="Bytes of a chunk, such as 32MiB.")] = "32MiB",
+    seconds: Annotated[float, Option(min=1, max=600)] = 20.0,
+    chunk_size: Annotated[str, Option(metavar="SIZE")] = "32MiB",
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Measure the configured tiers beside the memory and the disk under them; nothing stored is touched."""
+    """Measure the configured tiers beside the memory and the disk under them; nothing stored is touched.
+
+    Args:
+        seconds: About how long it may take.
+        chunk_size: Bytes of a chunk, such as 32MiB.
+    """
     loaded, chunk_bytes = configured(config), _chunk_bytes(chunk_size)
     tiers = [tier for tier in ("host", "disk") if getattr(loaded, f"{tier}_bytes")]
     if not tiers:

@@ -13,6 +13,7 @@ import typer
 from typer import Argument, Option
 
 from pagoda.cli import FailedError, UsageError, printing
+from pagoda.cli.documented import documented
 from pagoda.cli.stores import AsJson, ConfigFile, configured
 
 if TYPE_CHECKING:
@@ -81,25 +82,24 @@ def schema() -> int:
 
 
 @app.command("import")
+@documented
 def import_lmcache(
-    file: Annotated[
-        Path | None,
-        Argument(metavar="FILE", help="LMCache's YAML file; default: the one its variables name, or they."),
-    ] = None,
-    output: Annotated[
-        Path | None, Option("--output", "-o", metavar="FILE", help="Write a new file instead of printing.")
-    ] = None,
-    workers: Annotated[
-        int, Option(min=1, help="Workers (ranks) on one machine: LMCache's sizes are one worker's.")
-    ] = 1,
-    peers: Annotated[
-        str | None,
-        Option(metavar="URL,...", help="The neighbours' pagoda serve, for enable_p2p: the file names none."),
-    ] = None,
-    force: Annotated[bool, Option("--force", help="Leave out what is not supported.")] = False,
+    file: Annotated[Path | None, Argument(metavar="FILE")] = None,
+    output: Annotated[Path | None, Option("--output", "-o", metavar="FILE")] = None,
+    workers: Annotated[int, Option(min=1)] = 1,
+    peers: Annotated[str | None, Option(metavar="URL,...")] = None,
+    force: Annotated[bool, Option("--force")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Turn LMCache's configuration into a pagoda.toml, naming all that does not map."""
+    """Turn LMCache's configuration into a pagoda.toml, naming all that does not map.
+
+    Args:
+        file: LMCache's YAML file; default: the one its variables name, or they.
+        output: Write a new file instead of printing.
+        workers: Workers (ranks) on one machine: LMCache's sizes are one worker's.
+        peers: The neighbours' pagoda serve, for enable_p2p: the file names none.
+        force: Leave out what is not supported.
+    """
     from pagoda.config.remote_urls import split
     from pagoda.migrate import lmcache
     from pagoda.migrate.lmcache_fields import FieldVerdict

@@ -23,63 +23,53 @@ _OTHERS = 3.0
 
 def replay(
     trace: replay_inputs.TraceFile = replay_inputs.SAMPLE,
-    capacity_chunks: Annotated[
-        list[int] | None, Option(min=1, metavar="N", help="One tier of that many chunks; or several.")
-    ] = None,
-    host: Annotated[str | None, Option(metavar="SIZE", help="Host memory, such as 64GiB.")] = None,
-    disk: Annotated[str | None, Option(metavar="SIZE", help="Disk below it, such as 1TiB.")] = None,
+    capacity_chunks: Annotated[list[int] | None, Option(min=1, metavar="N")] = None,
+    host: Annotated[str | None, Option(metavar="SIZE")] = None,
+    disk: Annotated[str | None, Option(metavar="SIZE")] = None,
     policy: replay_inputs.Policies = None,
     model: replay_inputs.ModelName = None,
     bytes_per_token: replay_inputs.TokenBytes = None,
     kv_dtype: replay_inputs.KVType = "bfloat16",
-    curve: Annotated[
-        bool, Option("--curve", help="Hit rate against size: a table here, a plot as PNG.")
-    ] = False,
-    points: Annotated[int, Option(min=2, max=100, metavar="N", help="Sizes of the curve.")] = 8,
+    curve: Annotated[bool, Option("--curve")] = False,
+    points: Annotated[int, Option(min=2, max=100, metavar="N")] = 8,
     wide: Wide = False,
-    png: Annotated[
-        Path | None, Option(metavar="FILE", help=f"File for the curve as PNG; default {_PNG}.")
-    ] = None,
+    png: Annotated[Path | None, Option(metavar="FILE")] = None,
     host_speed: Speed = None,
     disk_speed: Speed = None,
-    measured: Annotated[
-        Path | None, Option(metavar="FILE", help="Speeds as `pagoda bench --json` printed them.")
-    ] = None,
-    prefill: Annotated[
-        float | None,
-        Option(min=1, metavar="N", help="Tokens a second that the engine computes; default: by the model."),
-    ] = None,
-    engines: Annotated[
-        int | None,
-        Option(min=1, max=10_000, metavar="N", help="Engines; default: as many as the trace needs uncached."),
-    ] = None,
-    remote: Annotated[
-        str | None, Option(metavar="SIZE", help="A remote tier below them, which all machines share.")
-    ] = None,
-    machines: Annotated[
-        int | None, Option(min=1, max=10_000, metavar="N", help="Machines above --remote; default: 1.")
-    ] = None,
-    route: Annotated[
-        str | None,
-        Option(metavar="NAME", help="Which of them gets a request: round-robin (default), prefix."),
-    ] = None,
-    remote_policy: Annotated[
-        str | None, Option(metavar="NAME", help="The policy of --remote; default: lru.")
-    ] = None,
-    remote_write_policy: Annotated[
-        str | None, Option(metavar="NAME", help="What is sent there: write_through (default), second_sight.")
-    ] = None,
-    link: Annotated[
-        str | None, Option(metavar="RATE", help="Each machine's and the store's link, such as 25Gbit.")
-    ] = None,
-    prices: Annotated[
-        Path | None, Option(metavar="FILE", help="Prices of object stores (TOML); default: list prices.")
-    ] = None,
+    measured: Annotated[Path | None, Option(metavar="FILE")] = None,
+    prefill: Annotated[float | None, Option(min=1, metavar="N")] = None,
+    engines: Annotated[int | None, Option(min=1, max=10_000, metavar="N")] = None,
+    remote: Annotated[str | None, Option(metavar="SIZE")] = None,
+    machines: Annotated[int | None, Option(min=1, max=10_000, metavar="N")] = None,
+    route: Annotated[str | None, Option(metavar="NAME")] = None,
+    remote_policy: Annotated[str | None, Option(metavar="NAME")] = None,
+    remote_write_policy: Annotated[str | None, Option(metavar="NAME")] = None,
+    link: Annotated[str | None, Option(metavar="RATE")] = None,
+    prices: Annotated[Path | None, Option(metavar="FILE")] = None,
     jobs: replay_inputs.Jobs = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Say what a cache of that size and policy would have done with recorded requests."""
+    """Say what a cache of that size and policy would have done with recorded requests.
+
+    Args:
+        capacity_chunks: One tier of that many chunks; or several.
+        host: Host memory, such as 64GiB.
+        disk: Disk below it, such as 1TiB.
+        curve: Hit rate against size: a table here, a plot as PNG.
+        points: Sizes of the curve.
+        png: File for the curve as PNG; default pagoda-curve.png.
+        measured: Speeds as `pagoda bench --json` printed them.
+        prefill: Tokens a second that the engine computes; default: by the model.
+        engines: Engines; default: as many as the trace needs uncached.
+        remote: A remote tier below them, which all machines share.
+        machines: Machines above --remote; default: 1.
+        route: Which of them gets a request: round-robin (default), prefix.
+        remote_policy: The policy of --remote; default: lru.
+        remote_write_policy: What is sent there: write_through (default), second_sight.
+        link: Each machine's and the store's link, such as 25Gbit.
+        prices: Prices of object stores (TOML); default: list prices.
+    """
     tiers = {
         name: size for name, size in (("host", host), ("disk", disk), ("remote", remote)) if size is not None
     }

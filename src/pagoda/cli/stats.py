@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 def stats(
     directory: Directory = None,
     as_json: AsJson = False,
-    prometheus: Annotated[bool, Option("--prometheus", help="Print the Prometheus text format.")] = False,
+    prometheus: Annotated[bool, Option("--prometheus")] = False,
     wide: Wide = False,
     config: ConfigFile = None,
 ) -> int:
-    """Show what the stores hold, what hit, and what missed and why."""
+    """Show what the stores hold, what hit, and what missed and why.
+
+    Args:
+        prometheus: Print the Prometheus text format.
+    """
     if as_json and prometheus:
         raise UsageError("--json and --prometheus: choose one")
     found, broken = snapshots(find_stores(directory, config))

@@ -50,12 +50,17 @@ class TopSample(NamedTuple):
 
 def top(
     directory: Directory = None,
-    interval: Annotated[float, Option(min=0.1, max=3600, help="Seconds between two samples.")] = 2.0,
-    once: Annotated[bool, Option("--once", help="Show one sample and end.")] = False,
+    interval: Annotated[float, Option(min=0.1, max=3600)] = 2.0,
+    once: Annotated[bool, Option("--once")] = False,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Show live what the stores hold, what hits and what moves. With --json: one object per line and sample."""
+    """Show live what the stores hold, what hits and what moves. With --json: one object per line and sample.
+
+    Args:
+        interval: Seconds between two samples.
+        once: Show one sample and end.
+    """
     from rich.console import Group
     from rich.live import Live
 
