@@ -155,11 +155,8 @@ class Overview:
             if directory in known:
                 fresh = known[directory].counters
                 changed.update({name: max(0, fresh[name] - count) for name, count in old.counters.items()})
-        sample = Sample(
-            time=now,
-            seconds=now - before[0],
-            hit_tokens={kind: changed[f"hit_tokens_{kind}"] for kind in TIER_KINDS},
-        )
+        hits = {kind: changed[f"hit_tokens_{kind}"] for kind in TIER_KINDS}
+        sample = Sample(time=now, seconds=now - before[0], hit_tokens=hits)
         self.history.append(sample)
         return sample
 
