@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from pagoda.cli import printing
 from pagoda.cli.stores import configured
+from pagoda.errors import ConfigError, PagodaError
 from pagoda.url_parts import split_url
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ def all_remotes(
     if directory is not None:
         return (), ()
     from pagoda.config.remote_urls import parse
-    from pagoda.errors import ConfigError
     from pagoda.tiers import recorded_tiers
 
     specs = {spec.redacted: spec for spec in configured(config_file).remotes()}
@@ -126,7 +126,6 @@ def ask_each(
 
 def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
     """Return the answer of a remote tier. Raises Unanswered."""
-    from pagoda.errors import PagodaError
     from pagoda.metrics import Reason
     from pagoda.tiers.remote.store_client import ListingTimeout, RefusedError
 
@@ -193,7 +192,6 @@ def pinged(specs: Sequence[RemoteSpec]) -> list[RemoteCheck]:
 
 def _nodes(spec: RemoteSpec) -> str:
     """Return the nodes of a pool in one spelling, and a digest of them to compare; else an empty string."""
-    from pagoda.errors import PagodaError
 
     if "+pool:" in spec.redacted[:12]:
         with suppress(PagodaError):

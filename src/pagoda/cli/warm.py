@@ -51,19 +51,18 @@ class _EndedError(Exception):
 
 
 def warm(
-    most: Annotated[
-        str | None,
-        Option("--bytes", metavar="SIZE", help="The most to bring; default: half of the host tier."),
-    ] = None,
-    rate: Annotated[
-        str, Option(metavar="SIZE", help="The most to bring in a second, over this machine's link.")
-    ] = "256MiB",
+    most: Annotated[str | None, Option("--bytes", metavar="SIZE")] = None,
+    rate: Annotated[str, Option(metavar="SIZE")] = "256MiB",
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
     """Bring the chunks that all machines use most from Redis into this machine's host tier.
 
     For a machine that has just started: nothing is evicted for it, and it ends when an engine here begins to work.
+
+    Args:
+        most: The most to bring; default: half of the host tier.
+        rate: The most to bring in a second, over this machine's link.
     """
     wanted, speed = None if most is None else given_bytes("--bytes", most), given_bytes("--rate", rate)
     specs = remotes_of(None, config)

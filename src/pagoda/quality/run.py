@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
+
+from pagoda.blend.blend_policies import Deviation, SelectionPolicy
+from pagoda.config import Config
+from pagoda.connectors.transformers import CachedModel
+from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
+from pagoda.connectors.transformers.supported_models import check_model, probe_model
+from pagoda.layout import KVLayout
+from pagoda.quality.approaches import CONTROLS, Approach, Blend, Codec
+from pagoda.quality.judge import Judged, RunFacts, judged
+from pagoda.quality.measure import measured
 from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer, prompts_digest
-
-if TYPE_CHECKING:
-    import torch
-
-    from pagoda.blend.blend_policies import SelectionPolicy
-    from pagoda.connectors.transformers import CachedModel
-    from pagoda.quality.judge import Judged
-    from pagoda.quality_bounds import Bounds
+from pagoda.quality_bounds import DEFAULT_BOUNDS, Bounds, too_loose
+from pagoda.quality_verdict import weights_name
 
 _SPARE_BYTES = 16 << 20  # of the memory for the documents of a prompt: tables
 
@@ -62,15 +67,6 @@ def measure_quality(
         ValueError: prompts that do not go with what is asked; a model, a codec or a policy that cannot be used; bounds
             that say nothing; or the model gives no expected answer at all, so that answers tell nothing.
     """
-    from pagoda.blend.blend_policies import Deviation
-    from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
-    from pagoda.connectors.transformers.supported_models import check_model, probe_model
-    from pagoda.quality.approaches import CONTROLS, Approach, Blend, Codec
-    from pagoda.quality.judge import judged
-    from pagoda.quality.measure import measured
-    from pagoda.quality_bounds import DEFAULT_BOUNDS, too_loose
-    from pagoda.quality_verdict import weights_name
-
     bounds = DEFAULT_BOUNDS if bounds is None else bounds
     if wrong := [text for one in bounds.values() for text in too_loose(one, confidence)]:
         raise ValueError(wrong[0])
@@ -80,10 +76,7 @@ def measure_quality(
     with ExitStack() as opened:
         features: list[Approach] = [Codec(name, model, probed) for name in dict.fromkeys(codecs)]
         if blends:
-            token_bytes = probed.layout.chunk_bytes // chunk_tokens
-            cached = opened.enter_context(
-                _documents_cache(model, prompts, chunk_tokens, token_bytes, weights)
-            )
+            cached = opened.enter_context(_documents_cache(model, prompts, probed.layout, weights))
             asked = [(Deviation(), 0.0), *(one for one in blends if any(one[1:]))]
             named = {blend.name: blend for blend in (Blend(cached, *one) for one in asked)}
             features = [*named.values(), *features]
@@ -102,18 +95,10 @@ def measure_quality(
             f"with exact KV the model gives none of the {len(prompts)} expected answers, so they tell nothing: "
             "correct them, or leave them out"
         )
-    rows = judged(
-        samples,
-        {one.name: one.setting for one in features if one.setting is not None},
-        [control.name for control in CONTROLS],
-        bounds=bounds,
-        has_answers=has_answers,
-        digest=prompts_digest(prompts),
-        new_tokens=new_tokens,
-        confidence=confidence,
-        seed=seed,
-        made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    )
+    settings = {one.name: one.setting for one in features if one.setting is not None}
+    made = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    facts = RunFacts(prompts_digest(prompts), new_tokens, confidence, seed, made)
+    rows = judged(samples, settings, [one.name for one in CONTROLS], bounds, has_answers, facts)
     return QualityRun(rows, weights_name(weights, adapters=adapters_digest(model)))
 
 
@@ -135,22 +120,14 @@ def _check_prompts(prompts: Sequence[QualityPrompt], need_documents: bool, chunk
 
 
 def _documents_cache(
-    model: torch.nn.Module,
-    prompts: Sequence[QualityPrompt],
-    chunk_tokens: int,
-    token_bytes: int,
-    weights: str,
+    model: torch.nn.Module, prompts: Sequence[QualityPrompt], layout: KVLayout, weights: str
 ) -> CachedModel:
     """Return the model with private memory that holds the documents of the longest prompt, twice."""
-    from pagoda.config import Config
-    from pagoda.connectors.transformers import CachedModel
-
-    chunks = max(
-        sum(-(-len(document) // chunk_tokens) for document in prompt.documents) for prompt in prompts
-    )
+    size = layout.chunk_tokens
+    chunks = max(sum(-(-len(document) // size) for document in prompt.documents) for prompt in prompts)
     config = Config(
-        chunk_tokens=chunk_tokens,
-        host_size=2 * (chunks + 1) * (chunk_tokens * token_bytes + 4096) + _SPARE_BYTES,
+        chunk_tokens=size,
+        host_size=2 * (chunks + 1) * (layout.chunk_bytes + 4096) + _SPARE_BYTES,
         host_shared=False,
         prompt_log=False,
         worth_it=False,  # what is measured is reuse, also where it is slow
