@@ -19,9 +19,9 @@ _LIMIT = "limit"
 
 @dataclass(frozen=True)
 class Holding:
-    """What one store of a root holds of the space that all share. `state` None: of an unknown format.
+    """How much of the shared space one store of a root holds. `state` is None for a store of an unknown format.
 
-    `limit`: how much all stores may hold, according to the processes that have this one open.
+    `limit`: how much all stores may hold together, according to the processes that have this one open.
     """
 
     directory: Path
@@ -34,7 +34,7 @@ class Holding:
 def holdings(root: Path) -> list[Holding]:
     """Return what the stores of a root hold: slots of slabs, and all files of a store of an unknown format.
 
-    What another version has in memory is not counted: two versions side by side have a limit each.
+    Stores of another version in memory are not counted: two versions side by side have separate limits.
     """
     found = []
     for directory in stores(root):
@@ -63,11 +63,12 @@ def root_limit(every: Sequence[Holding]) -> int | None:
 def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
     """Record how much the stores of the root may hold; while other processes have the store open, it never shrinks.
 
-    None: the caller only reads the store, or takes from it; if it is the only user (`sole`), an old limit is removed.
+    None: the caller only reads the store, or takes space from it; if it is the only user (`sole`), an old limit is
+    removed.
     """
     file = directory / _LIMIT
     fresh = file.with_suffix(".new")
-    fresh.unlink(missing_ok=True)  # of a process that was killed while it wrote
+    fresh.unlink(missing_ok=True)  # left by a process that was killed while it wrote
     if nbytes is None:
         if sole:
             file.unlink(missing_ok=True)
@@ -79,7 +80,7 @@ def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
         fresh.write_text(f"{nbytes}\n")
         fresh.chmod(0o600)
         os.replace(fresh, file)
-    except OSError:  # a full file system: the limit of before stays
+    except OSError:  # the file system is full: the old limit stays
         pass
     finally:
         fresh.unlink(missing_ok=True)
