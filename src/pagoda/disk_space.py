@@ -48,7 +48,7 @@ def require_local(directory: Path) -> None:
 
 
 def require_own(path: Path) -> None:
-    """Refuse a path that belongs to another user, and a symbolic link that another user (but root) made. StoreError."""
+    """Refuse a path of another user, and a symbolic link made by another user than root. Raises StoreError."""
     for what, allowed in ((os.lstat(path), {0, os.geteuid()}), (os.stat(path), {os.geteuid()})):
         if what.st_uid not in allowed:
             raise StoreError(
@@ -101,7 +101,7 @@ def free_bytes(directory: Path, in_memory: bool) -> int:
 
 
 def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:
-    """Return what limits the space there: how many bytes are left, that in words, and how to get more."""
+    """Return the limits of the space there: for each the bytes left, the same in words, and how to get more."""
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
     remedy = "mount it with a larger size= (docker: --shm-size) or " if in_memory else "free some space or "
@@ -116,7 +116,7 @@ def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:
 
 @contextlib.contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Open a file, which only this user may use if it is made, and close it at the end. OSError."""
+    """Open a file and close it at the end; a new file is only for this user. Raises OSError."""
     fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         yield fd
@@ -125,7 +125,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def lengthen(path: Path, nbytes: int) -> None:
-    """Make the file at least `nbytes` long; the added part is a hole. Never shorten it: it may be mapped."""
+    """Make the file at least `nbytes` long; the added part is a hole. Never shortens it, because it may be mapped."""
     with opened(path, os.O_RDWR | os.O_CREAT) as fd:
         if os.fstat(fd).st_size < nbytes:
             os.ftruncate(fd, nbytes)
@@ -166,7 +166,7 @@ def data_ranges(fd: int, start: int, stop: int) -> list[tuple[int, int]]:
         try:
             begin = os.lseek(fd, start, os.SEEK_DATA)
         except OSError as error:
-            if error.errno != errno.ENXIO:  # nothing but holes from here on
+            if error.errno != errno.ENXIO:  # only holes from here on
                 raise
             break
         start = min(os.lseek(fd, begin, os.SEEK_HOLE), stop)
@@ -202,7 +202,7 @@ def _machine_free_bytes(directory: Path, meminfo: Path = _MEMINFO) -> int | None
 
 
 def _filesystem(path: Path) -> str:
-    """Return the type of the file system of `path`: of the longest mount point above it, the latest of equals."""
+    """Return the type of the file system of `path`: of the longest mount point above it (of equals, the last)."""
     best, kind = -1, ""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()

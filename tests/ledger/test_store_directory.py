@@ -134,9 +134,9 @@ def test_a_store_that_is_open_by_another_path_is_not_discarded_for_room(
 
 def test_two_tiers_never_share_a_store(shm_root: Path) -> None:
     ledger = opened(shm_root)
-    with pytest.raises(StoreError, match="path of its own"):
+    with pytest.raises(StoreError, match="its own path"):
         Ledger.open(spec(shm_root, slot_bytes=8192))
-    with pytest.raises(StoreError, match="path of its own"):
+    with pytest.raises(StoreError, match="its own path"):
         Ledger.open(spec(shm_root, kind="file"))
     ledger.close()
     with Other(lambda: open_once(shm_root)), pytest.raises(StoreError, match="another path"):

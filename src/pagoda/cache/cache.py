@@ -453,9 +453,9 @@ class Cache:
         if resources.closed:
             raise ClosedError("the cache is closed")
         if resources.events is not None:
-            raise ValueError(f"this cache tells its events already, at {resources.events.endpoint}")
+            raise ValueError(f"this cache already publishes its events, at {resources.events.endpoint}")
         if not ledgers:
-            raise ConfigError("KV events tell of host memory and the disk: set host_size or disk_size")
+            raise ConfigError("KV events report host memory and the disk: set host_size or disk_size")
         chunk_tokens = self.layout.chunk_tokens
         publisher = EventPublisher(endpoint, topic, rank, message_bytes=largest_message(chunk_tokens))
         resources.events = RequestEvents(
@@ -478,7 +478,7 @@ class Cache:
                 continue
             try:
                 chunks[tier.name] += tier.clear(root)
-            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers are cleared all the same
+            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be cleared
                 failed[tier.name] = f"{type(error).__name__}: {error}"
         return Cleared(chunks, failed)
 
@@ -495,7 +495,7 @@ class Cache:
         for tier in self._tiers.all:
             try:
                 tiers[tier.name] = dict(tier.stats())
-            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers are shown all the same
+            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be shown
                 tiers[tier.name], failed[tier.name] = {}, f"{type(error).__name__}: {error}"
         counters = resources.counters.read(0.0 if failed else self.config.deadline_seconds)
         recorder, host = resources.recorder, self._tiers.host

@@ -84,7 +84,7 @@ class Resources:
         for tier in reversed(self.tiers.all):
             try:
                 tier.close(max(0.1, deadline.remaining()))
-            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be closed all the same
+            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be closed
                 ended.append(False)
                 self.counters.warn(log, Reason.IO_ERROR, f"closing {tier.name}: {error}", error)
         return all(ended)

@@ -155,7 +155,7 @@ class PresentWeights:
         none_recorded = len(errors) == len(self._resources.config.roots())
         if errors and none_recorded and tiers.local() is not tiers:
             raise StoreError(
-                "other processes could not be told that the weights have changed, and continue to use the KV of the "
+                "other processes do not know that the weights have changed, and continue to use the KV of the "
                 "old weights in remote tiers: remove the cause and call weights_changed again, or stop them "
                 f"({next(iter(errors.values()))})"
             )

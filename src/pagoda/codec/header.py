@@ -2,7 +2,8 @@
 
 There are two formats. They differ in what the checksum covers: in format 1 the payload as the engine had it, in format
 2 the stored bytes, because a lossy codec does not restore the payload. Chunks of lossless codecs have format 1, so that
-versions that know no other can read them; format 2 is for them another version's, which is a miss and stays.
+versions that know no other can read them; for such versions, a chunk of format 2 is another version's: a miss that
+stays in the store.
 """
 
 from __future__ import annotations

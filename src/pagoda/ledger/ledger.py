@@ -214,7 +214,7 @@ class Ledger:
         if (self.kind, self.slot_bytes) != (spec.kind, spec.slot_bytes):
             raise StoreError(
                 f"{self.directory} is open here for another kind of chunks ({self.kind}, {self.slot_bytes} bytes a "
-                "slot): give each tier a path of its own"
+                "slot): give each tier its own path"
             )
         self._uses += 1
         return self

@@ -62,7 +62,7 @@ def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
     """
     with root_locked(directory.parent, deadline_seconds):
         if not _is_store(directory):
-            raise StoreError(f"{directory} is no store, or holds other things too: remove it by hand")
+            raise StoreError(f"{directory} is not a store, or also has other files: remove it by hand")
         if in_use(directory):
             raise StoreError(
                 f"{directory} is open in a process{_openers(directory)}: stop it first (`pagoda serve` keeps stores "

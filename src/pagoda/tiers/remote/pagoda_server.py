@@ -91,7 +91,9 @@ class PagodaServerConnection(StoreConnection):
         answer = self._answer(response, until, good=(200,))
         found = answer.get("found")
         if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= len(keys):
-            raise ConnectionError(f"the answer to {len(keys)} keys is no number of them: is it pagoda serve?")
+            raise ConnectionError(
+                f"the answer to {len(keys)} keys is not a count: use the URL of a pagoda serve"
+            )
         return found
 
     def touch(

@@ -81,7 +81,7 @@ class RedisAddress:
         host, _, port = place.rpartition(":")
         host = host or str(self._options["host"])
         if not HOST.fullmatch(host.encode()) or not re.fullmatch(r"\d{1,5}", port):
-            raise ConnectionError(f"{self.text}: a server names what is no place: {place}")
+            raise ConnectionError(f"{self.text}: a server names an invalid address: {place}")
         other = copy(self)
         other._options = self._options | {"host": host, "port": int(port)}
         other.text = f"{self.text.partition('://')[0]}://{_text(other._options | {'db': self.db})}"
