@@ -9,8 +9,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagoda.disk_space import opened
 from pagoda.file_lock import lock_file
+from pagoda.file_space import opened
 
 _LOCK_SECONDS = 1.0  # the longest wait for the lock: a stopped process may hold it
 _TAIL = 1 << 16

@@ -31,8 +31,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagoda.disk_space import allocate_range, data_ranges, free_bytes, punch
+from pagoda.disk_space import free_bytes
 from pagoda.errors import ClosedError, NoRoomError, StoreError
+from pagoda.file_space import allocate_range, data_ranges, punch
 from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE, NOT_READY, Columns
 from pagoda.ledger.lmdb_tables import Meta

@@ -22,17 +22,9 @@ import lmdb
 import msgspec
 
 from pagoda.clock import Clock
-from pagoda.disk_space import (
-    allocate,
-    free_bytes,
-    lengthen,
-    other_place,
-    require_free,
-    require_local,
-    require_own,
-    require_umask,
-)
+from pagoda.disk_space import free_bytes, other_place, require_free, require_local, require_own, require_umask
 from pagoda.errors import NoRoomError, StoreError
+from pagoda.file_space import allocate, lengthen
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.lmdb_tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
 from pagoda.ledger.locks import OPEN, LockFile
