@@ -101,6 +101,13 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return loosened(self.bounds, usual, self.prompts, self.confidence, has_answers=answers)
 
 
+class VerdictHead(msgspec.Struct):
+    """What every version of a verdict file has."""
+
+    format: str = ""
+    version: int = 0
+
+
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A verdict file: all results for one model."""
 
@@ -229,7 +236,7 @@ def read_verdict(path: str | Path) -> Verdict:
     """
     content = _content(path)
     try:
-        head = msgspec.json.decode(content, type=_Head)
+        head = msgspec.json.decode(content, type=VerdictHead)
         if head.format != FORMAT:
             raise ConfigError(f"{path}: is not a verdict of pagoda quality")
         if head.version != VERSION:
@@ -321,24 +328,15 @@ def _judged(setting: Setting, name: str, path: Path, is_asked: bool) -> _Passed 
 
 
 def _listed(results: Sequence[Result], setting: Setting) -> str:
-    """Return the settings that were measured; with their version if two look the same."""
-    return (
-        ", ".join(
-            f"{result.setting} version {result.setting.options.get('version')}"
-            if str(result.setting) == str(setting)
-            else str(result.setting)
-            for result in results
-        )
-        or "none"
-    )
+    """Return the settings that were measured; of those that look the same, the version too."""
+    named = []
+    for other in (result.setting for result in results):
+        version = f" version {other.options.get('version')}" if str(other) == str(setting) else ""
+        named.append(f"{other}{version}")
+    return ", ".join(named) or "none"
 
 
 # ---- the file
-
-
-class _Head(msgspec.Struct):
-    format: str = ""
-    version: int = 0
 
 
 def _rounded(options: dict[str, Option]) -> dict[str, tuple[str, Option]]:

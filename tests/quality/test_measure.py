@@ -15,7 +15,7 @@ from pagoda.connectors.transformers.model_identity import adapters_digest, weigh
 from pagoda.connectors.transformers.supported_models import probe_model
 from pagoda.quality import measure_quality
 from pagoda.quality.approaches import CONTROLS, Codec, KVCache, Prepared, Spoiled
-from pagoda.quality.judge import figures_of, judged
+from pagoda.quality.judge import RunFacts, figures_of, judged
 from pagoda.quality.measure import QualitySample, measured
 from pagoda.quality.prompt_lines import ExpectedAnswer, QualityPrompt, prompts_digest
 from pagoda.quality.run import QualityRun
@@ -133,9 +133,8 @@ def test_a_feature_that_spoils_the_kv_fails(model: LlamaForCausalLM, spoiled: Sp
 
 def judged_rows(found: dict[str, list[QualitySample]], settings: dict) -> dict[str, Result]:
     rows = judged(
-        found, settings, ["zeroed KV"], bounds=FEW, has_answers=False, digest="", new_tokens=3, confidence=0.95,
-        seed=0, made="",
-    )  # fmt: skip
+        found, settings, ["zeroed KV"], FEW, False, RunFacts("", 3, confidence=0.95, seed=0, made="")
+    )
     return {row.name: row.result for row in rows if row.result is not None}
 
 
@@ -255,7 +254,7 @@ def test_kv_that_makes_no_numbers_fails(model: LlamaForCausalLM) -> None:
     kv = exact_kv(model, prompts(1)[0].tokens[:-1])
     kv.layers[0].keys.fill_(np.nan)
     found = measured(model, prompts(1), [Kept(kv)], new_tokens=2)
-    figures = figures_of(found["kept"], found["exact"], False, 0.95, 0)
+    figures = figures_of(found["kept"], found["exact"], False, RunFacts("", 3, 0.95, 0, ""))
     assert figures.kl.value == 1000 and figures.top1.value < 1
 
 

@@ -170,8 +170,8 @@ class BlockManager:
 
         With `chunk_tokens` (chunked prefill) there need not be room for all tokens: the request gets the blocks on the
         device and, as far as there is room, blocks for what the host has and for `chunk_tokens` more tokens, but at
-        least blocks for `chunk_tokens` tokens. `extend` gives the rest while the prompt is computed. NoRoom: nothing has
-        changed. Waiting: blocks are being freed, and the request still waits.
+        least blocks for `chunk_tokens` tokens. `extend` gives the rest while the prompt is computed. NoRoom: nothing
+        has changed. Waiting: blocks are being freed, and the request still waits.
         """
         reserve = _count("reserve_tokens", reserve_tokens)
         if chunk_tokens is not None and chunk_tokens < 1:

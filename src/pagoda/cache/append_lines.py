@@ -6,14 +6,13 @@ import errno
 import fcntl
 import os
 import stat
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagoda.clock import Deadline
-from pagoda.disk_space import opened
+from pagoda.file_lock import lock_file
+from pagoda.file_space import opened
 
-_LOCK_SECONDS, _PAUSE_SECONDS = 1.0, 0.005  # the longest wait for the lock: a stopped process may hold it
+_LOCK_SECONDS = 1.0  # the longest wait for the lock: a stopped process may hold it
 _TAIL = 1 << 16
 
 
@@ -28,7 +27,7 @@ def append_lines(path: Path, lines: Sequence[bytes]) -> tuple[int, OSError | Non
         # a pipe without a reader must not block the thread
         with opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK) as fd:
             try:
-                locked = stat.S_ISREG(os.fstat(fd).st_mode) and _lock(fd)
+                locked = stat.S_ISREG(os.fstat(fd).st_mode) and bool(lock_file(fd, _LOCK_SECONDS))
                 if locked:
                     _repair(fd)
                 for line in lines:
@@ -48,22 +47,6 @@ def _append(fd: int, line: bytes, locked: bool) -> None:
         if locked:
             os.ftruncate(fd, begin)
         raise OSError(errno.ENOSPC, "no space for a whole line")
-
-
-def _lock(fd: int) -> bool:
-    """Lock the file by this descriptor; False if that takes too long, or if the file system has no locks."""
-    deadline = Deadline(_LOCK_SECONDS)
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if deadline.passed:
-                return False
-            time.sleep(_PAUSE_SECONDS)
-        except OSError:
-            return False
-        else:
-            return True
 
 
 def _repair(fd: int) -> None:

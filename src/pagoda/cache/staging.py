@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 import weakref
+from collections.abc import Callable
 
 from pagoda.clock import Deadline
 from pagoda.fork import reset_now_and_in_child
@@ -70,8 +71,11 @@ class StagingPool:
 class StagedChunk:
     """A chunk in a buffer that some tiers will read; the last tier to finish releases the buffer. Thread-safe."""
 
-    def __init__(self, staging: StagingPool, buffer: Bytes, tiers: int) -> None:
-        self.buffer = buffer
+    def __init__(
+        self, staging: StagingPool, buffer: Bytes, tiers: int, still_valid: Callable[[], bool]
+    ) -> None:  # fmt: skip
+        """`still_valid`: whether the chunk may still be stored: it was not cleared."""
+        self.buffer, self.still_valid = buffer, still_valid
         self._staging = staging
         self._lock = threading.Lock()
         self._left = tiers

@@ -6,7 +6,7 @@ chunks for the lower tiers in each `WriteBackQueue`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
 from pagoda.cache.call import CacheRequest, CheckedTransfer
@@ -52,6 +52,7 @@ class StoreCall:
         self._stamps: dict[str, int | None] = {}  # and in each lower tier
         self._fate = bytearray(len(request.keys))
         self._sent: list[tuple[int, StagedChunk]] = []
+        self._not_cleared: Callable[[], bool]  # since the call began to stage chunks
         self._on_host = 0  # chunks that were put into host slots
 
     def run(self) -> Stored:
@@ -188,8 +189,9 @@ class StoreCall:
         request, begin = self._request, self._fate.find(_LEFT)
         if begin < 0 or not self._lower:
             return None if begin < 0 else Reason.TIER_SKIPPED
-        # where each tier's part of the run ends: the chunks that it has, and later those that its policy admits
-        ends = {
+        tiers, clears = request.tiers, request.tiers.last_clears()
+        self._not_cleared = lambda: tiers.last_clears() == clears
+        ends = {  # up to where each tier takes the run: the chunks it has, and then those that its policy admits
             tier.name: tier.find(
                 request.keys, start=request.position_of(0), stamp=self._stamps[tier.name],
                 namespace=request.namespace.root, touch=False, deadline_seconds=patience.remaining(),
@@ -251,7 +253,7 @@ class StoreCall:
         finally:
             if not filled:
                 self._staging.release(buffer)
-        staged = StagedChunk(self._staging, buffer, len(stamps))
+        staged = StagedChunk(self._staging, buffer, len(stamps), self._not_cleared)
         self._fate[index] = _NEW
         self._sent.append((index, staged))
         ref = chunk_ref(request, index, staged=staged)

@@ -51,6 +51,10 @@ class TierStack:
         """Return the ledgers of the local tiers, by tier name."""
         return [(tier.name, tier.ledger) for tier in self.all if isinstance(tier, HostTier | DiskTier)]
 
+    def last_clears(self) -> list[int]:
+        """Return a number of each local tier that changes when chunks are cleared there, by any process."""
+        return [ledger.last_clear() for _, ledger in self.ledgers()]
+
     def register(self, namespace: Namespace) -> None:
         """Register a namespace and its labels with every tier; idempotent."""
         for tier in self.all:

@@ -20,8 +20,8 @@ from blake3 import blake3
 
 from pagoda.cache.resources import Resources
 from pagoda.cache.tier_stack import TierStack
-from pagoda.disk_space import opened, reserve_beyond
 from pagoda.errors import StoreError
+from pagoda.file_space import opened, reserve_beyond
 from pagoda.fork import reset_now_and_in_child
 from pagoda.keys import Namespace
 from pagoda.ledger.store_state import sync_directory

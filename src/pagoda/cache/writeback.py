@@ -475,7 +475,7 @@ class WriteBackQueue:
         """Return chunks in the form in which a tier takes them."""
         host = self._host
         if host is None or piece[0].staged is not None:
-            staged = [(ref.staged.buffer, lambda: True) for ref in piece if ref.staged is not None]
+            staged = [(ref.staged.buffer, ref.staged.still_valid) for ref in piece if ref.staged is not None]
         else:
             views, valid = host.slab.views([ref.slot for ref in piece]), host.ledger.is_valid
             staged = [

@@ -11,6 +11,7 @@ from pagoda.cli.bench import bench
 from pagoda.cli.check import check
 from pagoda.cli.clear import clear
 from pagoda.cli.demo.demo_command import demo
+from pagoda.cli.documented import documented
 from pagoda.cli.explain import explain
 from pagoda.cli.ls import ls
 from pagoda.cli.pin import pin, unpin
@@ -48,9 +49,11 @@ for command in (
     warm,
     quality,
 ):
-    app.command()(command)
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(record)
-app.command()(demo)
+    app.command()(documented(command))
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(
+    documented(record)
+)
+app.command()(documented(demo))
 app.add_typer(config.app, name="config")
 app.add_typer(vllm.app, name="vllm")
 app.add_typer(sglang.app, name="sglang")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
@@ -16,31 +15,28 @@ if TYPE_CHECKING:
 
 
 def bench(
-    seconds: Annotated[float, Option(min=1, max=600, help="About how long it may take.")] = 20.0,
-    chunk_size: Annotated[str, Option(metavar="SIZE", help="Bytes of a chunk, such as 32MiB.")] = "32MiB",
+    seconds: Annotated[float, Option(min=1, max=600)] = 20.0,
+    chunk_size: Annotated[str, Option(metavar="SIZE")] = "32MiB",
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Measure the configured tiers beside the memory and the disk under them; nothing stored is touched."""
+    """Measure the configured tiers beside the memory and the disk under them; nothing stored is touched.
+
+    Args:
+        seconds: About how long it may take.
+        chunk_size: Bytes of a chunk, such as 32MiB.
+    """
     loaded, chunk_bytes = configured(config), _chunk_bytes(chunk_size)
     tiers = [tier for tier in ("host", "disk") if getattr(loaded, f"{tier}_bytes")]
     if not tiers:
         raise UsageError("host_size and disk_size are 0: there is no tier to measure")
     figures = _measured(loaded, tiers, chunk_bytes, seconds / len(tiers), as_json)
+    values = {figure.name: figure.as_json() for figure in figures}
     if as_json:
-        values = {figure.name: figure.as_json() for figure in figures}
         printing.print_json({"chunk_bytes": chunk_bytes, **values})
         return 0
     rows = [
-        (
-            figure.name.replace("_", " "),
-            round(statistics.median(figure.tier), 2),
-            round(statistics.median(figure.limit), 2),
-            round(figure.ratio, 3),
-            figure.threads,
-            len(figure.tier),
-        )
-        for figure in figures
+        (name.replace("_", " "), *(round(one, 3) for one in each.values())) for name, each in values.items()
     ]
     columns = ("", "GB/s", "limit GB/s", "ratio", "threads", "turns")
     printing.print_table(f"chunks of {printing.size(chunk_bytes)}", columns, rows)

@@ -56,8 +56,8 @@ class Figure:
         """The median over the turns of the tier's speed to that of the limit."""
         return statistics.median(tier / limit for tier, limit in zip(self.tier, self.limit, strict=True))
 
-    def as_json(self) -> dict[str, object]:
-        """Return the medians in plain types."""
+    def as_json(self) -> dict[str, float]:
+        """Return the medians in plain types, in the order of the table."""
         return {
             "gb_per_second": statistics.median(self.tier),
             "limit_gb_per_second": statistics.median(self.limit),

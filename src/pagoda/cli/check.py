@@ -52,10 +52,8 @@ class StoreCheck(NamedTuple):
 
 def check(
     directory: Directory = None,
-    read: Annotated[
-        bool, Option("--read", help="Read every chunk on the disk and verify its bytes.")
-    ] = False,
-    drop: Annotated[bool, Option("--drop", help="With --read: drop what is damaged.")] = False,
+    read: Annotated[bool, Option("--read")] = False,
+    drop: Annotated[bool, Option("--drop")] = False,
     wide: Wide = False,
     as_json: AsJson = False,
     config: ConfigFile = None,
@@ -63,6 +61,10 @@ def check(
     """Check that the ledgers add up and, with --read, that the bytes on the disk are the ones stored.
 
     Remote tiers must answer and let themselves be read; their bytes are verified whenever they are read.
+
+    Args:
+        read: Read every chunk on the disk and verify its bytes.
+        drop: With --read: drop what is damaged.
     """
     from pagoda.cli import UsageError
     from pagoda.cli.remote_stores import pinged, remotes_of

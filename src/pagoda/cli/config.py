@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -12,6 +13,7 @@ import typer
 from typer import Argument, Option
 
 from pagoda.cli import FailedError, UsageError, printing
+from pagoda.cli.documented import documented
 from pagoda.cli.stores import AsJson, ConfigFile, configured
 
 if TYPE_CHECKING:
@@ -80,27 +82,24 @@ def schema() -> int:
 
 
 @app.command("import")
+@documented
 def import_lmcache(
-    file: Annotated[
-        Path | None,
-        Argument(metavar="FILE", help="LMCache's YAML file; default: the one its variables name, or they."),
-    ] = None,
-    output: Annotated[
-        Path | None, Option("--output", "-o", metavar="FILE", help="Write a new file instead of printing.")
-    ] = None,
-    workers: Annotated[
-        int, Option(min=1, help="Workers (ranks) on one machine: LMCache's sizes are one worker's.")
-    ] = 1,
-    peers: Annotated[
-        str | None,
-        Option(metavar="URL,...", help="The neighbours' pagoda serve, for enable_p2p: the file names none."),
-    ] = None,
-    force: Annotated[bool, Option("--force", help="Leave out what is not supported.")] = False,
+    file: Annotated[Path | None, Argument(metavar="FILE")] = None,
+    output: Annotated[Path | None, Option("--output", "-o", metavar="FILE")] = None,
+    workers: Annotated[int, Option(min=1)] = 1,
+    peers: Annotated[str | None, Option(metavar="URL,...")] = None,
+    force: Annotated[bool, Option("--force")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Turn LMCache's configuration into a pagoda.toml, naming all that does not map."""
-    import os
+    """Turn LMCache's configuration into a pagoda.toml, naming all that does not map.
 
+    Args:
+        file: LMCache's YAML file; default: the one its variables name, or they.
+        output: Write a new file instead of printing.
+        workers: Workers (ranks) on one machine: LMCache's sizes are one worker's.
+        peers: The neighbours' pagoda serve, for enable_p2p: the file names none.
+        force: Leave out what is not supported.
+    """
     from pagoda.config.remote_urls import split
     from pagoda.migrate import lmcache
     from pagoda.migrate.lmcache_fields import FieldVerdict
@@ -132,8 +131,6 @@ def import_lmcache(
 
 def _write_new(file: Path, text: str) -> None:
     """Write a file that only its owner reads: it may contain a password. Raises UsageError if there is one."""
-    import os
-
     try:
         with open(file, "x", encoding="utf-8", opener=partial(os.open, mode=0o600)) as stream:
             stream.write(text)
@@ -164,8 +161,6 @@ def _worded(name: str, config: Config) -> str:
 
 def _troubles(config: Config) -> list[str]:
     """Return what would keep this configuration from working on this machine; looks, changes nothing."""
-    import os
-
     from pagoda.cgroup_memory import memory_limit_bytes
     from pagoda.config.sizes import nearest_existing
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, NamedTuple, NoReturn, TypeAlias, TypeVar, get_type_hints
@@ -36,18 +37,13 @@ def _flag(name: str) -> str:
 def with_config_options(function: _Function) -> _Function:
     """Give a command whose last parameter is `**options` one option for each of Config's. Changes `function`."""
     hints, own = get_type_hints(Config), inspect.signature(function, eval_str=True)
-    added = [
-        inspect.Parameter(
-            option.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                bool | None if hints[option.name] is bool else str | None,
-                Option(help=option.metadata["help"]),
-            ],
+    keyword, added = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=None), []
+    for option in fields(Config):
+        kind, shown = hints[option.name], Option(help=option.metadata["help"])
+        wanted = keyword(
+            option.name, annotation=Annotated[bool | None if kind is bool else str | None, shown]
         )
-        for option in fields(Config)
-    ]
+        added.append(wanted)
     parameters = [*list(own.parameters.values())[:-1], *added]
     function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -21,35 +21,29 @@ _INDENT = "  "
 def explain(
     directory: stores.Directory = None,
     tokens: stores.Tokens = None,
-    text: Annotated[
-        str | None, Option(metavar="TEXT", help="The prompt as text, - = stdin; with --tokenizer or --url.")
-    ] = None,
-    messages: Annotated[
-        str | None,
-        Option(metavar="FILE", help="Chat messages as JSON, - = stdin; with --tokenizer or --url."),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, Option(metavar="PATH", help="The model's tokenizer: a directory, or tokenizer.json.")
-    ] = None,
-    url: Annotated[
-        str | None, Option(metavar="URL", help="A vLLM server, asked for the token ids: http://HOST:PORT.")
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, Option(metavar="FILE", help="The server's key; default: the variable OPENAI_API_KEY.")
-    ] = None,
+    text: Annotated[str | None, Option(metavar="TEXT")] = None,
+    messages: Annotated[str | None, Option(metavar="FILE")] = None,
+    tokenizer: Annotated[str | None, Option(metavar="PATH")] = None,
+    url: Annotated[str | None, Option(metavar="URL")] = None,
+    api_key_file: Annotated[Path | None, Option(metavar="FILE")] = None,
     model: stores.Model = None,
     namespace: stores.Prefix = None,
-    chunk_tokens: Annotated[
-        int | None, Option(min=1, metavar="N", help="Tokens in a chunk; default: as what is stored.")
-    ] = None,
-    prefill: Annotated[
-        float | None,
-        Option(min=1, metavar="N", help="Tokens a second that the engine computes: is loading worth it?"),
-    ] = None,
+    chunk_tokens: Annotated[int | None, Option(min=1, metavar="N")] = None,
+    prefill: Annotated[float | None, Option(min=1, metavar="N")] = None,
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
 ) -> int:
-    """Say how many leading tokens of a prompt each tier would serve, why not more, and which token differs."""
+    """Say how many leading tokens of a prompt each tier would serve, why not more, and which token differs.
+
+    Args:
+        text: The prompt as text, - = stdin; with --tokenizer or --url.
+        messages: Chat messages as JSON, - = stdin; with --tokenizer or --url.
+        tokenizer: The model's tokenizer: a directory, or tokenizer.json.
+        url: A vLLM server, asked for the token ids: http://HOST:PORT.
+        api_key_file: The server's key; default: the variable OPENAI_API_KEY.
+        chunk_tokens: Tokens in a chunk; default: as what is stored.
+        prefill: Tokens a second that the engine computes: is loading worth it?
+    """
     ids, served = read_prompt(tokens, text, messages, tokenizer, url, api_key_file)
     from pagoda.cli.prompt_coverage import explanations, neighbours_of, prompt_of
 

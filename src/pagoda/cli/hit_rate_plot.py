@@ -42,19 +42,13 @@ def save_png(path: Path, cells: Sequence[Cell], bound: float, title: str, chunk_
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    scale = chunk_bytes / 2**30 if chunk_bytes else 1
+    unit, scale = ("GiB", chunk_bytes / 2**30) if chunk_bytes else ("chunks", 1)
     for name in dict.fromkeys(cell.policy for cell in cells):
         mine, bounds = [cell for cell in cells if cell.policy == name], name == OPTIMUM
         x, y = [cell.chunks * scale for cell in mine], [100 * cell.hit_rate for cell in mine]
         axes.plot(x, y, "o--" if bounds else "o-", c="gray" if bounds else None, ms=4, label=name)
     axes.axhline(100 * bound, color="lightgray", zorder=0, label="infinite")
-    axes.set(
-        xscale="log",
-        xlabel="GiB" if chunk_bytes else "chunks",
-        ylabel="% of chunks served",
-        ylim=(0, None),
-        title=title,
-    )
+    axes.set(xscale="log", xlabel=unit, ylabel="% of chunks served", ylim=(0, None), title=title)
     sizes = sorted({cell.chunks * scale for cell in cells})
     sizes = sizes[:: -len(sizes) // 10][::-1]  # at most ten have room, the largest always
     axes.set_xticks(sizes, [f"{size:,.3g}" if chunk_bytes else f"{size:,}" for size in sizes], fontsize=8)

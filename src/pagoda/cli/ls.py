@@ -54,15 +54,20 @@ class Total(NamedTuple):
 
 def ls(
     directory: stores.Directory = None,
-    by: Annotated[By, Option(help="One line per chunk or per namespace.")] = By.CHUNK,
+    by: By = By.CHUNK,
     model: stores.Model = None,
     namespace: stores.Prefix = None,
-    limit: Annotated[int, Option(min=0, help="At most so many chunks, latest used first; 0 = all.")] = 100,
+    limit: Annotated[int, Option(min=0)] = 100,
     wide: stores.Wide = False,
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
 ) -> int:
-    """List the chunks that are stored, latest used first; of remote tiers only how many there are."""
+    """List the chunks that are stored, latest used first; of remote tiers only how many there are.
+
+    Args:
+        by: One line per chunk or per namespace.
+        limit: At most so many chunks, latest used first; 0 = all.
+    """
     known: dict[bytes, NamespaceRow] = {}
     broken: dict[str, str] = {}
     listed = _listed(stores.find_stores(directory, config), model, namespace, known, broken)

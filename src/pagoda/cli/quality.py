@@ -27,60 +27,48 @@ _MOST_NAMED = 20  # bad lines that are told one by one
 
 
 def quality(
-    model: Annotated[str, Argument(metavar="MODEL", help="A model's directory, or its name on the hub.")],
-    prompts: Annotated[
-        Path, Argument(metavar="PROMPTS", help='Lines such as {"documents": [...], "question": "..."}.')
-    ],
-    blend: Annotated[
-        list[str] | None,
-        Option(metavar="POLICY:SHARE[:NAME=N]", help="Blending, such as deviation:0.15; or several."),
-    ] = None,
-    codec: Annotated[
-        list[str] | None, Option(metavar="NAME", help="A lossy codec, such as q8; or several.")
-    ] = None,
-    new_tokens: Annotated[
-        int, Option(min=1, max=4096, metavar="N", help="Most tokens of an answer where none is expected.")
-    ] = 16,
-    chunk_tokens: Annotated[
-        int | None, Option(min=1, max=2**20, metavar="N", help="Tokens of a chunk; default: the configured.")
-    ] = None,
-    kl: Annotated[
-        float | None,
-        Option(min=0, metavar="NATS", help="Bound: at most; default 0.095 for blending, 0.01 for codecs."),
-    ] = None,
-    top1: Annotated[
-        float | None,
-        Option(min=0, max=1, metavar="SHARE", help="Bound: same tokens, at least; default 0.93, 0.99."),
-    ] = None,
-    answers: Annotated[
-        float | None,
-        Option(min=0, max=1, metavar="SHARE", help="Bound: right answers, at least; default 0.93, 0.99."),
-    ] = None,
-    min_prompts: Annotated[int, Option(min=1, metavar="N", help="Bound: fewer prompts cannot pass.")] = 50,
-    confidence: Annotated[
-        float, Option(min=0.5, max=0.999, metavar="SHARE", help="Of the intervals.")
-    ] = 0.95,
-    seed: Annotated[int, Option(min=0, metavar="N", help="Of the bootstrap.")] = 0,
-    weights: Annotated[
-        list[str] | None,
-        Option(metavar="NAME", help="Another name of these weights: the one that an engine's error gives."),
-    ] = None,
-    dtype: Annotated[str, Option(metavar="DTYPE", help="What the weights are loaded as.")] = "auto",
-    device: Annotated[
-        str | None, Option(metavar="DEVICE", help="Where the model runs; default: cuda if there is one.")
-    ] = None,
-    out: Annotated[
-        Path | None, Option(metavar="PATH", help="The verdict: a file, or a directory for it.")
-    ] = None,
-    png: Annotated[
-        Path | None, Option(metavar="FILE", help="Plot quality against cost (needs pagodakv[plot]).")
-    ] = None,
+    model: Annotated[str, Argument(metavar="MODEL")],
+    prompts: Annotated[Path, Argument(metavar="PROMPTS")],
+    blend: Annotated[list[str] | None, Option(metavar="POLICY:SHARE[:NAME=N]")] = None,
+    codec: Annotated[list[str] | None, Option(metavar="NAME")] = None,
+    new_tokens: Annotated[int, Option(min=1, max=4096, metavar="N")] = 16,
+    chunk_tokens: Annotated[int | None, Option(min=1, max=2**20, metavar="N")] = None,
+    kl: Annotated[float | None, Option(min=0, metavar="NATS")] = None,
+    top1: Annotated[float | None, Option(min=0, max=1, metavar="SHARE")] = None,
+    answers: Annotated[float | None, Option(min=0, max=1, metavar="SHARE")] = None,
+    min_prompts: Annotated[int, Option(min=1, metavar="N")] = 50,
+    confidence: Annotated[float, Option(min=0.5, max=0.999, metavar="SHARE")] = 0.95,
+    seed: Annotated[int, Option(min=0, metavar="N")] = 0,
+    weights: Annotated[list[str] | None, Option(metavar="NAME")] = None,
+    dtype: Annotated[str, Option(metavar="DTYPE")] = "auto",
+    device: Annotated[str | None, Option(metavar="DEVICE")] = None,
+    out: Annotated[Path | None, Option(metavar="PATH")] = None,
+    png: Annotated[Path | None, Option(metavar="FILE")] = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
     """Measure what blending and lossy codecs change in the answers of a model, and write the verdict.
 
     They start only with a passing verdict for the model. Exit code 1: no setting passes.
+
+    Args:
+        model: A model's directory, or its name on the hub.
+        prompts: Lines such as {"documents": [...], "question": "..."}.
+        blend: Blending, such as deviation:0.15; or several.
+        codec: A lossy codec, such as q8; or several.
+        new_tokens: Most tokens of an answer where none is expected.
+        chunk_tokens: Tokens of a chunk; default: the configured.
+        kl: Bound: at most; default 0.095 for blending, 0.01 for codecs.
+        top1: Bound: same tokens, at least; default 0.93, 0.99.
+        answers: Bound: right answers, at least; default 0.93, 0.99.
+        min_prompts: Bound: fewer prompts cannot pass.
+        confidence: Of the intervals.
+        seed: Of the bootstrap.
+        weights: Another name of these weights: the one that an engine's error gives.
+        dtype: What the weights are loaded as.
+        device: Where the model runs; default: cuda if there is one.
+        out: The verdict: a file, or a directory for it.
+        png: Plot quality against cost (needs pagodakv[plot]).
     """
     require_transformers("pagoda quality")
     from pagoda.quality import measure_quality

@@ -43,13 +43,8 @@ def _draw(axes: Axes, feature: str, rows: Sequence[Judged]) -> None:
             fmt="o-" if by_time else "o", ms=4, capsize=2,
         )  # fmt: skip
         for row, cost in zip(mine, x, strict=True):
-            axes.annotate(
-                row.name,
-                (cost.value, row.figures.kl.value),
-                fontsize=7,
-                xytext=(4, 4),
-                textcoords="offset points",
-            )
+            point = cost.value, row.figures.kl.value
+            axes.annotate(row.name, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
     bound = next(row.result.bounds.kl for row in rows if row.result is not None)
     axes.axhline(bound, color="gray", ls="--", lw=1, label=f"bound {bound:g}")
     axes.set(

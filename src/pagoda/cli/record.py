@@ -21,15 +21,18 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 
 def record(
-    out: Annotated[Path, Argument(metavar="TRACE", help="The file to write.")],
-    command: Annotated[
-        list[str], Argument(metavar="-- COMMAND", help="What to run, such as: pagoda vllm serve MODEL")
-    ],
-    append: Annotated[bool, Option("--append", help="Add to what the file has.")] = False,
+    out: Annotated[Path, Argument(metavar="TRACE")],
+    command: Annotated[list[str], Argument(metavar="-- COMMAND")],
+    append: Annotated[bool, Option("--append")] = False,
 ) -> int:
     """Run COMMAND and record the requests of every cache in it: hashed ids and lengths, no text.
 
     The same as setting PAGODA_RECORD for COMMAND. Ends as COMMAND ends, with its exit code.
+
+    Args:
+        out: The file to write.
+        command: What to run, such as: pagoda vllm serve MODEL
+        append: Add to what the file has.
     """
     command = command[1:] if command[:1] == ["--"] else command
     if not command:

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from pagoda.cli import printing
 from pagoda.cli.stores import configured
+from pagoda.errors import ConfigError, PagodaError
 from pagoda.url_parts import split_url
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ PATIENCE_SECONDS = 5.0
 """The least that a person waits for one answer; a tier's own deadline counts if it is longer."""
 WALK_SECONDS = 300.0
 """The most that a walk over all names takes."""
+_REFUSALS = ("READONLY", "NOREPLICAS", "MISCONF", "OOM")  # a Redis that refuses everybody, and says why
 
 
 class Unanswered(Exception):
@@ -58,7 +60,6 @@ def all_remotes(
     if directory is not None:
         return (), ()
     from pagoda.config.remote_urls import parse
-    from pagoda.errors import ConfigError
     from pagoda.tiers import recorded_tiers
 
     specs = {spec.redacted: spec for spec in configured(config_file).remotes()}
@@ -125,7 +126,6 @@ def ask_each(
 
 def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
     """Return the answer of a remote tier. Raises Unanswered."""
-    from pagoda.errors import PagodaError
     from pagoda.metrics import Reason
     from pagoda.tiers.remote.store_client import ListingTimeout, RefusedError
 
@@ -149,7 +149,8 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
         if refusal.contained:
             raise Unanswered(spec, said) from None
         # else it says where to ask
-        if refusal.reason is not Reason.NOT_ADMITTED and "write redis" not in said:
+        told = "write redis" in said or said.startswith(_REFUSALS)
+        if refusal.reason is not Reason.NOT_ADMITTED and not told:
             said += "; check the password and the rights of its user"
         raise Unanswered(spec, f"refuses: {said}") from None
     except OSError as trouble:
@@ -191,7 +192,6 @@ def pinged(specs: Sequence[RemoteSpec]) -> list[RemoteCheck]:
 
 def _nodes(spec: RemoteSpec) -> str:
     """Return the nodes of a pool in one spelling, and a digest of them to compare; else an empty string."""
-    from pagoda.errors import PagodaError
 
     if "+pool:" in spec.redacted[:12]:
         with suppress(PagodaError):

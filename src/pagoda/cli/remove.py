@@ -22,13 +22,7 @@ class DoomedStore(NamedTuple):
 
 
 def remove(
-    what: Annotated[
-        str | None,
-        Argument(
-            metavar="host|disk|PATH|URL",
-            help="A tier, a tier's root, one store in it, or the URL of a remote tier; default: all local tiers.",
-        ),
-    ] = None,
+    what: Annotated[str | None, Argument(metavar="host|disk|PATH|URL")] = None,
     yes: Yes = False,
     as_json: AsJson = False,
     config: ConfigFile = None,
@@ -36,6 +30,9 @@ def remove(
     """Remove tiers and all their chunks, to free their memory and disk space.
 
     A tier that a process has open stays. Of a remote tier only its entry in the register is removed, not its chunks.
+
+    Args:
+        what: A tier, a tier's root, one store in it, or the URL of a remote tier; default: all local tiers.
     """
     if what is not None and "://" in what:
         return _forget_remote(what)

@@ -23,63 +23,53 @@ _OTHERS = 3.0
 
 def replay(
     trace: replay_inputs.TraceFile = replay_inputs.SAMPLE,
-    capacity_chunks: Annotated[
-        list[int] | None, Option(min=1, metavar="N", help="One tier of that many chunks; or several.")
-    ] = None,
-    host: Annotated[str | None, Option(metavar="SIZE", help="Host memory, such as 64GiB.")] = None,
-    disk: Annotated[str | None, Option(metavar="SIZE", help="Disk below it, such as 1TiB.")] = None,
+    capacity_chunks: Annotated[list[int] | None, Option(min=1, metavar="N")] = None,
+    host: Annotated[str | None, Option(metavar="SIZE")] = None,
+    disk: Annotated[str | None, Option(metavar="SIZE")] = None,
     policy: replay_inputs.Policies = None,
     model: replay_inputs.ModelName = None,
     bytes_per_token: replay_inputs.TokenBytes = None,
     kv_dtype: replay_inputs.KVType = "bfloat16",
-    curve: Annotated[
-        bool, Option("--curve", help="Hit rate against size: a table here, a plot as PNG.")
-    ] = False,
-    points: Annotated[int, Option(min=2, max=100, metavar="N", help="Sizes of the curve.")] = 8,
+    curve: Annotated[bool, Option("--curve")] = False,
+    points: Annotated[int, Option(min=2, max=100, metavar="N")] = 8,
     wide: Wide = False,
-    png: Annotated[
-        Path | None, Option(metavar="FILE", help=f"File for the curve as PNG; default {_PNG}.")
-    ] = None,
+    png: Annotated[Path | None, Option(metavar="FILE")] = None,
     host_speed: Speed = None,
     disk_speed: Speed = None,
-    measured: Annotated[
-        Path | None, Option(metavar="FILE", help="Speeds as `pagoda bench --json` printed them.")
-    ] = None,
-    prefill: Annotated[
-        float | None,
-        Option(min=1, metavar="N", help="Tokens a second that the engine computes; default: by the model."),
-    ] = None,
-    engines: Annotated[
-        int | None,
-        Option(min=1, max=10_000, metavar="N", help="Engines; default: as many as the trace needs uncached."),
-    ] = None,
-    remote: Annotated[
-        str | None, Option(metavar="SIZE", help="A remote tier below them, which all machines share.")
-    ] = None,
-    machines: Annotated[
-        int | None, Option(min=1, max=10_000, metavar="N", help="Machines above --remote; default: 1.")
-    ] = None,
-    route: Annotated[
-        str | None,
-        Option(metavar="NAME", help="Which of them gets a request: round-robin (default), prefix."),
-    ] = None,
-    remote_policy: Annotated[
-        str | None, Option(metavar="NAME", help="The policy of --remote; default: lru.")
-    ] = None,
-    remote_write_policy: Annotated[
-        str | None, Option(metavar="NAME", help="What is sent there: write_through (default), second_sight.")
-    ] = None,
-    link: Annotated[
-        str | None, Option(metavar="RATE", help="Each machine's and the store's link, such as 25Gbit.")
-    ] = None,
-    prices: Annotated[
-        Path | None, Option(metavar="FILE", help="Prices of object stores (TOML); default: list prices.")
-    ] = None,
+    measured: Annotated[Path | None, Option(metavar="FILE")] = None,
+    prefill: Annotated[float | None, Option(min=1, metavar="N")] = None,
+    engines: Annotated[int | None, Option(min=1, max=10_000, metavar="N")] = None,
+    remote: Annotated[str | None, Option(metavar="SIZE")] = None,
+    machines: Annotated[int | None, Option(min=1, max=10_000, metavar="N")] = None,
+    route: Annotated[str | None, Option(metavar="NAME")] = None,
+    remote_policy: Annotated[str | None, Option(metavar="NAME")] = None,
+    remote_write_policy: Annotated[str | None, Option(metavar="NAME")] = None,
+    link: Annotated[str | None, Option(metavar="RATE")] = None,
+    prices: Annotated[Path | None, Option(metavar="FILE")] = None,
     jobs: replay_inputs.Jobs = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Say what a cache of that size and policy would have done with recorded requests."""
+    """Say what a cache of that size and policy would have done with recorded requests.
+
+    Args:
+        capacity_chunks: One tier of that many chunks; or several.
+        host: Host memory, such as 64GiB.
+        disk: Disk below it, such as 1TiB.
+        curve: Hit rate against size: a table here, a plot as PNG.
+        points: Sizes of the curve.
+        png: File for the curve as PNG; default pagoda-curve.png.
+        measured: Speeds as `pagoda bench --json` printed them.
+        prefill: Tokens a second that the engine computes; default: by the model.
+        engines: Engines; default: as many as the trace needs uncached.
+        remote: A remote tier below them, which all machines share.
+        machines: Machines above --remote; default: 1.
+        route: Which of them gets a request: round-robin (default), prefix.
+        remote_policy: The policy of --remote; default: lru.
+        remote_write_policy: What is sent there: write_through (default), second_sight.
+        link: Each machine's and the store's link, such as 25Gbit.
+        prices: Prices of object stores (TOML); default: list prices.
+    """
     tiers = {
         name: size for name, size in (("host", host), ("disk", disk), ("remote", remote)) if size is not None
     }
@@ -102,18 +92,13 @@ def replay(
             from pagoda.cli import replay_fleet
             from pagoda.replay import ROUTES, WRITE_POLICIES
 
+            way = replay_inputs.one_of(ROUTES, "--route", route or "round-robin", "route")
+            (theirs,) = replay_inputs.policies_of([remote_policy or "lru"], config, "--remote-policy")
+            written = remote_write_policy or "write_through"
+            written = replay_inputs.one_of(WRITE_POLICIES, "--remote-write-policy", written, "policy")
+            rate, costs = replay_fleet.link_of(link), replay_fleet.prices_of(prices)
             plan = replay_fleet.FleetPlan(
-                found,
-                sizes,
-                _known(chunk_bytes),
-                machines or 1,
-                replay_inputs.one_of(ROUTES, "--route", route or "round-robin", "route"),
-                replay_inputs.policies_of([remote_policy or "lru"], config, "--remote-policy")[0],
-                replay_inputs.one_of(
-                    WRITE_POLICIES, "--remote-write-policy", remote_write_policy or "write_through", "policy"
-                ),
-                replay_fleet.link_of(link),
-                replay_fleet.prices_of(prices),
+                found, sizes, _known(chunk_bytes), machines or 1, way, theirs, written, rate, costs
             )
             replay_fleet.show(plan, names, jobs, as_json)
             return 0
@@ -198,7 +183,7 @@ def _cells(
 def _as_json(
     trace: Trace, cells: Sequence[Cell], optimum: Mapping[int, Cell], chunk_bytes: int | None
 ) -> dict[str, object]:
-    """Return all cells as "runs"; if there is but one run, its keys stand beside the trace's as well."""
+    """Return the trace, and all cells as its runs."""
     runs: list[dict[str, object]] = []
     for cell in cells:
         run: dict[str, object] = {
@@ -212,8 +197,7 @@ def _as_json(
             run["capacity_bytes"] = cell.chunks * chunk_bytes
             run["bytes_written"] = cell.chunks_written * chunk_bytes
         runs.append(run)
-    alone = runs[0] if len(runs) == 1 else {}
-    return {**trace.as_json(), **alone, "runs": runs}
+    return trace.report(runs)
 
 
 def _print_cells(

@@ -6,16 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.replay_inputs import Trace
-from pagoda.cli.replay_tiers import print_tiers, specs_of
+from pagoda.cli.replay_tiers import print_tiers, specs_of, tiers_as_json
 from pagoda.cli.text_tables import RightAligned
 from pagoda.cli.trace_pool import TraceJob, TracePool
-from pagoda.replay import FleetOutcome, FleetSpec, Request, Traffic, simulate_fleet
+from pagoda.replay import FleetOutcome, FleetSpec, Traffic, simulate_fleet
 
 _RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT])bit(?:/s)?", re.IGNORECASE)
 _POWERS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -48,11 +48,8 @@ class FleetPlan(NamedTuple):
     prices: Mapping[str, StorePrices]
 
 
-class PolicyOutcome(NamedTuple):
-    """What a fleet did with one policy in the machines' own tiers."""
-
-    policy: str
-    outcome: FleetOutcome
+# what a fleet did with each policy in the machines' own tiers
+PolicyOutcomes: TypeAlias = Sequence[tuple[str, FleetOutcome]]
 
 
 def link_of(text: str | None) -> float | None:
@@ -80,30 +77,28 @@ def prices_of(file: Path | None) -> Mapping[str, StorePrices]:
     return found
 
 
-def fleet(requests: Sequence[Request], spec: FleetSpec) -> PolicyOutcome:
-    """Simulate a fleet."""
-    policy = spec.own[0].policy if spec.own else spec.remote.policy
-    return PolicyOutcome(policy, simulate_fleet(requests, spec))
-
-
 def show(plan: FleetPlan, policies: Sequence[str], jobs: int | None, as_json: bool) -> None:
     """Simulate the fleet with each policy in the machines' own tiers and print what came of it."""
-    found = _results(plan, policies, jobs, as_json)
+    names = policies if len(plan.sizes) > 1 else [plan.remote_policy]
+    with TracePool(plan.trace.requests, jobs, as_json) as pool:
+        work = [TraceJob(simulate_fleet, (_spec(plan, name),)) for name in names]
+        found = list(zip(names, pool.run(work, f"replaying {plan.trace.name}"), strict=True))
     if as_json:
-        printing.print_json(_all_as_json(plan, found))
+        runs = [_as_json(plan, *result) for result in found]
+        facts = {
+            "chunk_bytes": plan.chunk_bytes, "machines": plan.machines, "route": plan.route,
+            "remote_write_policy": plan.write_policy, "link_bits_per_second": plan.link,
+        }  # fmt: skip
+        printing.print_json(plan.trace.report(runs, **facts))
     else:
         _print_results(plan, found)
 
 
-def _results(plan: FleetPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[PolicyOutcome]:
-    """Simulate the fleet with each policy in the machines' own tiers."""
-    work = []
-    for policy in policies if len(plan.sizes) > 1 else [plan.remote_policy]:
-        *own, remote = specs_of(plan.trace, plan.sizes, plan.chunk_bytes, policy)
-        remote = remote._replace(policy=plan.remote_policy)
-        work.append(TraceJob(fleet, (FleetSpec(plan.machines, own, remote, plan.route, plan.write_policy),)))
-    with TracePool(plan.trace.requests, jobs, quiet) as pool:
-        return pool.run(work, f"replaying {plan.trace.name}")
+def _spec(plan: FleetPlan, policy: str) -> FleetSpec:
+    """Return the fleet with a policy in the machines' own tiers. Raises UsageError."""
+    *own, remote = specs_of(plan.trace, plan.sizes, plan.chunk_bytes, policy)
+    remote = remote._replace(policy=plan.remote_policy)
+    return FleetSpec(plan.machines, own, remote, plan.route, plan.write_policy)
 
 
 class LinkUse(NamedTuple):
@@ -147,37 +142,11 @@ def _dollars_a_day(plan: FleetPlan, found: FleetOutcome, prices: StorePrices) ->
     return {**parts, "total": sum(parts.values())}
 
 
-def _all_as_json(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> dict[str, object]:
-    """Return all results as "runs"; if there is but one, its keys stand beside the trace's as well."""
-    runs = [_as_json(plan, *result) for result in found]
-    return {
-        **plan.trace.as_json(),
-        "chunk_bytes": plan.chunk_bytes,
-        "machines": plan.machines,
-        "route": plan.route,
-        "remote_write_policy": plan.write_policy,
-        "link_bits_per_second": plan.link,
-        **(runs[0] if len(runs) == 1 else {}),
-        "runs": runs,
-    }
-
-
 def _as_json(plan: FleetPlan, policy: str, outcome: FleetOutcome) -> dict[str, object]:
-    tiers = [
-        {
-            "tier": tier.name,
-            "policy": tier.policy,
-            "capacity_bytes": plan.sizes[tier.name],
-            "hit_rate": tier.hits / outcome.accesses,
-            "chunks_written": tier.chunks_written,
-            "bytes_written": tier.chunks_written * plan.chunk_bytes,
-        }
-        for tier in outcome.tiers
-    ]
     return {
         "policy": policy,
         "hit_rate": outcome.hit_rate,
-        "tiers": tiers,
+        "tiers": tiers_as_json(outcome.tiers, plan.sizes, plan.chunk_bytes, outcome.accesses),
         "links": [link._asdict() for link in _links(plan, outcome)],
         "lookups": outcome.lookups,
         "lookups_per_second": outcome.lookups / outcome.seconds if outcome.seconds else None,
@@ -188,19 +157,19 @@ def _as_json(plan: FleetPlan, policy: str, outcome: FleetOutcome) -> dict[str, o
     }
 
 
-def _print_results(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
+def _print_results(plan: FleetPlan, found: PolicyOutcomes) -> None:
     """Print what the tiers serve, what goes over the links, how often the store is asked, and what that costs."""
     _print_tiers(plan, found)
     print()
     _print_links(plan, found)
     print()
     _print_requests(found)
-    if found[0].outcome.seconds:
+    if found[0][1].seconds:
         print()
         _print_dollars(plan, found)
 
 
-def _print_tiers(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
+def _print_tiers(plan: FleetPlan, found: PolicyOutcomes) -> None:
     runs = [(policy, outcome.tiers, outcome.accesses) for policy, outcome in found]
     print_tiers(plan.trace, plan.sizes, plan.chunk_bytes, runs)
     machines = "one machine" if plan.machines == 1 else f"{plan.machines:,} machines, {plan.route}"
@@ -209,7 +178,7 @@ def _print_tiers(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
     printing.print_text(f"{machines}: {hits} of all chunks are served")
 
 
-def _print_links(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
+def _print_links(plan: FleetPlan, found: PolicyOutcomes) -> None:
     rows = [
         {
             "policy": policy,
@@ -226,7 +195,7 @@ def _print_links(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
     printing.print_dicts("over the network", rows, without=() if plan.link else ("of link",))
 
 
-def _print_requests(found: Sequence[PolicyOutcome]) -> None:
+def _print_requests(found: PolicyOutcomes) -> None:
     rows = [
         {
             "policy": policy,
@@ -243,7 +212,7 @@ def _print_requests(found: Sequence[PolicyOutcome]) -> None:
     printing.print_dicts("the store is asked", rows)
 
 
-def _print_dollars(plan: FleetPlan, found: Sequence[PolicyOutcome]) -> None:
+def _print_dollars(plan: FleetPlan, found: PolicyOutcomes) -> None:
     rows = []
     for policy, outcome in found:
         for name, prices in plan.prices.items():

@@ -84,6 +84,10 @@ class Trace(NamedTuple):
             "infinite": self.infinite,
         }
 
+    def report(self, runs: Sequence[dict[str, object]], **facts: object) -> dict[str, object]:
+        """Return what it is and all runs; if there is but one, its keys stand beside the trace's as well."""
+        return {**self.as_json(), **facts, **(runs[0] if len(runs) == 1 else {}), "runs": runs}
+
     def room(self, chunks: int) -> int:
         """Return how many chunks to simulate for a cache of that many: what the trace cannot fill is left out."""
         return min(chunks, self.distinct)

@@ -12,17 +12,9 @@ from pagoda.cli import UsageError, printing
 from pagoda.cli.load_speeds import Speeds
 from pagoda.cli.replay_inputs import Cell, Trace, best
 from pagoda.cli.trace_pool import TraceJob, TracePool
-from pagoda.replay import (
-    Engines,
-    Request,
-    SimulatedOutcome,
-    Simulation,
-    TierOutcome,
-    TierSpec,
-    TimedOutcome,
-    TimedTier,
-    replay_timed,
-)  # fmt: skip
+from pagoda.replay.simulate import SimulatedOutcome, Simulation, TierOutcome, TierSpec
+from pagoda.replay.timed_replay import Engines, TimedOutcome, TimedTier, replay_timed
+from pagoda.replay.trace import Request
 
 _BUSY = 0.7  # the share of time that engines compute if their number is not given
 
@@ -110,7 +102,9 @@ def show(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, as_json: b
     """Simulate the tiers under each policy and print what came of it."""
     found = _results(plan, policies, jobs, as_json)
     if as_json:
-        printing.print_json(_all_as_json(plan, found))
+        runs = [_as_json(plan, result) for result in found]
+        facts = {"chunk_bytes": plan.chunk_bytes, "speeds": plan.speeds._asdict()}
+        printing.print_json(plan.trace.report(runs, **facts))
     else:
         _print_results(plan, found)
 
@@ -134,37 +128,32 @@ def _results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet:
     return [ReplayResult(one, with_load, bound) for one, with_load in zip(alone, load, strict=True)]
 
 
-def _all_as_json(plan: ReplayPlan, found: Sequence[ReplayResult]) -> dict[str, object]:
-    """Return all results as "runs"; if there is but one, its keys stand beside the trace's as well."""
-    runs = [_as_json(plan, result) for result in found]
-    return {
-        **plan.trace.as_json(),
-        "chunk_bytes": plan.chunk_bytes,
-        "speeds": plan.speeds._asdict(),
-        **(runs[0] if len(runs) == 1 else {}),
-        "runs": runs,
-    }
+def tiers_as_json(
+    tiers: Sequence[TierOutcome], sizes: Mapping[str, int], chunk_bytes: int, accesses: int
+) -> list[dict[str, object]]:
+    """Return what each tier served of so many chunks, and took in, in plain types."""
+    return [
+        {
+            "tier": tier.name,
+            "policy": tier.policy,
+            "capacity_bytes": sizes[tier.name],
+            "capacity_chunks": sizes[tier.name] // chunk_bytes,
+            "hit_rate": tier.hits / accesses,
+            "chunks_written": tier.chunks_written,
+            "bytes_written": tier.chunks_written * chunk_bytes,
+        }
+        for tier in tiers
+    ]
 
 
 def _as_json(plan: ReplayPlan, result: ReplayResult) -> dict[str, object]:
     run, trace = result.alone, plan.trace
-    tiers = [
-        {
-            "tier": tier.name,
-            "capacity_bytes": plan.sizes[tier.name],
-            "capacity_chunks": plan.sizes[tier.name] // plan.chunk_bytes,
-            "hit_rate": tier.hits / trace.accesses,
-            "chunks_written": tier.chunks_written,
-            "bytes_written": tier.chunks_written * plan.chunk_bytes,
-        }
-        for tier in run.outcome.tiers
-    ]
     found = {
         "policy": run.policy,
         "hit_rate": run.outcome.hit_rate,
         "chunks_written": sum(tier.chunks_written for tier in run.outcome.tiers),
         "optimum": result.optimum,
-        "tiers": tiers,
+        "tiers": tiers_as_json(run.outcome.tiers, plan.sizes, plan.chunk_bytes, trace.accesses),
         "input_tokens": trace.input_tokens,
         "prefill_tokens_saved": run.saved_tokens,
     }

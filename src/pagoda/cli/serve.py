@@ -23,41 +23,33 @@ if TYPE_CHECKING:
 
 def serve(
     directory: Directory = None,
-    listen: Annotated[
-        str | None,
-        Option(metavar="HOST:PORT|unix:PATH", help="Where to listen; default: a Unix socket of this user."),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="Token of TCP clients; default: PAGODA_SERVE_TOKEN or a file made once."),
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None, Option(metavar="NAME", help="A further name that clients may call this machine by.")
-    ] = None,
-    advertise: Annotated[
-        str | None, Option(metavar="URL", help="With the option lookup: where other machines reach this one.")
-    ] = None,
-    read_only: Annotated[bool, Option("--read-only", help="Take no chunks and remove none.")] = False,
-    host_size: Annotated[
-        str | None,
-        Option(metavar="SIZE", help="Make host stores of this size for chunks whose layout has none here."),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, Option(metavar="FILE", help="Certificate chain (PEM): serve https.")
-    ] = None,
-    tls_key: Annotated[Path | None, Option(metavar="FILE", help="Key of the certificate (PEM).")] = None,
-    gpu_price: Annotated[
-        float | None,
-        Option(min=0, max=1e6, metavar="N", help="Price of an hour of an engine's GPUs, for what hits save."),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        Option(metavar="PATH", help="The model's tokenizer.json or its directory: prompts may be text then."),
-    ] = None,
+    listen: Annotated[str | None, Option(metavar="HOST:PORT|unix:PATH")] = None,
+    token_file: Annotated[Path | None, Option(metavar="FILE")] = None,
+    allow_host: Annotated[list[str] | None, Option(metavar="NAME")] = None,
+    advertise: Annotated[str | None, Option(metavar="URL")] = None,
+    read_only: Annotated[bool, Option("--read-only")] = False,
+    host_size: Annotated[str | None, Option(metavar="SIZE")] = None,
+    tls_cert: Annotated[Path | None, Option(metavar="FILE")] = None,
+    tls_key: Annotated[Path | None, Option(metavar="FILE")] = None,
+    gpu_price: Annotated[float | None, Option(min=0, max=1e6, metavar="N")] = None,
+    tokenizer: Annotated[Path | None, Option(metavar="PATH")] = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Serve the chunks of this machine's stores over HTTP, until Ctrl-C. Engines need no change and do not wait."""
+    """Serve the chunks of this machine's stores over HTTP, until Ctrl-C. Engines need no change and do not wait.
+
+    Args:
+        listen: Where to listen; default: a Unix socket of this user.
+        token_file: Token of TCP clients; default: PAGODA_SERVE_TOKEN or a file made once.
+        allow_host: A further name that clients may call this machine by.
+        advertise: With the option lookup: where other machines reach this one.
+        read_only: Take no chunks and remove none.
+        host_size: Make host stores of this size for chunks whose layout has none here.
+        tls_cert: Certificate chain (PEM): serve https.
+        tls_key: Key of the certificate (PEM).
+        gpu_price: Price of an hour of an engine's GPUs, for what hits save.
+        tokenizer: The model's tokenizer.json or its directory: prompts may be text then.
+    """
     try:
         import asyncio
 

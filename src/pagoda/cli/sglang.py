@@ -16,6 +16,7 @@ import typer
 from typer import Option
 
 from pagoda.cli import FailedError, UsageError, engine_start
+from pagoda.cli.documented import documented
 
 BACKEND, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
 STORAGE = {
@@ -31,19 +32,21 @@ app = typer.Typer(help="Start SGLang with PagodaKV as the storage of its HiCache
 
 @app.callback(invoke_without_command=True)
 @engine_start.with_config_options
+@documented
 def root(
     ctx: typer.Context,
     print_only: engine_start.PrintOnly = False,
     weights: engine_start.Weights = None,
     salt: engine_start.Salt = None,
-    allow_untested_sglang: Annotated[
-        bool, Option("--allow-untested-sglang", help="Start with an SGLang of a version that was not tested.")
-    ] = False,
+    allow_untested_sglang: Annotated[bool, Option("--allow-untested-sglang")] = False,
     **options: str | bool | None,
 ) -> None:
     """Start SGLang with PagodaKV as the storage of its HiCache.
 
     Options that are not given come from the environment and pagoda.toml, as everywhere.
+
+    Args:
+        allow_untested_sglang: Start with an SGLang of a version that was not tested.
     """
     from pagoda.connectors.sglang.storage_options import check_config
 

@@ -17,9 +17,7 @@ _ROUNDING = 1e-9
 
 def size(
     trace: replay_inputs.TraceFile = replay_inputs.SAMPLE,
-    percent: Annotated[
-        float, Option(min=0.1, max=100, help="Of what a cache without bounds would serve.")
-    ] = 90.0,
+    percent: Annotated[float, Option(min=0.1, max=100)] = 90.0,
     policy: replay_inputs.Policies = None,
     model: replay_inputs.ModelName = None,
     bytes_per_token: replay_inputs.TokenBytes = None,
@@ -28,7 +26,11 @@ def size(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Say how large a cache must be to serve that share of what is possible."""
+    """Say how large a cache must be to serve that share of what is possible.
+
+    Args:
+        percent: Of what a cache without bounds would serve.
+    """
     names = replay_inputs.policies_of(policy, config)
     found = replay_inputs.trace_of(trace)
     chunk_bytes = replay_inputs.chunk_bytes_of(found, model, bytes_per_token, kv_dtype)

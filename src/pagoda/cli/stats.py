@@ -12,7 +12,7 @@ from typer import Option
 from pagoda.cli import FAILED, UsageError, printing
 from pagoda.cli.remote_stores import Unanswered, ask, patience, remotes_of, worded
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, Wide, find_stores, in_each, label
-from pagoda.metrics import TIER_KINDS
+from pagoda.metrics import TIER_KINDS, by_reason
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 def stats(
     directory: Directory = None,
     as_json: AsJson = False,
-    prometheus: Annotated[bool, Option("--prometheus", help="Print the Prometheus text format.")] = False,
+    prometheus: Annotated[bool, Option("--prometheus")] = False,
     wide: Wide = False,
     config: ConfigFile = None,
 ) -> int:
-    """Show what the stores hold, what hit, and what missed and why."""
+    """Show what the stores hold, what hit, and what missed and why.
+
+    Args:
+        prometheus: Print the Prometheus text format.
+    """
     if as_json and prometheus:
         raise UsageError("--json and --prometheus: choose one")
     found, broken = snapshots(find_stores(directory, config))
@@ -82,10 +86,9 @@ def _print(found: list[StoreStats], wide: bool) -> None:
     _print_traffic(stores)
     for title, prefix in (("misses", "miss_"), ("drops", "drop_")):
         rows = [
-            {"tier": tier, "reason": name.removeprefix(prefix), "chunks": count}
+            {"tier": tier, "reason": reason, "chunks": count}
             for tier, snapshot in stores.items()
-            for name, count in snapshot.counters.items()
-            if name.startswith(prefix) and count
+            for reason, count in by_reason(snapshot.counters, prefix).items()
         ]
         printing.print_dicts(f"{title} by reason", rows)
     pins = [(tier, *pin) for tier, snapshot in stores.items() for pin in snapshot.pins.items()]
@@ -176,20 +179,21 @@ def namespace_rows(stores: Mapping[str, StoreStats], most: int | None = None) ->
 
 
 def _print_traffic(stores: Mapping[str, StoreStats]) -> None:
-    columns = ("tier", "stored", "bytes", "loaded", "bytes", "evicted", "damaged")
-    rows = [(tier, *_traffic(snapshot.counters)) for tier, snapshot in stores.items()]
-    printing.print_table("traffic", columns, rows)
+    headings = {
+        "stored_chunks": "stored",
+        "stored_bytes": "bytes",
+        "loaded_chunks": "loaded",
+        "loaded_bytes": "bytes",
+        "evicted_chunks": "evicted",
+        "failed_checks": "damaged",
+    }
+    rows = [(tier, *(counted(name, one.counters[name]) for name in headings)) for tier, one in stores.items()]
+    printing.print_table("traffic", ("tier", *headings.values()), rows)
 
 
-def _traffic(count: dict[str, int]) -> tuple[object, ...]:
-    return (
-        printing.count(count["stored_chunks"]),
-        printing.size(count["stored_bytes"]),
-        printing.count(count["loaded_chunks"]),
-        printing.size(count["loaded_bytes"]),
-        printing.count(count["evicted_chunks"]),
-        printing.count(count["failed_checks"]),
-    )
+def counted(name: str, number: float) -> str:
+    """Return as people read it what a counter of that name counted: bytes with their unit, else a number of things."""
+    return printing.size(number) if name.endswith("_bytes") else printing.count(round(number))
 
 
 def _exposition(found: list[StoreStats], broken: Iterable[Path], shared: list[RemoteUsage]) -> str:

@@ -13,6 +13,7 @@ from typer import Argument, Option, confirm
 
 from pagoda.cli import UsageError, printing
 from pagoda.config.did_you_mean import did_you_mean
+from pagoda.errors import PagodaError
 
 if TYPE_CHECKING:
     from pagoda.config import Config
@@ -38,7 +39,7 @@ Prefix: TypeAlias = Annotated[
     Option("--namespace", metavar="PREFIX", help="Only the namespace whose hexadecimal name begins so."),
 ]
 Tokens: TypeAlias = Annotated[
-    str | None, Option(metavar="FILE", help="Token ids: a JSON list or separated by spaces; - = stdin.")
+    str | None, Option(metavar="FILE", help="Token ids such as 1,2,3, or a file of them; - = stdin.")
 ]
 
 
@@ -147,8 +148,6 @@ def all_attached(
 
     Those that cannot be opened hide no other: stderr and `broken` say what is wrong with each.
     """
-    from pagoda.errors import PagodaError
-
     with ExitStack() as stack:
         ledgers: list[Ledger] = []
         for store in find_stores(directory, config_file):
@@ -162,8 +161,6 @@ def all_attached(
 
 def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[Path, T], dict[Path, str]]:
     """Do `work` with every store that can be opened; return what came of it, and what is wrong with the others."""
-    from pagoda.errors import PagodaError
-
     done: dict[Path, T] = {}
     broken: dict[Path, str] = {}
     for store in stores:

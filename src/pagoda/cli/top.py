@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,9 +18,10 @@ from typer import Option
 
 from pagoda.cli import UsageError, printing
 from pagoda.cli.remote_stores import remotes_of
-from pagoda.cli.stats import hit_rows, namespace_rows, remote_usage, snapshots, store_names
+from pagoda.cli.stats import counted, hit_rows, namespace_rows, remote_usage, snapshots, store_names
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores
 from pagoda.cli.text_tables import printable, table_lines, wrapped
+from pagoda.metrics import by_reason
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -48,12 +50,17 @@ class TopSample(NamedTuple):
 
 def top(
     directory: Directory = None,
-    interval: Annotated[float, Option(min=0.1, max=3600, help="Seconds between two samples.")] = 2.0,
-    once: Annotated[bool, Option("--once", help="Show one sample and end.")] = False,
+    interval: Annotated[float, Option(min=0.1, max=3600)] = 2.0,
+    once: Annotated[bool, Option("--once")] = False,
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Show live what the stores hold, what hits and what moves. With --json: one object per line and sample."""
+    """Show live what the stores hold, what hits and what moves. With --json: one object per line and sample.
+
+    Args:
+        interval: Seconds between two samples.
+        once: Show one sample and end.
+    """
     from rich.console import Group
     from rich.live import Live
 
@@ -203,21 +210,16 @@ def _rate_rows(
         for name in _RATES:
             heading = name.removesuffix("_bytes").replace("_chunks", "").replace("_", " ")
             number = rate.get(name)
-            shown = printing.size if name.endswith("bytes") else lambda n: printing.count(round(n))
-            cells[heading] = printing.share(0, 0) if number is None else shown(number)
+            cells[heading] = printing.share(0, 0) if number is None else counted(name, number)
         rows.append(cells)
     return rows
 
 
 def _reasons(stores: Sequence[StoreStats], prefix: str) -> str:
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for snapshot in stores:
-        for name, number in snapshot.counters.items():
-            if name.startswith(prefix) and number:
-                reason = name.removeprefix(prefix)
-                totals[reason] = totals.get(reason, 0) + number
-    most = sorted(totals.items(), key=lambda item: -item[1])
-    return ", ".join(f"{reason} {printing.count(number)}" for reason, number in most)
+        totals.update(by_reason(snapshot.counters, prefix))
+    return ", ".join(f"{reason} {printing.count(number)}" for reason, number in totals.most_common())
 
 
 def _pins(stores: Mapping[str, StoreStats]) -> str:

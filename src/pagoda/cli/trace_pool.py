@@ -42,22 +42,16 @@ class TraceJob(NamedTuple, Generic[R]):
     weight: float = 1.0
 
 
-class TracePool:
+class TracePool(ExitStack):
     """Processes that have the trace and do work on it, as long as the context lasts. For one thread."""
 
     def __init__(self, requests: Sequence[Request], jobs: int | None, quiet: bool) -> None:
         """`jobs` None: as many processes as this one may use processors, or one for a small trace."""
+        super().__init__()
         few = sum(len(request.hash_ids) for request in requests) <= _FEW_CHUNKS
         self.jobs = jobs or (1 if few else len(os.sched_getaffinity(0)))
         self._requests, self._quiet = requests, quiet
         self._executor: ProcessPoolExecutor | None = None
-        self._ends = ExitStack()
-
-    def __enter__(self) -> TracePool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ends.close()
 
     def run(self, work: Sequence[TraceJob[R]], title: str) -> list[R]:
         """Do all of it and return the results in the order of `work`. Raises what any of it raises."""
@@ -92,7 +86,7 @@ class TracePool:
 
     def _written_trace(self) -> str:
         """Write the trace into a file without a name, which each process reads for itself; return its path."""
-        trace = self._ends.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        trace = self.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         pickle.dump(self._requests, trace)
         trace.flush()
         return f"/proc/{os.getpid()}/fd/{trace.fileno()}"
@@ -100,9 +94,9 @@ class TracePool:
     def _started(self, trace: str) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")
         executor = ProcessPoolExecutor(self.jobs, context, _start_worker, (trace,))
-        self._ends.callback(executor.shutdown)
+        self.callback(executor.shutdown)
         # before: work that has begun is not waited for
-        self._ends.callback(_kill_children_but, set(multiprocessing.active_children()))
+        self.callback(_kill_children_but, set(multiprocessing.active_children()))
         return executor
 
 

@@ -21,6 +21,7 @@ import typer
 from typer import Option
 
 from pagoda.cli import FailedError, UsageError, engine_start
+from pagoda.cli.documented import documented
 from pagoda.config import Config
 
 FLAG = "--kv-transfer-config"
@@ -36,28 +37,27 @@ app = typer.Typer(help="Start vLLM with PagodaKV as its KV connector.")
 
 @app.callback(invoke_without_command=True)
 @engine_start.with_config_options
+@documented
 def root(
     ctx: typer.Context,
     print_only: engine_start.PrintOnly = False,
     weights: engine_start.Weights = None,
-    weights_run: Annotated[
-        str | None, Option(help="The run whose weight versions name the weights after an update in memory.")
-    ] = None,
+    weights_run: str | None = None,
     salt: engine_start.Salt = None,
-    store_output: Annotated[
-        bool | None, Option(help="Store what the model wrote too, for the next turn of a conversation.")
-    ] = None,
-    canonical_layout: Annotated[
-        bool, Option("--canonical-layout", help="Share chunks with engines of other tensor-parallel sizes.")
-    ] = False,
-    allow_untested_vllm: Annotated[
-        bool, Option("--allow-untested-vllm", help="Start with a vLLM of a version that was not tested.")
-    ] = False,
+    store_output: bool | None = None,
+    canonical_layout: Annotated[bool, Option("--canonical-layout")] = False,
+    allow_untested_vllm: Annotated[bool, Option("--allow-untested-vllm")] = False,
     **options: str | bool | None,
 ) -> None:
     """Start vLLM with PagodaKV as its KV connector.
 
     Options that are not given come from the environment and pagoda.toml, as everywhere.
+
+    Args:
+        weights_run: The run whose weight versions name the weights after an update in memory.
+        store_output: Store what the model wrote too, for the next turn of a conversation.
+        canonical_layout: Share chunks with engines of other tensor-parallel sizes.
+        allow_untested_vllm: Start with a vLLM of a version that was not tested.
     """
     own = {
         "weights": weights, "weights_run": weights_run, "salt": salt, "store_output": store_output,

@@ -111,7 +111,11 @@ class Config:
     )
     min_hit_tokens: int = _option(0, "Hits of fewer tokens than this are not loaded.", option_values.count(0))
     worth_it: bool = _option(True, "Load only what is expected to be faster than computing it.")
-    deadline_seconds: float = _option(1.0, "The longest that one call may wait.", option_values.seconds)
+    deadline_seconds: float = _option(
+        1.0,
+        "The longest that one call may wait; hashing the prompt (1 to 2 us per chunk) is no wait.",
+        option_values.seconds,
+    )
     io_threads: int = _option(2, "Threads that read and write the disk.", option_values.count(1, 64))
     queue_chunks: int = _option(
         64, "Chunks that may wait for the lower tiers; more are dropped.", option_values.count(1, 2**20)

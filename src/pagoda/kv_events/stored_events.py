@@ -92,14 +92,13 @@ class StoredEvents:
         self._tiers = [TierDifference(MEDIA[tier], at, form, self._rest) for tier, at in ledgers.items()]
         self._lock = threading.Lock()
         self._present_root, self._root = present_root, present_root()
-        # roots of namespaces that had a request; the thread reads it without the lock
-        self._roots = {self._root}
-        self._most_roots = _FEW_ROOTS  # if there are more, roots without reported chunks are forgotten
-        self._met: set[bytes] = set()  # roots that are new in `_roots`
-        # the namespace of each adapter, by its name; and namespaces that get no more requests
+        self._roots = {self._root}  # of which there was a request; the thread reads it without the lock
+        self._most_roots = _FEW_ROOTS  # if there are more, those of which nothing is held are forgotten
+        self._met: set[bytes] = set()  # those of them that are new
+        # by an adapter's name, and the latest namespaces of which no request comes any more
         self._adapters: dict[Hashable, bytes] = {}
-        self._gone: set[bytes] = set()
-        # notes of chunks that are being stored or loaded, by key
+        self._gone: dict[bytes, None] = {}
+        # by key: of chunks that are being stored or loaded
         self._fresh: OrderedDict[bytes, ChunkNote] = OrderedDict()
         self._told_of: set[bytes] = set()  # keys of these notes that are new
         self._lines = RateLimitedLog()
@@ -143,9 +142,11 @@ class StoredEvents:
             before = self._adapters.get(name)
             if root is not None:
                 self._adapters[name] = root
-                self._gone.discard(root)
+                self._gone.pop(root, None)
             if before not in (None, root) and before not in self._gone:
-                self._gone.add(before)
+                self._gone[before] = None
+                if len(self._gone) > _FEW_ROOTS:
+                    del self._gone[next(iter(self._gone))]
                 self._roots.discard(before)
                 self._renewed = True
 

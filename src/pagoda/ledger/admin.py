@@ -156,6 +156,8 @@ def _remove_tokens(ledger: Ledger, namespace: bytes | None) -> None:
 
 
 def _clear_chunks(ledger: Ledger, namespace: bytes | None) -> int:
+    with suppress(OSError):  # where this fails, the tables cannot be written either
+        ledger.session.store.locks.mark()  # first: what is reserved after the tables are cleared must see it
     cleared = ledger.session.write(partial(clears_and_labels.clear, root=namespace), frees=True)
     try:
         ledger.namespaces.save_clear(namespace)

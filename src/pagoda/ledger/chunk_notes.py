@@ -16,7 +16,7 @@ from pathlib import Path
 from struct import Struct
 from zlib import crc32
 
-from pagoda.disk_space import opened
+from pagoda.file_space import opened
 from pagoda.ledger.columns import KEY_BYTES
 from pagoda.ledger.store_state import NOTES
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagoda.disk_space import allocate
+from pagoda.file_space import allocate
 from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.ledger.clears")

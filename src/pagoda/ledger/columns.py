@@ -24,8 +24,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.disk_space import allocate, opened
 from pagoda.errors import NoRoomError
+from pagoda.file_space import allocate, opened
 from pagoda.policy import Ghosts
 
 NOT_READY = np.iinfo(np.int64).max  # `last_use` of a slot that has no chunk to evict

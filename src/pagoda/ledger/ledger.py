@@ -553,6 +553,13 @@ class Ledger:
         there = self.still_valid(slots, generations) & (self.columns.last_use[slots] != NOT_READY)
         return np.asarray(there & (not self.session.lost))
 
+    def last_clear(self) -> int:
+        """Return a number that changes when chunks are cleared, of whatever namespace, by any process. Takes no lock.
+
+        It is for chunks that wait without a slot: nothing in the tables says that they were cleared.
+        """
+        return self.session.store.locks.marked()
+
     def last_change(self) -> int | None:
         """Return the published number of the last change; None if it is not known now. Never waits.
 

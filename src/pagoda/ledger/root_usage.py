@@ -32,7 +32,7 @@ class Holding:
 
 
 def holdings(root: Path) -> list[Holding]:
-    """Return what the stores of a root hold: the pages of slabs, and all files of stores of an unknown format.
+    """Return what the stores of a root hold: slots of slabs, and all files of a store of an unknown format.
 
     Stores of another version in memory are not counted: two versions side by side have separate limits.
     """
@@ -43,15 +43,16 @@ def holdings(root: Path) -> list[Holding]:
             continue
         with contextlib.suppress(FileNotFoundError):  # a private store may be removed at any time
             files = directory.iterdir() if state is None else [directory / SLAB] if state.slot_bytes else []
-            nbytes = sum(held_bytes(file) for file in files if file.is_file())
+            unit = 1 if state is None else state.slot_bytes
+            nbytes = sum(held_bytes(file, unit) for file in files if file.is_file())
             found.append(Holding(directory, state, nbytes, in_use(directory), _read_limit(directory)))
     return found
 
 
-def held_bytes(file: Path) -> int:
-    """Return the bytes that a file takes, without blocks for the file system's metadata."""
+def held_bytes(file: Path, unit: int) -> int:
+    """Return the bytes that a file takes, in whole units: the file system's metadata for its holes rarely fill one."""
     status = file.stat()
-    return min(status.st_blocks * 512, -(-status.st_size // 4096) * 4096)
+    return min(status.st_blocks * 512, -(-status.st_size // 4096) * 4096) // unit * unit
 
 
 def root_limit(every: Sequence[Holding]) -> int | None:

@@ -43,6 +43,7 @@ from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLE
 from pagoda.ledger.table_integrity import is_damage
 from pagoda.ledger.transaction import BATCH, Transaction
 from pagoda.metrics import COUNTERS, Reason, guarded_logger
+from pagoda.threads import if_free
 
 log = guarded_logger("pagoda")
 
@@ -54,6 +55,8 @@ _LEAVE_SECONDS = 2.0
 _JOIN_SECONDS = 1.0
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+# held by a fork, which may come from a signal handler: no session is added meanwhile
+_beginning = threading.RLock()
 
 
 class UnavailableError(StoreError):
@@ -90,7 +93,9 @@ class Session:
         self._deferred: deque[Callable[[Transaction], object]] = deque()
         self._tables: Tables | None = None
         self._publish_from: int | None = 0 if store.sole else None
-        _sessions.add(self)  # first, so that a fork during the opening closes it too
+        # not while another thread forks: the fork could overlook the tables that this opens
+        if_free(_beginning, partial(_sessions.add, self), _FORK_SECONDS)
+        _sessions.add(self)  # in any case, so that a fork during the opening closes it too
         self._begin(deadline_seconds)
 
     # ---- transactions
@@ -551,6 +556,7 @@ class _Forking(threading.local):
     """The sessions that a fork of this thread has closed; two threads may fork at once."""
 
     sessions: tuple[Session, ...] = ()
+    holds = 0  # how often it holds `_beginning`: a signal handler may fork within a fork
 
 
 _forking = _Forking()
@@ -558,6 +564,7 @@ _forking = _Forking()
 
 def _before_fork() -> None:
     until = time.monotonic() + _FORK_SECONDS
+    _forking.holds += _beginning.acquire(timeout=_FORK_SECONDS)
     # a signal handler may fork in the middle of a transaction: that session keeps its gate
     _forking.sessions = tuple(session for session in _sessions if not session.gate.entered())
     for session in _forking.sessions:
@@ -567,6 +574,9 @@ def _before_fork() -> None:
 def _after_in_parent() -> None:
     for session in _forking.sessions:
         session.gate.let_go()
+    if _forking.holds:
+        _forking.holds -= 1
+        _beginning.release()
 
 
 def _after_in_parent_again() -> None:
@@ -577,7 +587,8 @@ def _after_in_parent_again() -> None:
 
 @call_in_child
 def _reset_in_child() -> None:
-    _forking.sessions = ()
+    global _beginning
+    _beginning, _forking.sessions, _forking.holds = threading.RLock(), (), 0
     for session in list(_sessions):
         session.after_fork_in_child()
 

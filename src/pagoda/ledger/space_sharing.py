@@ -31,8 +31,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagoda.disk_space import allocate_range, data_ranges, free_bytes, punch
+from pagoda.disk_space import free_bytes
 from pagoda.errors import ClosedError, NoRoomError, StoreError
+from pagoda.file_space import allocate_range, data_ranges, punch
 from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE, NOT_READY, Columns
 from pagoda.ledger.lmdb_tables import Meta
@@ -70,6 +71,7 @@ class SpaceShare:
         self._in_memory = ledger.kind == "memory"
         self.grown = 0  # how often it has grown, in this process
         self.exceeds = False  # whether the root held more than its limit when that was last checked
+        self._metadata_bytes = 0  # what the slab holds beyond its slots when all others are punched
         self._barren: dict[Path, float] = {}  # store -> until when it is not asked
 
     # ---- taking
@@ -83,7 +85,9 @@ class SpaceShare:
             return
         with root_locked(self._root, seconds):  # or other stores would take what was given
             write_limit(self._directory, asked_bytes, sole=False)
-            self._grow(self._ledger.slots)
+            # holes that are filled need no metadata: there may be space for more then
+            while self._grow(self._ledger.slots):
+                pass
             until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
             excess = self._shrink()
             begin_with = self._fair(holdings(self._root)) // 2
@@ -154,9 +158,10 @@ class SpaceShare:
         meta, nbytes = self._meta(), self._slot_bytes
         if meta.unscanned() or not meta.unbacked():
             return 0
-        left_over = self._own_bytes() - meta.with_pages() * nbytes  # left by a transfer that did not finish
-        if left_over >= nbytes:
-            self._punch_all()
+        listed_bytes = meta.with_pages() * nbytes
+        left_over = self._own_bytes() - listed_bytes  # also of a transfer that was not ended
+        if left_over <= self._metadata_bytes or self._punch_all():
+            self._metadata_bytes = self._own_bytes() - listed_bytes
         every = holdings(self._root)
         limit = root_limit(every)
         count = min(most, meta.unbacked(), free_bytes(self._root, self._in_memory) // nbytes)
@@ -241,11 +246,11 @@ class SpaceShare:
         return None if best is None else best[1:]
 
     def most_slots(self) -> int:
-        """Return how many slots may have pages if no other store of the root needs space. OSError."""
-        slots = self._ledger.slots
-        return (
-            min(slots, self._limit(holdings(self._root)) // self._slot_bytes) if self._slot_bytes else slots
-        )
+        """Return how many slots may have pages if no other store of the root needs space; all if that is not known."""
+        if self._slot_bytes:
+            with contextlib.suppress(OSError):  # the root may have been removed
+                return min(self._ledger.slots, self._limit(holdings(self._root)) // self._slot_bytes)
+        return self._ledger.slots
 
     def _fair(self, every: Sequence[Holding]) -> int:
         """Return the bytes of a fair share."""
@@ -307,14 +312,10 @@ class SpaceShare:
             punch(fd, self._ledger.slots * self._slot_bytes, self._slot_bytes)
         if self._in_use_by_others():  # another process may have opened it after the plan was made
             nbytes = min(nbytes, before - self._fair(holdings(self._root)))
-        # bare slots that were in use, so not punched
-        pending = max(0, before - self._meta().with_pages() * self._slot_bytes)
-        missing = -(-(nbytes - pending) // self._slot_bytes)
-        slots = self._vacate(missing, idle) if missing > 0 else []
-        if pending >= self._slot_bytes:
+        if before - self._meta().with_pages() * self._slot_bytes > self._metadata_bytes:  # was in use then
             self._punch_all()
-        else:
-            self._punch(slots)
+        missing = -(-(nbytes - before + self._own_bytes()) // self._slot_bytes)
+        self._punch(self._vacate(missing, idle) if missing > 0 else [])
         return before - self._own_bytes()
 
     def _vacate(self, count: int, idle: bool) -> list[int]:
@@ -364,22 +365,26 @@ class SpaceShare:
                     return (start + nbytes - count * size) // size
         return meta.scan
 
-    def _punch_all(self) -> None:
-        """Punch all slots without pages in the tables. Under the lock of the root, so none of them gets pages."""
-        meta, bare = self._backing()
-        self._punch(bare, range(meta.backed, self._ledger.slots))
+    def _punch_all(self) -> bool:
+        """Punch all slots without pages in the tables; return False if some are in use.
 
-    def _punch(self, slots: list[int], never_used: range = range(0)) -> None:
-        """Free the pages of bare slots, except slots in use. Under the lock of the root."""
+        Under the lock of the root, so none of them gets pages.
+        """
+        meta, bare = self._backing()
+        return self._punch(bare, range(meta.backed, self._ledger.slots))
+
+    def _punch(self, slots: list[int], never_used: range = range(0)) -> bool:
+        """Free the pages of bare slots, except slots in use; return False if some are. Under the lock of the root."""
         generation = self._session.columns.generation
         silent = [slot for slot in slots if not int(generation[slot]) & BARE]
         # `silent`: the process that made these slots bare died before it published that they are
         for part in batches(silent):
             self._session.write(partial(Transaction.mark_bare_again, slots=part), _ROOT_SECONDS)
-        holes = [*_ranges(self._session.untouched(slots, _LENT_SECONDS)), never_used]
+        unused = self._session.untouched(slots, _LENT_SECONDS)
         with self._slab() as fd:
-            for hole in filter(len, holes):
+            for hole in filter(len, [*_ranges(unused), never_used]):
                 punch(fd, hole.start * self._slot_bytes, len(hole) * self._slot_bytes)
+        return len(unused) == len(slots)
 
     # ---- what there is
 
@@ -396,7 +401,7 @@ class SpaceShare:
         return self._session.read(queries.backing, _ROOT_SECONDS)
 
     def _own_bytes(self) -> int:
-        return held_bytes(self._ledger.slab_path)
+        return held_bytes(self._ledger.slab_path, self._slot_bytes)
 
     @contextlib.contextmanager
     def _slab(self) -> Iterator[int]:

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import xxhash
 
-from pagoda.disk_space import opened
+from pagoda.file_space import opened
 from pagoda.ledger.columns import columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.disk_space import allocate
 from pagoda.errors import ClosedError
+from pagoda.file_space import allocate
 from pagoda.ledger.columns import map_file
 from pagoda.ledger.eviction_policy import Evictor
 from pagoda.ledger.session import Session, UnavailableError

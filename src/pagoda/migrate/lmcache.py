@@ -17,16 +17,8 @@ from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
 from pagoda.config.remote_urls import MOST_PEERS, redacted
 from pagoda.errors import ConfigError
-from pagoda.migrate.lmcache_fields import (
-    BELONGS,
-    FIELDS,
-    HISTOGRAM,
-    PLUMBING,
-    FieldVerdict,
-    as_flag,
-    as_number,
-    as_toml,
-)
+from pagoda.migrate import lmcache_fields
+from pagoda.migrate.lmcache_fields import FieldVerdict, as_flag, as_number, as_toml
 from pagoda.migrate.lmcache_urls import IN_URLS, START_SERVER, Untranslated, is_own_server, translated
 
 VARIABLES = "LMCACHE_"
@@ -99,7 +91,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
     """Return the fields that LMCACHE_ variables set, as text."""
     given = {name: value for name, value in environ.items() if name.startswith(VARIABLES) and value}
     fields = {name.removeprefix(VARIABLES).lower(): value for name, value in given.items()}
-    return {name: value for name, value in fields.items() if name not in PLUMBING}
+    return {name: value for name, value in fields.items() if name not in lmcache_fields.PLUMBING}
 
 
 def translate(fields: Mapping[str, object], workers: int = 1, peers: Sequence[str] = ()) -> Translation:
@@ -136,7 +128,7 @@ class _FieldReader:
         for field in ("backend", "local_device"):
             self._legacy(field)
         self._p2p()
-        for field, rule in FIELDS.items():
+        for field, rule in lmcache_fields.FIELDS.items():
             if self.fields.pop(field, None) is not None:
                 found = rule(field, self._given)
                 self.options |= {found.option: found.value} if found.option else {}
@@ -178,7 +170,7 @@ class _FieldReader:
             url = lookup if "://" in lookup else f"redis://{lookup}"
             self.map("lookup_url", "lookup", url, "a Redis in which machines say which chunks they have")
             del self.fields["lookup_url"]
-        for field in BELONGS["enable_p2p"]:
+        for field in lmcache_fields.BELONGS["enable_p2p"]:
             if (value := self.fields.pop(field, None)) is not None:
                 listens = f"run pagoda serve --listen {redacted(str(value))} on this machine"
                 text = listens if field == "distributed_url" else "neighbours are asked themselves"
@@ -299,7 +291,7 @@ def _left_over(field: str) -> tuple[FieldVerdict, str]:
     """Judge a field that neither the table nor a tier has taken."""
     if field in IN_URLS:
         return FieldVerdict.NOT_NEEDED, "there is no remote tier that it is for"
-    if field.startswith(HISTOGRAM):
+    if field.startswith(lmcache_fields.HISTOGRAM):
         return FieldVerdict.NOT_NEEDED, "metrics have no histograms"
     hint = did_you_mean(field, known_fields()) or "; remove it"
     return FieldVerdict.UNKNOWN, f"no field of LMCache's that is known here{hint}"
@@ -325,11 +317,11 @@ _PLACES = (
 
 def known_fields() -> list[str]:
     """Return every field that has an answer here, but for histogram_bucket_... and what belongs to one engine."""
-    return sorted({*_PLACES, *FIELDS, *IN_URLS})
+    return sorted({*_PLACES, *lmcache_fields.FIELDS, *IN_URLS})
 
 
 def _known(field: str) -> bool:
-    return field.startswith(HISTOGRAM) or field in known_fields()
+    return field.startswith(lmcache_fields.HISTOGRAM) or field in known_fields()
 
 
 def _gib(gib: float) -> str | int:

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from pagoda import codec
 from pagoda.blend.blend_policies import SelectionPolicy, blend_setting
+from pagoda.connectors.transformers import CachedModel
 from pagoda.connectors.transformers.dynamic_cache import dynamic_cache, kv_of_row, room_for
+from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.layout import itemsize
+from pagoda.quality.prompt_lines import QualityPrompt
 from pagoda.quality_verdict import Setting
-
-if TYPE_CHECKING:
-    import torch
-
-    from pagoda.connectors.transformers import CachedModel
-    from pagoda.connectors.transformers.supported_models import ProbedModel
-    from pagoda.quality.prompt_lines import QualityPrompt
 
 PLAIN_REUSE = "plain reuse"
 

@@ -14,6 +14,16 @@ from pagoda.quality_bounds import Bounds, Figures, Interval, is_surely_noticed, 
 from pagoda.quality_verdict import Result, Setting
 
 
+class RunFacts(NamedTuple):
+    """What a result says of the run that it is from, as `Result` has it."""
+
+    prompts_digest: str
+    new_tokens: int
+    confidence: float
+    seed: int
+    made: str
+
+
 class Judged(NamedTuple):
     """One row of the report. A setting has a result; exact KV and controls do not."""
 
@@ -28,14 +38,9 @@ def judged(
     samples: Mapping[str, Sequence[QualitySample]],
     settings: Mapping[str, Setting],
     controls: Sequence[str],
-    *,
     bounds: Mapping[str, Bounds],
     has_answers: bool,
-    digest: str,
-    new_tokens: int,
-    confidence: float,
-    seed: int,
-    made: str,
+    facts: RunFacts,
 ) -> list[Judged]:
     """Return the rows of the report: exact KV, each setting with its verdict, the controls.
 
@@ -47,41 +52,30 @@ def judged(
         controls: the names of the approaches that must fail.
         bounds: the bounds of each feature.
         has_answers: whether all prompts have an expected answer.
-        digest: names the prompts.
-        new_tokens: the most tokens of an answer for a prompt without an expected answer.
-        confidence: that of the intervals.
-        seed: the seed of the bootstrap.
-        made: the time of the measurement.
+        facts: of the run; its confidence and its seed make the intervals.
     """
     exact = samples["exact"]
-    figures = {name: figures_of(mine, exact, has_answers, confidence, seed) for name, mine in samples.items()}
+    figures = {name: figures_of(mine, exact, has_answers, facts) for name, mine in samples.items()}
     rows = [Judged("exact", figures["exact"], _seconds(exact))]
     for name, setting in settings.items():
         limit, prompts = bounds[setting.feature], len(exact)
         noticed = {control: is_surely_noticed(figures[control], limit) for control in controls}
-        reasons = objections(figures[name], limit, noticed, prompts, confidence)
-        result = Result(
-            setting, limit, figures[name], noticed, prompts, digest, new_tokens, confidence, seed, made,
-            not reasons, reasons,
-        )  # fmt: skip
+        reasons = objections(figures[name], limit, noticed, prompts, facts.confidence)
+        result = Result(setting, limit, figures[name], noticed, prompts, *facts, not reasons, reasons)
         over = None
         if setting.feature == "blend" and PLAIN_REUSE in samples and name != PLAIN_REUSE:
-            over = _difference(samples[PLAIN_REUSE], samples[name], confidence, seed)
+            over = _difference(samples[PLAIN_REUSE], samples[name], facts)
         rows.append(Judged(name, figures[name], _seconds(samples[name]), result, over))
     return [*rows, *(Judged(name, figures[name], _seconds(samples[name])) for name in controls)]
 
 
 def figures_of(
-    samples: Sequence[QualitySample],
-    exact: Sequence[QualitySample],
-    has_answers: bool,
-    confidence: float,
-    seed: int,
+    samples: Sequence[QualitySample], exact: Sequence[QualitySample], has_answers: bool, facts: RunFacts
 ) -> Figures:
     """Return the figures of samples, compared with the samples of exact KV on the same prompts."""
 
     def share(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
-        return ratio_interval(parts, wholes, confidence=confidence, seed=seed)
+        return ratio_interval(parts, wholes, confidence=facts.confidence, seed=facts.seed)
 
     tokens = [one.tokens for one in samples]
     return Figures(
@@ -95,11 +89,11 @@ def figures_of(
 
 
 def _difference(
-    reuse: Sequence[QualitySample], samples: Sequence[QualitySample], confidence: float, seed: int
+    reuse: Sequence[QualitySample], samples: Sequence[QualitySample], facts: RunFacts
 ) -> Interval:
     return difference_interval(
         [one.kl for one in reuse], [one.kl for one in samples], [one.tokens for one in samples],
-        confidence=confidence, seed=seed,
+        confidence=facts.confidence, seed=facts.seed,
     )  # fmt: skip
 
 

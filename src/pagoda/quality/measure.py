@@ -11,14 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
+
+import torch
 
 from pagoda.quality.approaches import Approach, KVCache, Prepared
-
-if TYPE_CHECKING:
-    import torch
-
-    from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer
+from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer
 
 _HUGE_KL = 1e3  # used instead of a number that is not finite; no setting passes with it
 
@@ -87,9 +85,7 @@ def measured(
 
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Switch dropout and gradients off inside the block; restore the mode of the model afterwards."""
-    import torch
-
+    """Switch dropout and gradients off, and the mode of the model back afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -148,8 +144,6 @@ class _Runner:
 
     def _forward(self, tokens: Sequence[int], kv: KVCache, *, all_logits: bool = False) -> torch.Tensor:
         """Return logits of the last token, or of all, [tokens, vocabulary]; adds to `kv`."""
-        import torch
-
         ids = torch.tensor([list(tokens)], device=self._device)
         last = not all_logits and getattr(self._model, "_supports_logits_to_keep", bool)()
         keep = {"logits_to_keep": 1} if last else {}
@@ -158,8 +152,6 @@ class _Runner:
 
     def _answered(self, first: torch.Tensor, answer: Sequence[int], kv: KVCache) -> torch.Tensor:
         """Return log-probabilities at each token of the answer; `first`: the logits after the prompt."""
-        import torch
-
         rows = [first]
         if len(answer) > 1:
             rows.append(self._forward(answer[:-1], kv, all_logits=True))

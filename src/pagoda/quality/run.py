@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import torch
+
+from pagoda.blend.blend_policies import Deviation, SelectionPolicy
+from pagoda.config import Config
+from pagoda.connectors.transformers import CachedModel
+from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
+from pagoda.connectors.transformers.supported_models import check_model, probe_model
+from pagoda.layout import KVLayout
+from pagoda.quality.approaches import CONTROLS, Approach, Blend, Codec
+from pagoda.quality.judge import Judged, RunFacts, judged
+from pagoda.quality.measure import measured
 from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer, prompts_digest
-
-if TYPE_CHECKING:
-    import torch
-
-    from pagoda.blend.blend_policies import SelectionPolicy
-    from pagoda.connectors.transformers import CachedModel
-    from pagoda.quality.judge import Judged
-    from pagoda.quality_bounds import Bounds
+from pagoda.quality_bounds import DEFAULT_BOUNDS, Bounds, too_loose
+from pagoda.quality_verdict import weights_name
 
 _SPARE_BYTES = 16 << 20  # extra memory for documents, for the tables of the store
 
@@ -49,8 +54,8 @@ def measure_quality(
     Args:
         model: a causal model of Transformers, on its device.
         prompts: what `read_prompts` returns; all with documents if there are blends.
-        blends: for each blend the policy, the share to compute again, and the least tokens of a document that is
-            reused (or 0).
+        blends: for each blend the policy, the share to compute again, and the least tokens of a document that is reused
+            (or 0).
         codecs: names of lossy codecs.
         tokenizer: needed if an expected answer is text.
         chunk_tokens: tokens of a chunk, as in the engine; codecs depend on it.
@@ -64,15 +69,6 @@ def measure_quality(
         ValueError: prompts that do not fit the request; a model, a codec or a policy that cannot be used; bounds that
             exclude nothing; or the model gives none of the expected answers, so that answers show nothing.
     """
-    from pagoda.blend.blend_policies import Deviation
-    from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
-    from pagoda.connectors.transformers.supported_models import check_model, probe_model
-    from pagoda.quality.approaches import CONTROLS, Approach, Blend, Codec
-    from pagoda.quality.judge import judged
-    from pagoda.quality.measure import measured
-    from pagoda.quality_bounds import DEFAULT_BOUNDS, too_loose
-    from pagoda.quality_verdict import weights_name
-
     bounds = DEFAULT_BOUNDS if bounds is None else bounds
     if wrong := [text for one in bounds.values() for text in too_loose(one, confidence)]:
         raise ValueError(wrong[0])
@@ -82,10 +78,7 @@ def measure_quality(
     with ExitStack() as opened:
         features: list[Approach] = [Codec(name, model, probed) for name in dict.fromkeys(codecs)]
         if blends:
-            token_bytes = probed.layout.chunk_bytes // chunk_tokens
-            cached = opened.enter_context(
-                _documents_cache(model, prompts, chunk_tokens, token_bytes, weights)
-            )
+            cached = opened.enter_context(_documents_cache(model, prompts, probed.layout, weights))
             asked = [(Deviation(), 0.0), *(one for one in blends if any(one[1:]))]
             named = {blend.name: blend for blend in (Blend(cached, *one) for one in asked)}
             features = [*named.values(), *features]
@@ -104,18 +97,10 @@ def measure_quality(
             f"with exact KV the model gives none of the {len(prompts)} expected answers, so they show nothing: "
             "correct them, or leave them out"
         )
-    rows = judged(
-        samples,
-        {one.name: one.setting for one in features if one.setting is not None},
-        [control.name for control in CONTROLS],
-        bounds=bounds,
-        has_answers=has_answers,
-        digest=prompts_digest(prompts),
-        new_tokens=new_tokens,
-        confidence=confidence,
-        seed=seed,
-        made=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    )
+    settings = {one.name: one.setting for one in features if one.setting is not None}
+    made = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    facts = RunFacts(prompts_digest(prompts), new_tokens, confidence, seed, made)
+    rows = judged(samples, settings, [one.name for one in CONTROLS], bounds, has_answers, facts)
     return QualityRun(rows, weights_name(weights, adapters=adapters_digest(model)))
 
 
@@ -137,22 +122,14 @@ def _check_prompts(prompts: Sequence[QualityPrompt], need_documents: bool, chunk
 
 
 def _documents_cache(
-    model: torch.nn.Module,
-    prompts: Sequence[QualityPrompt],
-    chunk_tokens: int,
-    token_bytes: int,
-    weights: str,
+    model: torch.nn.Module, prompts: Sequence[QualityPrompt], layout: KVLayout, weights: str
 ) -> CachedModel:
-    """Return the model with private memory that has room for the documents of the longest prompt, twice."""
-    from pagoda.config import Config
-    from pagoda.connectors.transformers import CachedModel
-
-    chunks = max(
-        sum(-(-len(document) // chunk_tokens) for document in prompt.documents) for prompt in prompts
-    )
+    """Return the model with private memory that holds the documents of the longest prompt, twice."""
+    size = layout.chunk_tokens
+    chunks = max(sum(-(-len(document) // size) for document in prompt.documents) for prompt in prompts)
     config = Config(
-        chunk_tokens=chunk_tokens,
-        host_size=2 * (chunks + 1) * (chunk_tokens * token_bytes + 4096) + _SPARE_BYTES,
+        chunk_tokens=size,
+        host_size=2 * (chunks + 1) * (layout.chunk_bytes + 4096) + _SPARE_BYTES,
         host_shared=False,
         prompt_log=False,
         worth_it=False,  # the measurement needs reuse even where it is slow

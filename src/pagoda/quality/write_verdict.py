@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +11,10 @@ from pathlib import Path
 import msgspec
 
 from pagoda.errors import ConfigError
-from pagoda.quality_verdict import FORMAT, VERSION, Result, Verdict, read_verdict
+from pagoda.file_lock import lock_file
+from pagoda.quality_verdict import FORMAT, VERSION, Result, Verdict, VerdictHead, read_verdict
 
 _LOCK_SECONDS = 10.0  # the lock is held only for moments
-
-
-class _Format(msgspec.Struct):
-    format: str = ""
-    version: int = 0
 
 
 def write_verdict(
@@ -89,19 +83,10 @@ def _alone_in(directory: Path) -> Iterator[None]:
     """Keep other processes from writing verdicts in a directory. OSError if another process writes for too long."""
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        until = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise TimeoutError(
-                        0, "another process writes there and does not end: look for a stopped pagoda quality"
-                    ) from None
-                time.sleep(0.01)
-            except OSError:  # a file system without locks
-                break
+        if lock_file(lock, _LOCK_SECONDS) is False:
+            raise TimeoutError(
+                0, "another process writes there and does not end: look for a stopped pagoda quality"
+            )
         yield
     finally:
         os.close(lock)
@@ -131,9 +116,9 @@ def check_place(path: str | Path) -> None:
 def _check_verdict(path: Path) -> None:
     """Raise ConfigError unless a file is a verdict (also one of an older version, or a damaged one)."""
     try:
-        head = msgspec.json.decode(path.read_bytes(), type=_Format)
+        head = msgspec.json.decode(path.read_bytes(), type=VerdictHead)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        head = _Format()
+        head = VerdictHead()
     if head.format != FORMAT:
         raise ConfigError(
             f"{path}: is not a verdict of pagoda quality; name another file, so that it is not overwritten"

@@ -10,18 +10,10 @@ optimum         upper bounds for any cache
 
 from __future__ import annotations
 
-from pagoda.replay.fleet import (
-    ROUTES,
-    WRITE_POLICIES,
-    FleetOutcome,
-    FleetSpec,
-    StoreRequests,
-    Traffic,
-    simulate_fleet,
-)
+from pagoda.replay.fleet import ROUTES, WRITE_POLICIES, FleetOutcome, FleetSpec, Traffic, simulate_fleet
 from pagoda.replay.optimum import infinite, optimum
 from pagoda.replay.simulate import SimulatedOutcome, Simulation, TierOutcome, TierSpec, simulate
-from pagoda.replay.timed_replay import Engines, Seconds, TimedOutcome, TimedTier, replay_timed
+from pagoda.replay.timed_replay import Engines, TimedOutcome, TimedTier, replay_timed
 from pagoda.replay.trace import Request, format_request, read_trace
 
 __all__ = [
@@ -31,10 +23,8 @@ __all__ = [
     "FleetOutcome",
     "FleetSpec",
     "Request",
-    "Seconds",
     "SimulatedOutcome",
     "Simulation",
-    "StoreRequests",
     "TierOutcome",
     "TierSpec",
     "TimedOutcome",

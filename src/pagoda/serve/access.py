@@ -183,16 +183,13 @@ class RateLimit:
 
     def allows(self, client: str) -> bool:
         """Count one event; return whether it is within the limit."""
-        left = self._tokens(client) - 1.0
-        self._left[client] = max(left, 0.0), time.monotonic()
+        now, (left, at) = time.monotonic(), self._left.get(client, (self._burst, 0.0))
+        left = min(self._burst, left + (now - at) * self._rate) - 1.0
+        self._left[client] = max(left, 0.0), now
         self._left.move_to_end(client)
         while len(self._left) > _MOST_CLIENTS:
             self._left.popitem(last=False)
         return left >= 0.0
-
-    def _tokens(self, client: str) -> float:
-        left, at = self._left.get(client, (self._burst, 0.0))
-        return min(self._burst, left + (time.monotonic() - at) * self._rate)
 
 
 # ---- the token and the directories

@@ -56,7 +56,6 @@ _GAUGES = {
     "members": "Processes that have the store open, without the one that reads this.",
     "pinned": "Chunks that a pin keeps from eviction.",
     "leased": "Chunks that a lease keeps from eviction for a while.",
-    "slot_bytes": "Bytes of one slot.",
 }
 
 
@@ -69,63 +68,50 @@ class MetricFamily(NamedTuple):
     help: str
 
 
+def _counter(name: str, labels: tuple[str, ...], text: str) -> MetricFamily:
+    return MetricFamily(f"pagoda_{name}", "counter", labels, text)
+
+
+def _gauge(name: str, labels: tuple[str, ...], text: str) -> MetricFamily:
+    return MetricFamily(f"pagoda_{name}", "gauge", labels, text)
+
+
 _STORE = ("tier", "store")
-_HITS_BY_TIER, _MISSES, _DROPS, _LOADS, _PREFILL_SECONDS, _NAMESPACES, _READABLE = (
-    MetricFamily(
-        "pagoda_hit_tokens_by_tier", "counter", _STORE, "Tokens found; tier: where, host, disk or remote."
-    ),
-    MetricFamily(
-        "pagoda_misses", "counter", (*_STORE, "reason"), "Calls that got fewer tokens than they asked for."
-    ),
-    MetricFamily("pagoda_drops", "counter", (*_STORE, "reason"), "Chunks that were not stored."),
-    MetricFamily(
-        "pagoda_load_seconds",
-        "histogram",
-        _STORE,
-        "Seconds of a call that loaded from a kind of tier, with the copy to the engine; tier: host, disk or remote.",
-    ),
-    MetricFamily(
-        "pagoda_prefill_seconds", "counter", _STORE, "Seconds in which engines computed these prefill tokens."
-    ),
-    MetricFamily(
-        "pagoda_namespace_chunks",
-        "gauge",
-        (*_STORE, "namespace", "model"),
-        f'Chunks of a namespace; all but the {MOST_NAMESPACES} largest namespaces together are "other".',
-    ),
-    MetricFamily("pagoda_store_readable", "gauge", ("store",), "1 if the store could be read, 0 if not."),
+_HITS_BY_TIER = _counter("hit_tokens_by_tier", _STORE, "Tokens found; tier: where, host, disk or remote.")
+_MISSES = _counter("misses", (*_STORE, "reason"), "Calls that got fewer tokens than they asked for.")
+_DROPS = _counter("drops", (*_STORE, "reason"), "Chunks that were not stored.")
+_LOADS = MetricFamily(
+    "pagoda_load_seconds",
+    "histogram",
+    _STORE,
+    "Seconds of a call that loaded from a kind of tier, with the copy to the engine; tier: host, disk or remote.",
 )
-_REMOTE_REACHABLE, _REMOTE_USED, _REMOTE_LIMIT = (
-    MetricFamily("pagoda_remote_reachable", "gauge", ("tier",), "1 if the remote tier answered, 0 if not."),
-    MetricFamily(
-        "pagoda_remote_used_bytes",
-        "gauge",
-        ("tier",),
-        "Bytes that the server of the remote tier uses, if it says so.",
-    ),
-    MetricFamily(
-        "pagoda_remote_limit_bytes", "gauge", ("tier",), "Bytes that it may use, if it has a limit."
-    ),
+_PREFILLS = _counter("prefill_seconds", _STORE, "Seconds in which engines computed these prefill tokens.")
+_NAMESPACES = _gauge(
+    "namespace_chunks",
+    (*_STORE, "namespace", "model"),
+    f'Chunks of a namespace; all but the {MOST_NAMESPACES} largest namespaces together are "other".',
 )
-_SERVE_EVENTS, _SERVE_SENT = (
-    MetricFamily(
-        "pagoda_serve_events", "counter", ("event",), "Chunks sent, finds, puts by outcome and the like."
-    ),
-    MetricFamily("pagoda_serve_sent_bytes", "counter", (), "Bytes of the chunks that pagoda serve sent."),
+_READABLE = _gauge("store_readable", ("store",), "1 if the store could be read, 0 if not.")
+_REACHABLE = _gauge("remote_reachable", ("tier",), "1 if the remote tier answered, 0 if not.")
+_USED = _gauge(
+    "remote_used_bytes", ("tier",), "Bytes that the server of the remote tier uses, if it says so."
 )
+_LIMIT = _gauge("remote_limit_bytes", ("tier",), "Bytes that it may use, if it has a limit.")
+_EVENTS = _counter("serve_events", ("event",), "Chunks sent, finds, puts by outcome and the like.")
+_SENT = _counter("serve_sent_bytes", (), "Bytes of the chunks that pagoda serve sent.")
+_SLOT_BYTES = _gauge("slot_bytes", _STORE, "Bytes of one slot.")
 _COUNTER_FAMILIES = {
-    name: MetricFamily(f"pagoda_{name}", "counter", _STORE, text.replace("`", ""))
+    name: _counter(name, _STORE, text.replace("`", ""))
     for name, text in COUNTED.items()
     if not name.startswith("hit_tokens_")
 }
-_GAUGE_FAMILIES = {
-    name: MetricFamily(f"pagoda_{name}", "gauge", _STORE, text) for name, text in _GAUGES.items()
-}
+_GAUGE_FAMILIES = {name: _gauge(name, _STORE, text) for name, text in _GAUGES.items()}
 
 FAMILIES: tuple[MetricFamily, ...] = (
-    *_COUNTER_FAMILIES.values(), _HITS_BY_TIER, _MISSES, _DROPS, _LOADS, _PREFILL_SECONDS,
-    *_GAUGE_FAMILIES.values(), _NAMESPACES, _READABLE, _REMOTE_REACHABLE, _REMOTE_USED, _REMOTE_LIMIT,
-    _SERVE_EVENTS, _SERVE_SENT,
+    *_COUNTER_FAMILIES.values(), _HITS_BY_TIER, _MISSES, _DROPS, _LOADS, _PREFILLS,
+    *_GAUGE_FAMILIES.values(), _SLOT_BYTES, _NAMESPACES, _READABLE, _REACHABLE, _USED, _LIMIT,
+    _EVENTS, _SENT,
 )  # fmt: skip
 
 
@@ -165,47 +151,40 @@ def _metrics(found: Exposition) -> Iterator[Metric]:
     yield from _counters(found.stores)
     yield _loads(found.stores)
     for name, family in _GAUGE_FAMILIES.items():
-        yield _metric(family, [(_place(store), _gauge_of(store, name)) for store in found.stores])
+        yield _metric(family, [(_place(store), store.gauges[name]) for store in found.stores])
+    yield _metric(_SLOT_BYTES, [(_place(store), store.slot_bytes) for store in found.stores])
     yield _metric(_NAMESPACES, _namespaces(found.stores).items())
     readable = [((str(store.directory),), 1) for store in found.stores]
     yield _metric(_READABLE, [*readable, *(((directory,), 0) for directory in found.unreadable)])
     yield from _remotes(found.remotes)
     events = {event: count for event, count in found.served.items() if event != "sent_bytes"}
-    yield _metric(_SERVE_EVENTS, [((event,), count) for event, count in events.items()])
+    yield _metric(_EVENTS, [((event,), count) for event, count in events.items()])
     sent = found.served.get("sent_bytes")
-    yield _metric(_SERVE_SENT, [] if sent is None else [((), sent)])
+    yield _metric(_SENT, [] if sent is None else [((), sent)])
 
 
 def _place(store: StoreStats) -> tuple[str, str]:
     return store.tier, str(store.directory)
 
 
-def _gauge_of(store: StoreStats, name: str) -> int:
-    return store.slot_bytes if name == "slot_bytes" else store.gauges[name]
-
-
 def _counters(stores: Sequence[StoreStats]) -> Iterator[Metric]:
     for name, family in _COUNTER_FAMILIES.items():
         yield _metric(family, [(_place(store), store.counters[name]) for store in stores])
     seconds = [(_place(store), store.counters["prefill_microseconds"] / 1e6) for store in stores]
-    yield _metric(_PREFILL_SECONDS, seconds)
-    yield _metric(
-        _HITS_BY_TIER,
-        [
-            ((kind, str(store.directory)), store.counters[f"hit_tokens_{kind}"])
-            for store in stores
-            for kind in TIER_KINDS
-        ],
-    )
+    yield _metric(_PREFILLS, seconds)
+    by_tier = [
+        ((kind, str(store.directory)), store.counters[f"hit_tokens_{kind}"])
+        for store in stores
+        for kind in TIER_KINDS
+    ]
+    yield _metric(_HITS_BY_TIER, by_tier)
     for family, prefix in ((_MISSES, "miss_"), (_DROPS, "drop_")):
-        yield _metric(
-            family,
-            [
-                ((*_place(store), str(reason)), store.counters[f"{prefix}{reason}"])
-                for store in stores
-                for reason in Reason
-            ],
-        )
+        by_reason = [
+            ((*_place(store), str(reason)), store.counters[f"{prefix}{reason}"])
+            for store in stores
+            for reason in Reason
+        ]
+        yield _metric(family, by_reason)
 
 
 def _loads(stores: Sequence[StoreStats]) -> Metric:
@@ -237,10 +216,10 @@ def _namespaces(stores: Sequence[StoreStats]) -> Mapping[tuple[str, ...], int]:
 
 
 def _remotes(remotes: Mapping[str, Usage | None]) -> Iterator[Metric]:
-    yield _metric(_REMOTE_REACHABLE, [((tier,), int(usage is not None)) for tier, usage in remotes.items()])
+    yield _metric(_REACHABLE, [((tier,), int(usage is not None)) for tier, usage in remotes.items()])
     for family, nbytes in (
-        (_REMOTE_USED, {tier: usage.used_bytes for tier, usage in remotes.items() if usage is not None}),
-        (_REMOTE_LIMIT, {tier: usage.limit_bytes for tier, usage in remotes.items() if usage is not None}),
+        (_USED, {tier: usage.used_bytes for tier, usage in remotes.items() if usage is not None}),
+        (_LIMIT, {tier: usage.limit_bytes for tier, usage in remotes.items() if usage is not None}),
     ):
         yield _metric(family, [((tier,), value) for tier, value in nbytes.items() if value is not None])
 

@@ -21,12 +21,11 @@ from aiohttp import web
 from pagoda.errors import PagodaError
 from pagoda.ledger import Ledger
 from pagoda.serve.access import COOKIE, AccessRules, Handler, refusal
-from pagoda.serve.blocking_calls import BlockingCallPool
-from pagoda.serve.chunk_routes import small_body
+from pagoda.serve.blocking_calls import CALLS, BlockingCallPool
+from pagoda.serve.chunk_routes import READ_ONLY, STORES, small_body
 from pagoda.serve.live_feed import LiveFeed, TooManyReaders
 from pagoda.serve.operations import Operations, PromptTools
 from pagoda.serve.overview import Overview, RemoteUsage
-from pagoda.serve.served_stores import ServedStores
 
 MOST_BODY_BYTES = 8 << 20  # a million token ids
 _MOST_LOGIN_BYTES = 4096
@@ -59,20 +58,12 @@ class PageOptions:
 
 
 class OperatorRoutes:
-    """The routes of one server. `add_to` adds them to an application, whose end closes the streams.
+    """The routes of one server. `add_to` adds them to an application, whose end closes the streams."""
 
-    Args:
-        read_only: refuse every change.
-    """
+    def __init__(self, options: PageOptions, access: AccessRules, app: web.Application) -> None:
+        """Prepare; `app` has its stores, calls and whether it is read-only: then every change is refused."""
+        stores = app[STORES]
 
-    def __init__(
-        self,
-        options: PageOptions,
-        stores: ServedStores,
-        access: AccessRules,
-        calls: BlockingCallPool,
-        read_only: bool,
-    ) -> None:
         def ledgers() -> Sequence[Ledger]:
             """Return the ledgers of all stores, also of those that were made a moment ago."""
             with contextlib.suppress(PagodaError, OSError):  # the server looks again, and logs it
@@ -86,11 +77,11 @@ class OperatorRoutes:
             gpu_price=options.gpu_price,
             tokenizer=options.prompts.tokenize is not None,
         )
-        self._feed = LiveFeed(overview, calls)
+        self._feed = LiveFeed(overview, app[CALLS])
         self._operations = Operations(stores, options.prompts)
         self._access = access
         self._people = BlockingCallPool(threads=1, most_waiting=8)  # chunks do not wait for what people ask
-        self._read_only = read_only
+        self._read_only = app[READ_ONLY]
         self._working = asyncio.Semaphore(1)
         folder = files("pagoda.serve").joinpath("page")
         self._files = {

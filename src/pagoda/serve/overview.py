@@ -11,7 +11,8 @@ import threading
 import time
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
@@ -83,6 +84,7 @@ class Sample(TypedDict):
     hit_tokens: dict[str, int]  # by kind of tier
 
 
+@dataclass(eq=False)
 class Overview:
     """Makes the overviews of one server, and keeps the last samples. Used by one thread at a time.
 
@@ -95,34 +97,31 @@ class Overview:
         tokenizer: whether questions may be asked as text.
     """
 
-    def __init__(
-        self,
-        ledgers: Callable[[], Sequence[Ledger]],
-        remotes: Callable[[], Sequence[RemoteUsage]] = tuple,
-        *,
-        settings: Sequence[tuple[str, str]] = (),
-        gpu_price: float | None = None,
-        tokenizer: bool = False,
-    ) -> None:
-        self._ledgers = ledgers
-        self._remotes = LatelyAsked(remotes, _REMOTES_SECONDS)
-        self._settings = settings
-        self._gpu_price = gpu_price
-        self._tokenizer = tokenizer
+    ledgers: Callable[[], Sequence[Ledger]]
+    remotes: Callable[[], Sequence[RemoteUsage]] = tuple
+    _: KW_ONLY
+    settings: Sequence[tuple[str, str]] = ()
+    gpu_price: float | None = None
+    tokenizer: bool = False
+
+    def __post_init__(self) -> None:
+        self._asked = LatelyAsked(self.remotes, _REMOTES_SECONDS)
         self._before: tuple[float, dict[Path, StoreStats]] | None = None
         self.history: deque[Sample] = deque(maxlen=MOST_SAMPLES)
 
     def take(self) -> dict[str, object]:
         """Read all stores and return the overview, with the sample since the last call (None at first)."""
-        ledgers, now, deadline = self._ledgers(), time.time(), Deadline(_STORES_SECONDS)
+        ledgers, now, deadline = self.ledgers(), time.time(), Deadline(_STORES_SECONDS)
         stores, troubles = [], list[str]()
         for ledger in ledgers:
             try:
                 stores.append(StoreStats.of(ledger, deadline.last()))
             except PagodaError as trouble:
                 troubles.append(str(trouble))
-        remotes = self._remotes.known(_REMOTES_PATIENCE_SECONDS)
-        totals = _totals(stores)
+        remotes = self._asked.known(_REMOTES_PATIENCE_SECONDS)
+        totals: Tally[str] = Tally()
+        for store in stores:
+            totals.update(store.counters)
         shown = {name: totals[name] for name in ("lookups", "hits", "asked_tokens", "hit_tokens")}
         namespaces, pins = _namespaces(stores), _pins(stores)
         return {
@@ -132,7 +131,7 @@ class Overview:
             "troubles": troubles,
             "tiers": [*_local_tiers(stores, totals), *_remote_tiers(remotes, totals["hit_tokens_remote"])],
             "totals": shown,
-            "saved": _saved(stores, self._gpu_price),
+            "saved": _saved(stores, self.gpu_price),
             "misses": by_reason(totals, "miss_"),
             "drops": by_reason(totals, "drop_"),
             "requests": _requests(stores),
@@ -140,8 +139,8 @@ class Overview:
             "more_namespaces": max(0, len(namespaces) - MOST_NAMESPACES),
             "pins": pins[:MOST_PINS],
             "more_pins": max(0, len(pins) - MOST_PINS),
-            "settings": [*self._settings, *_setup(stores)],
-            "tokenizer": self._tokenizer,
+            "settings": [*self.settings, *_setup(stores)],
+            "tokenizer": self.tokenizer,
             "sample": self._sample(now, stores),
         }
 
@@ -156,20 +155,10 @@ class Overview:
             if directory in known:
                 fresh = known[directory].counters
                 changed.update({name: max(0, fresh[name] - count) for name, count in old.counters.items()})
-        sample = Sample(
-            time=now,
-            seconds=now - before[0],
-            hit_tokens={kind: changed[f"hit_tokens_{kind}"] for kind in TIER_KINDS},
-        )
+        hits = {kind: changed[f"hit_tokens_{kind}"] for kind in TIER_KINDS}
+        sample = Sample(time=now, seconds=now - before[0], hit_tokens=hits)
         self.history.append(sample)
         return sample
-
-
-def _totals(stores: Iterable[StoreStats]) -> Tally[str]:
-    total: Tally[str] = Tally()
-    for store in stores:
-        total.update(store.counters)
-    return total
 
 
 def _local_tiers(stores: Sequence[StoreStats], totals: Mapping[str, int]) -> list[dict[str, object]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -29,6 +28,7 @@ from aiohttp.http import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
 from pagoda.errors import ClosedError, ConfigError, PagodaError
+from pagoda.file_lock import lock_file
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.serve import chunk_routes, metrics_routes
 from pagoda.serve.access import (
@@ -99,7 +99,7 @@ def make_app(options: ServeOptions, access: AccessRules) -> web.Application:
     chunk_routes.add_routes(app)
     metrics_routes.add_routes(app, options.find_stores)
     if options.page is not None:
-        OperatorRoutes(options.page, app[STORES], access, app[CALLS], options.read_only).add_to(app)
+        OperatorRoutes(options.page, access, app).add_to(app)
     return app
 
 
@@ -199,18 +199,12 @@ def _unix_socket(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    lock, until = os.open(directory, os.O_RDONLY | os.O_CLOEXEC), time.monotonic() + _LOCK_SECONDS
+    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held for moments
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise ConfigError(
-                        f"{directory}: another process keeps it locked: look for a stopped one"
-                    ) from None
-                time.sleep(0.02)
+        if (locked := lock_file(lock, _LOCK_SECONDS)) is None:
+            raise ConfigError(f"{directory}: its file system has no locks: choose another path")
+        if not locked:
+            raise ConfigError(f"{directory}: another process keeps it locked: look for a stopped one")
         yield
     finally:
         os.close(lock)

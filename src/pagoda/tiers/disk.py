@@ -504,6 +504,7 @@ class DiskWorker(IoWorker):
             self._save(writes, results)
         except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the futures' value
             self._store.record_error(error, "a batch of saves")
+        self._queue.read_all(self.load)  # some take these payloads, which end with the writes
         self._queue.finish_writes(
             [(write, results.get(write) or self._dropped(Reason.IO_ERROR)) for write in writes]
         )

@@ -43,8 +43,11 @@ class WriteRequest:
     patience: Deadline | None = None  # how long to wait for another machine that writes the same chunk
 
     def is_valid(self) -> bool:
-        """Return whether the payload still is the key's chunk, and the key was not removed."""
-        return self.cancelled is None and self.chunk.still_valid()
+        """Return whether the payload is still what the key names, and the key was not removed.
+
+        Not once the save has ended: its payload belongs to the caller again, who may fill it with another chunk.
+        """
+        return self.cancelled is None and not self.future.done() and self.chunk.still_valid()
 
     def matches(self, namespace: bytes | None, position: int | None) -> bool:
         """Return whether this is the chunk at that position of that namespace; an argument of None is not compared."""

@@ -11,7 +11,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from pagoda.connectors.transformers import CachedModel
+    from pagoda.quality.approaches import KVCache
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,6 @@ class DemoOutcome:
     parameters: int = 0
     controls: dict[str, bool] = field(default_factory=dict)  # whether the text changed
     handover_seconds: float = 0.0
-    host_seconds: float = 0.0
     host_vs_handover: float = 0.0
 
 
@@ -95,17 +95,6 @@ class _Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-class _KvLayer(Protocol):
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def lazy_initialization(self, keys: torch.Tensor, values: torch.Tensor) -> None: ...
-
-
-class _KV(Protocol):
-    layers: list[_KvLayer]
-
-
 class _Model(Protocol):
     config: object
 
@@ -119,9 +108,13 @@ class _Asker:
     def __init__(self, task: Task, step: Callable[[str], None]) -> None:
         import torch
 
+        from pagoda.connectors.transformers.supported_models import check_model, probe_model
+
         self.task, self.step = task, step
         step("building the model")
         self.model, self.tokenizer = _real(task.model) if task.model else _random(task.size)
+        check_model(self.model)
+        self.probed = probe_model(self.model, task.size.chunk_tokens)
         limit = getattr(self.model.config, "max_position_embeddings", None) or 1 << 20
         self.room = min(task.size.document_tokens, limit - task.size.new_tokens - 128)
         asked, other = documents()
@@ -137,12 +130,12 @@ class _Asker:
         ids = self.tokenizer.encode(text[: self.room * 16])[: self.room]
         return torch.tensor([ids + self.tokenizer.encode(question)])
 
-    def empty(self) -> _KV:
+    def empty(self) -> KVCache:
         """Return a KV cache with nothing in it."""
-        kv: _KV = import_module("transformers").DynamicCache(config=self.model.config)
+        kv: KVCache = import_module("transformers").DynamicCache(config=self.model.config)
         return kv
 
-    def ask(self, ids: torch.Tensor, kv: _KV, new_tokens: int | None = None) -> DemoAnswer:
+    def ask(self, ids: torch.Tensor, kv: KVCache, new_tokens: int | None = None) -> DemoAnswer:
         """Generate without PagodaKV, from whatever is in `kv`; fills it."""
         return self._timed(ids, self.model.generate, new_tokens, past_key_values=kv)
 
@@ -212,12 +205,11 @@ def _real(name: str) -> tuple[_Model, _Tokenizer]:
 def _open(asker: _Asker) -> CachedModel:
     """Open the cache; its tiers have room for a few prompts of this size."""
     from pagoda.config import Config
-    from pagoda.connectors.transformers import CachedModel, layout_of
+    from pagoda.connectors.transformers import CachedModel
 
     task = asker.task
-    layout = layout_of(asker.model, task.size.chunk_tokens)
     chunks = max(prompt.shape[1] for prompt in asker.prompts) // task.size.chunk_tokens + 1
-    room = max(64, 4 * chunks) * (layout.slot_bytes + 4096) + (16 << 20)
+    room = max(64, 4 * chunks) * (asker.probed.layout.slot_bytes + 4096) + (16 << 20)
     config = Config(
         chunk_tokens=task.size.chunk_tokens,
         host_size=room,
@@ -273,7 +265,7 @@ def _host(asker: _Asker) -> DemoOutcome:
             clones.append(_clone_seconds(asker, kept))
             if not turn % 2:
                 hits.append(_hit_seconds(asker, cached))
-        outcome.host_seconds, outcome.handover_seconds = statistics.median(hits), statistics.median(clones)
+        outcome.handover_seconds = statistics.median(clones)
         outcome.host_vs_handover = statistics.median(a / b for a, b in zip(hits, clones, strict=True))
         return outcome
 
@@ -291,21 +283,20 @@ def _disk(asker: _Asker) -> DemoOutcome:
         return _asked(asker, cached)
 
 
-def _planes(kv: _KV, tokens: int) -> list[list[torch.Tensor]]:
+def _planes(kv: KVCache, tokens: int) -> list[list[torch.Tensor]]:
     """Clones of K and V of the leading tokens."""
     return [[plane[:, :, :tokens].clone() for plane in (layer.keys, layer.values)] for layer in kv.layers]
 
 
-def _cache_of(asker: _Asker, planes: Sequence[Sequence[torch.Tensor]]) -> _KV:
+def _cache_of(asker: _Asker, planes: list[list[torch.Tensor]]) -> KVCache:
     """A KV cache over these very tensors: nothing is copied, which no other way to hand them over does."""
-    kv = asker.empty()
-    for layer, (keys, values) in zip(kv.layers, planes, strict=True):
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
+    from pagoda.connectors.transformers.dynamic_cache import dynamic_cache
+
+    kv: KVCache = dynamic_cache(asker.model, asker.probed, planes, [], planes[0][0].shape[2])
     return kv
 
 
-def _text_over(asker: _Asker, planes: Sequence[Sequence[torch.Tensor]]) -> list[int]:
+def _text_over(asker: _Asker, planes: list[list[torch.Tensor]]) -> list[int]:
     return asker.ask(asker.prompts[0], _cache_of(asker, planes)).tokens
 
 

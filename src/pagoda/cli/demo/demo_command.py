@@ -19,20 +19,19 @@ _FROM = {"cold": "computed", "host": "host", "disk": "disk"}
 
 
 def demo(
-    model: Annotated[
-        str | None, Option(metavar="PATH_OR_ID", help="A real model instead of a random one.")
-    ] = None,
+    model: Annotated[str | None, Option(metavar="PATH_OR_ID")] = None,
     as_json: AsJson = False,
-    host_path: Annotated[
-        Path, Option(help="Where host memory is: the demo makes its own directory there.")
-    ] = Path("/dev/shm"),
-    disk_path: Annotated[
-        Path | None, Option(help="Where the disk is: the demo makes its own directory there.")
-    ] = None,
+    host_path: Path = Path("/dev/shm"),
+    disk_path: Path | None = None,
 ) -> int:
     """Show a prompt served from memory and from disk: same text, much sooner.
 
     Nothing of it is left afterwards.
+
+    Args:
+        model: A real model instead of a random one.
+        host_path: Where host memory is: the demo makes its own directory there.
+        disk_path: Where the disk is: the demo makes its own directory there.
     """
     import tempfile
 

@@ -10,18 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 # fields of a model's config that do not affect a forward pass; all other fields distinguish models
-_VOLATILE = frozenset(
-    {
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_commit_hash",
-        "_name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "transformers_version",
-        "use_cache",
-    }
+_VOLATILE = (
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "transformers_version",
+    "use_cache",
 )
 
 
@@ -69,3 +67,16 @@ def stable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: stable(each) for name, each in value.items() if name not in _VOLATILE}
     return [stable(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def rope_types(config: Mapping[str, Any]) -> set[object]:
+    """Return the types of rotary embeddings anywhere in a model's config. Changes nothing."""
+    found: set[object] = set()
+    for name, value in config.items():
+        if name in ("rope_type", "rope_scaling_type"):
+            found.add(value)
+        if isinstance(value, Mapping):
+            if name in ("rope_scaling", "rope_parameters"):
+                found.add(value.get("rope_type", value.get("type")))
+            found |= rope_types(value)
+    return found

@@ -13,15 +13,7 @@ In the order in which a call meets them:
 
 from __future__ import annotations
 
-from pagoda.blend import (
-    POLICIES,
-    Candidates,
-    Deviation,
-    FirstK,
-    SelectionPolicy,
-    blend_setting,
-    policy_named,
-)  # fmt: skip
+from pagoda.blend import POLICIES, Candidates, Deviation, FirstK, SelectionPolicy, blend_setting, policy_named
 from pagoda.connectors.transformers.cached_model import CachedModel, Prefix, layout_of
 from pagoda.connectors.transformers.model_identity import namespace_of
 from pagoda.connectors.transformers.rotary import rotary_of

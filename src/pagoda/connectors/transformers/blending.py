@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -133,8 +134,6 @@ class Blender:
             space: adapter and tenant.
             may_store: whether the weights are still those that compute.
         """
-        import torch
-
         check_attention(self._model)
         recompute = checked_share(state.setting.options["recompute"])
         least = checked_min_tokens(state.setting.options.get("min_tokens", 0))
@@ -253,8 +252,6 @@ class Blender:
 
     def _recompute(self, tokens: Int32s, chosen: Positions, planes: Planes) -> None:
         """Compute the chosen tokens, each over everything before it; their K and V replace the reused ones."""
-        import torch
-
         if not len(chosen):
             return
         end, first = int(chosen[-1]) + 1, int(chosen[0])
@@ -272,8 +269,6 @@ class Blender:
 
     def _forward(self, tokens: Int32s, positions: Positions, cache: Any, mask: Any | None = None) -> None:
         """Run the model without its head."""
-        import torch
-
         device = self._model.device
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
         places = torch.from_numpy(positions).to(device)[None]
@@ -297,8 +292,6 @@ class _FilledLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def __init__(self, planes: Sequence[Any], positions: Positions, filled: int) -> None:
         """`filled`: how many columns count as past, for the masks that the model makes itself."""
-        import torch
-
         super().__init__()  # type: ignore[no-untyped-call]
         self.keys, self.values = planes
         self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True

@@ -22,17 +22,10 @@ from pagoda.blend import SelectionPolicy, as_documents, blend_setting, policy_na
 from pagoda.cache import Cache, Cleared, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
+from pagoda.connectors.transformers import supported_models
 from pagoda.connectors.transformers.batch_rows import BatchRow, grown_mask, mask_of, rows_of
 from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
 from pagoda.connectors.transformers.model_identity import Stamp, adapters_digest, namespace_of, stamp_of
-from pagoda.connectors.transformers.supported_models import (
-    ProbedModel,
-    check_call,
-    check_model,
-    forms_of,
-    is_compiled,
-    probe_model,
-)
 from pagoda.errors import ConfigError
 from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace
@@ -125,13 +118,13 @@ class CachedModel:
             salt: keeps tenants apart, for all calls; `generate`, `prefix` and `store` take one for one call.
             options: options of `Config`; they take precedence over `config`, environment and file.
         """
-        check_model(model)
+        supported_models.check_model(model)
         self.model = model
         self.last: Prefix | None = None
         self.last_stored: list[Stored] = []
         config = cache.config if cache is not None else _configured(config, options)
         self._seen = _looked_at(model, config.chunk_tokens)
-        self._stamp, self._forms = stamp_of(model), forms_of(model)
+        self._stamp, self._forms = stamp_of(model), supported_models.forms_of(model)
         self.reset()
         reset_in_child(self)
         self._prefills = PrefillTimes(self._observe)
@@ -151,7 +144,7 @@ class CachedModel:
 
     def reset(self) -> None:
         """Create the lock, which another thread may have held. For a forked child, where nothing else need be done."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         if not hasattr(self, "cache"):
@@ -195,7 +188,7 @@ class CachedModel:
 
         Raises ValueError for calls that cannot be cached, ConfigError (a ValueError) for what `blend` may not do.
         """
-        decoding = check_call(self.model, kwargs)
+        decoding = supported_models.check_call(self.model, kwargs)
         beams = decoding.num_beams or 1
         repeats = max(beams, decoding.num_return_sequences or 1)
         if documents is not None or question is not None:
@@ -334,9 +327,7 @@ class CachedModel:
         """
         cache, space, _ = self._ready(salt)
         layers = past_key_values.layers
-        if len(layers) != self.layout.layers or any(
-            type(layer).__name__ != "DynamicLayer" for layer in layers
-        ):
+        if len(layers) != self.layout.layers or {type(one).__name__ for one in layers} != {"DynamicLayer"}:
             raise ValueError(
                 "past_key_values must be a DynamicCache of this model: K and V of every token, uncut"
             )
@@ -446,7 +437,7 @@ class CachedModel:
         """Begin to load the hit layer by layer; None if it is not completely on the host, or the model cannot wait."""
         cache, space, _ = ready
         on_host = cache.slots is not None and set(looked.by_tier) == {cache.tiers[0]}
-        if not on_host or rows[0].pad or is_compiled(self.model):
+        if not on_host or rows[0].pad or supported_models.is_compiled(self.model):
             return None
         from pagoda.connectors.transformers.layerwise import LayerLoads
 
@@ -522,15 +513,12 @@ class CachedModel:
     def _ready(self, salt: str | None) -> _Ready:
         """Return the cache of the present weights, and the options that name adapters and tenant."""
         with self._lock:
-            return self._ready_locked(salt)
-
-    def _ready_locked(self, salt: str | None) -> _Ready:
-        stamp = stamp_of(self.model)
-        if stamp != self._stamp:
-            self._weights_changed()
-            self._stamp = stamp
-        lora = adapters_digest(self.model) or None
-        return self.cache, {"lora": lora, "salt": salt}, self.cache.present_namespace(lora)
+            stamp = stamp_of(self.model)
+            if stamp != self._stamp:
+                self._weights_changed()
+                self._stamp = stamp
+            lora = adapters_digest(self.model) or None
+            return self.cache, {"lora": lora, "salt": salt}, self.cache.present_namespace(lora)
 
     def _ready_to_blend(self, salt: str | None) -> tuple[_Ready, Blender, Stamp]:
         """Return what `_ready` does, what blends with the present weights, and their stamp.
@@ -540,18 +528,12 @@ class CachedModel:
         from pagoda.connectors.transformers.blending import Blender
 
         with self._lock:
-            ready = self._ready_locked(salt)
+            ready = self._ready(salt)
             if self._blender is None:
                 self._blender = Blender(self.model, self._seen, ready[0])
                 if self._closed:  # documents are computed then, as prompts are
                     self._blender.cache.close()
             return ready, self._blender, self._stamp
-
-    def _forget_documents(self) -> None:
-        """Close what blends with the weights of before: their verdict, their probed embedding and their KV."""
-        blender, self._blender = self._blender, None
-        if blender is not None:
-            blender.cache.close()
 
     def _observe(self, tokens: int, seconds: float) -> None:
         if tokens >= self.layout.chunk_tokens:  # fewer tokens do not show the speed of computing chunks
@@ -559,12 +541,14 @@ class CachedModel:
 
     def _weights_changed(self) -> None:
         """Change to the namespace and the device of the present weights, after a weight was written to or moved."""
-        forms = forms_of(self.model)
+        forms = supported_models.forms_of(self.model)
         if self._named["weights"] is not None or self._config is None:
             how = "the weights were changed" if forms == self._forms else "the model was moved or converted"
             raise ValueError(f"{how}: make a new CachedModel, so that old KV is not used with them")
         old = self.cache
-        self._forget_documents()
+        blender, self._blender = self._blender, None
+        if blender is not None:  # it has the verdict, the probed embedding and the KV of the old weights
+            blender.cache.close()
         if forms != self._forms:
             old.close()  # a store of another layout may need its space
             self._seen, self._forms = _looked_at(self.model, self.layout.chunk_tokens), forms
@@ -587,13 +571,13 @@ class CachedModel:
 
 def layout_of(model: Any, chunk_tokens: int = 256) -> KVLayout:
     """Return the layout of the model's KV, by running it on three tokens. Raises ValueError if it cannot be cut."""
-    check_model(model)
-    return probe_model(model, chunk_tokens).layout
+    supported_models.check_model(model)
+    return supported_models.probe_model(model, chunk_tokens).layout
 
 
-def _looked_at(model: Any, chunk_tokens: int) -> ProbedModel:
+def _looked_at(model: Any, chunk_tokens: int) -> supported_models.ProbedModel:
     """Probe the model; returns the result with the copy engine of its device."""
-    seen = probe_model(model, chunk_tokens)
+    seen = supported_models.probe_model(model, chunk_tokens)
     return seen._replace(copy_engine=copy_engine_for(seen.devices))
 
 

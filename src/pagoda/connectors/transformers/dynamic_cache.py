@@ -53,14 +53,9 @@ def room_for(seen: ProbedModel, batch: int, columns: int) -> Planes:
 
 
 def kv_of_row(
-    planes: Sequence[Sequence[Any]],
-    number: int,
-    begin: int,
-    end: int,
-    seen: ProbedModel,
-    layer_events: LayerEvents | None = None,
+    planes: Planes, number: int, begin: int, end: int, seen: ProbedModel, events: LayerEvents | None = None
 ) -> DenseKV:
-    """Return columns [begin, end) of one row as a transfer; `layer_events` records each layer that is loaded.
+    """Return columns [begin, end) of one row as a transfer; `events` records each layer that is loaded.
 
     Tensors on the CPU, or on the device of the copy engine, are used in place; others are copied to the CPU here.
     """
@@ -71,7 +66,7 @@ def kv_of_row(
     ):
         return DenseKV([[plane.cpu() for plane in layer] for layer in layers], seen.layout)
     layers = [[plane if plane.stride(-1) == 1 else plane.contiguous() for plane in layer] for layer in layers]
-    return DenseKV(layers, seen.layout, copy_engine=engine, layer_events=layer_events)
+    return DenseKV(layers, seen.layout, copy_engine=engine, layer_events=events)
 
 
 def dynamic_cache(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import DynamicCache
@@ -35,32 +36,26 @@ class LoadShort(Exception):
     """The load was not complete: what was computed from it must not be used."""
 
 
+@dataclass(eq=False)
 class LayerLoad:
     """One prompt's KV while it is loaded into `kv`, a DynamicCache to pass to `generate`. For the computing thread.
 
     The result of `generate` may be used if `settle` returns a hit.
     """
 
-    def __init__(
-        self,
-        kv: Any,
-        layer_events: LayerEvents,
-        device: Device,
-        future: Future[Hit],
-        tokens: int,
-        seconds: float,
-    ) -> None:
-        self.kv = kv
-        self.hung = False  # the load still runs after its deadline
-        self.seconds = 0.0  # that it took
-        self._layer_events = layer_events
-        self._device = device
-        self._future = future
-        self._tokens = tokens
-        self._began = time.monotonic()
-        self._deadline = Deadline(seconds)
-        self._absent = set(range(len(kv.layers)))  # layers not yet used
-        self._hit: Hit | None = None
+    kv: Any
+    _layer_events: LayerEvents
+    _device: Device
+    _future: Future[Hit]
+    _tokens: int
+    _deadline: Deadline
+    hung: bool = False  # the load still runs after its deadline
+    seconds: float = 0.0  # that it took
+    _began: float = field(default_factory=time.monotonic)
+    _hit: Hit | None = None
+
+    def __post_init__(self) -> None:
+        self._absent = set(range(len(self.kv.layers)))  # layers not yet used
 
     def wait_for(self, layer: int) -> None:
         """Block until a layer may be used by this thread's current stream. Raises LoadShort if it does not arrive."""
@@ -179,7 +174,7 @@ class LayerLoads:
         future.add_done_callback(lambda _: layer_events.end())
         kv: Any = DynamicCache(config=model.config)
         seconds = cache.config.deadline_seconds + chunks * layout.chunk_bytes / _SLOWEST_BYTES_PER_SECOND
-        load = LayerLoad(kv, layer_events, seen.copy_engine.device, future, len(tokens), seconds)
+        load = LayerLoad(kv, layer_events, seen.copy_engine.device, future, len(tokens), Deadline(seconds))
         for index, (plain, (keys, values)) in enumerate(zip(list(kv.layers), planes, strict=True)):
             plain.lazy_initialization(keys, values)
             plain.keys, plain.values = keys, values

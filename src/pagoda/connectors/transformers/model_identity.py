@@ -22,16 +22,14 @@ from pagoda.layout import KVLayout
 Stamp = tuple[tuple[int, int], ...]
 
 # fields of a config that do not affect a forward pass; all other fields distinguish models
-_VOLATILE = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "transformers_version",
-        "use_cache",
-    }
+_VOLATILE = (
+    "_name_or_path",
+    "architectures",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "transformers_version",
+    "use_cache",
 )
 _PIECE_BYTES = 256 << 20  # how much is copied from a device to the CPU at a time
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pagoda.connectors.identity.plain_values import rope_types
 from pagoda.layout import KVLayout, Plane
 
 if TYPE_CHECKING:
@@ -54,11 +55,9 @@ def check_model(model: Any) -> None:
             raise ValueError(
                 f"{type(model).__name__} has a layer of kind {kind}: {_WHY.get(kind, 'it cannot be cut')}"
             )
-    ropes = set(_rope_types(config.get_text_config(decoder=True)))
-    if ropes & set(_LENGTH_ROPES):
-        raise ValueError(
-            f"rope type {(ropes & set(_LENGTH_ROPES)).pop()!r}: K depends on the length of the prompt"
-        )
+    ropes = rope_types(config.get_text_config(decoder=True).to_dict())
+    if by_length := [rope for rope in _LENGTH_ROPES if rope in ropes]:
+        raise ValueError(f"rope type {by_length[0]!r}: K depends on the length of the prompt")
 
 
 def probe_model(model: Any, chunk_tokens: int) -> ProbedModel:
@@ -68,7 +67,7 @@ def probe_model(model: Any, chunk_tokens: int) -> ProbedModel:
     depends on tokens after it.
     """
     two, three = probed_kv(model, 2), probed_kv(model, 3)
-    planes = {tuple(_plane(model, tensor) for tensor in layer) for layer in three}
+    planes = {tuple(_plane(tensor) for tensor in layer) for layer in three}
     if len(planes) != 1:
         raise ValueError(
             f"{type(model).__name__} has layers of different shapes {sorted(planes)}: not supported yet"
@@ -173,12 +172,6 @@ def probed_kv(model: Any, tokens: int, first: int | None = None) -> list[tuple[A
     return layers
 
 
-def _plane(model: Any, tensor: Any) -> Plane:
+def _plane(tensor: Any) -> Plane:
     _, heads, _, dim = tensor.shape
     return Plane(heads, dim, str(tensor.dtype).removeprefix("torch."))
-
-
-def _rope_types(config: Any) -> list[str]:
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    per_layer = [found, *(value for value in found.values() if isinstance(value, dict))]
-    return [str(each.get("rope_type") or each.get("type")) for each in per_layer]

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+from pagoda.connectors.vllm import supported_engines
 from pagoda.connectors.vllm.connector_stats import COUNTERS, PagodaPromMetrics, PagodaStats
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
 from pagoda.connectors.vllm.event_publisher import outlet_of
@@ -18,13 +19,6 @@ from pagoda.connectors.vllm.metadata import Handshake, PagodaMetadata, PagodaWor
 from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.options import read_options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
-from pagoda.connectors.vllm.supported_engines import (
-    check_engine,
-    check_vllm,
-    is_hybrid,
-    log_choices,
-    may_be_hybrid,
-)
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.connectors.vllm.worker import PagodaWorker
 
@@ -42,7 +36,7 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Any:
         """Return a new object of the class that serves this model."""
-        if is_hybrid(kv_cache_config):
+        if supported_engines.is_hybrid(kv_cache_config):
             return PagodaHybridConnector(vllm_config, role, kv_cache_config)
         return super().__new__(cls)
 
@@ -52,12 +46,12 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
         block_tokens = vllm_config.cache_config.block_size
         options = read_options(extra, block_tokens)
         join_vllm_log()
-        check_vllm(options)
-        check_engine(vllm_config, kv_cache_config)
+        supported_engines.check_vllm(options)
+        supported_engines.check_engine(vllm_config, kv_cache_config)
         self._scheduler: PagodaScheduler | None = None
         self._worker: PagodaWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            log_choices(vllm_config, kv_cache_config)
+            supported_engines.log_choices(vllm_config, kv_cache_config)
             watch_engine_core()
             speculative = vllm_config.speculative_config
             spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -207,7 +201,7 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Return the layout that vLLM's offloading needs for a hybrid model; None: any."""
-        hybrid = may_be_hybrid(vllm_config)
+        hybrid = supported_engines.may_be_hybrid(vllm_config)
         return PagodaHybridConnector.get_required_kvcache_layout(vllm_config) if hybrid else None
 
     @classmethod
@@ -219,7 +213,7 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> KVConnectorPromMetrics:
         """Return the counters of `PagodaStats`, or vLLM's own for a hybrid model; each ignores those of the other."""
-        hybrid = may_be_hybrid(vllm_config)
+        hybrid = supported_engines.may_be_hybrid(vllm_config)
         return (PagodaHybridConnector.build_prom_metrics if hybrid else PagodaPromMetrics)(vllm_config, *args)
 
     @property

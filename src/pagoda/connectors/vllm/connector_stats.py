@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -17,25 +16,23 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 PREFIX = "vllm:pagoda_"  # by "vllm:", a second engine in one process finds and unregisters those of the first
 
-COUNTERS: Mapping[str, str] = MappingProxyType(
-    {
-        "lookups": "Requests that vLLM looked up in PagodaKV.",
-        "asked_tokens": "Tokens that were looked up: those of the requests that were not in the engine's own cache.",
-        "hit_tokens_host": "Tokens found in host memory and not computed.",
-        "hit_tokens_disk": "Tokens found on disk and not computed.",
-        "hit_tokens_peers": "Tokens found at neighbours and not computed.",
-        "hit_tokens_remote": "Tokens found in remote tiers and not computed.",
-        "loaded_tokens": "Tokens loaded into the engine's KV memory.",
-        "loaded_bytes": "Bytes loaded into the engine's KV memory, by all ranks.",
-        "load_seconds": "Time that loads took, of all ranks.",
-        "failed_loads": "Loads that failed, completely or in part; the engine computes instead.",
-        "failed_load_tokens": "Tokens that failed loads left to the engine to compute.",
-        "saved_chunks": "Chunks copied into host memory.",
-        "saved_bytes": "Bytes copied into host memory, by all ranks.",
-        "refused_chunks": "Chunks that got no slot in host memory and were not saved.",
-        "unsaved_chunks": "Chunks not saved because their request ended while they waited for device memory or time.",
-    }
-)
+COUNTERS: Mapping[str, str] = {
+    "lookups": "Requests that vLLM looked up in PagodaKV.",
+    "asked_tokens": "Tokens that were looked up: those of the requests that were not in the engine's own cache.",
+    "hit_tokens_host": "Tokens found in host memory and not computed.",
+    "hit_tokens_disk": "Tokens found on disk and not computed.",
+    "hit_tokens_peers": "Tokens found at neighbours and not computed.",
+    "hit_tokens_remote": "Tokens found in remote tiers and not computed.",
+    "loaded_tokens": "Tokens loaded into the engine's KV memory.",
+    "loaded_bytes": "Bytes loaded into the engine's KV memory, by all ranks.",
+    "load_seconds": "Time that loads took, of all ranks.",
+    "failed_loads": "Loads that failed, completely or in part; the engine computes instead.",
+    "failed_load_tokens": "Tokens that failed loads left to the engine to compute.",
+    "saved_chunks": "Chunks copied into host memory.",
+    "saved_bytes": "Bytes copied into host memory, by all ranks.",
+    "refused_chunks": "Chunks that got no slot in host memory and were not saved.",
+    "unsaved_chunks": "Chunks not saved because their request ended while they waited for device memory or time.",
+}
 
 TIERS = ("host", "disk", "peers", "remote")  # every other tier counts as remote
 _HITS = ("hit_tokens", "Tokens found and not computed, by the tier that had them.")

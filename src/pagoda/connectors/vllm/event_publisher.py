@@ -18,16 +18,8 @@ from typing import Any
 
 import msgspec
 import zmq
-from vllm.distributed.kv_events import (
-    MEDIUM_GPU,
-    AllBlocksCleared,
-    BlockStored,
-    EventBatch,
-    EventPublisherFactory,
-    KVCacheEvent,
-    KVEventBatch,
-    ZmqEventPublisher,
-)
+from vllm.distributed import kv_events
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
 
 _MOST_WAITING = 4096
 _PIECE = 64  # blocks of one message
@@ -66,7 +58,7 @@ class EventOutlet:
 
         if config.publisher == "zmq":
             config.publisher = f"pagoda-zmq-{next(_number)}"
-            EventPublisherFactory.register_publisher(config.publisher, made)
+            kv_events.EventPublisherFactory.register_publisher(config.publisher, made)
 
     @property
     def cleared(self) -> int:
@@ -104,7 +96,7 @@ class EventOutlet:
         return events
 
 
-class LivePublisher(ZmqEventPublisher):
+class LivePublisher(kv_events.ZmqEventPublisher):
     """vLLM's publisher over ZMQ, for two threads, and for routers that connect late.
 
     A PUB socket keeps nothing for those that are not connected yet: a router that comes, or comes back after the engine
@@ -125,18 +117,18 @@ class LivePublisher(ZmqEventPublisher):
         self._device: dict[tuple[int | None, Any], tuple[BlockStored, int]] = {}
         self.cleared = 0
 
-    def publish(self, events: EventBatch) -> None:
+    def publish(self, events: kv_events.EventBatch) -> None:
         """Publish what a step of the engine tells."""
         with self._order:
             for event in events.events:
                 if isinstance(event, AllBlocksCleared):
                     self._device.clear()
-                elif event.medium == MEDIUM_GPU and isinstance(event, BlockStored):
+                elif event.medium == kv_events.MEDIUM_GPU and isinstance(event, BlockStored):
                     group = event.group_idx
                     self._device.update(
                         ((group, name), (event, n)) for n, name in enumerate(event.block_hashes)
                     )
-                elif event.medium == MEDIUM_GPU:
+                elif event.medium == kv_events.MEDIUM_GPU:
                     for name in event.block_hashes:
                         self._device.pop((event.group_idx, name), None)
             super().publish(events)
@@ -145,7 +137,7 @@ class LivePublisher(ZmqEventPublisher):
     def send(self, events: Sequence[KVCacheEvent]) -> None:
         """Publish events that no step tells; none after `shutdown`, which vLLM calls before the connector's."""
         if self._running:
-            super().publish(KVEventBatch(ts=time.time(), events=list(events)))
+            super().publish(kv_events.KVEventBatch(ts=time.time(), events=list(events)))
 
     def newcomers(self) -> bool:
         """Whether anybody has subscribed since the last call, and so hears what is sent from now on."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagoda.connectors.vllm.identity.page_facts import machine_facts
 from pagoda.connectors.vllm.layer_pages import Page, check_apart, page_of
+from pagoda.connectors.vllm.supported_engines import layer_specs
 from pagoda.layout import KVLayout
 from pagoda.transfer.gpu.device_pages import DevicePagesKV
 from pagoda.transfer.pages_kv import PagesKV, merged
@@ -123,14 +124,6 @@ def paged_kv(
     """
     kind = PagesKV if on_cpu else DevicePagesKV
     return kind(planes, layout, block_tokens=block_tokens, block_table=[], part=part, parts=parts)
-
-
-def layer_specs(group: Any) -> dict[str, Any]:
-    """Return the spec of each layer of a group, in the group's order; layers that use another's KV may have none."""
-    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    if inner is None:
-        return dict.fromkeys(group.layer_names, group.kv_cache_spec)
-    return {name: inner[name] for name in group.layer_names if name in inner}
 
 
 def _pages(kv_caches: Mapping[str, Any], specs: dict[str, Any], num_blocks: int) -> list[Page]:

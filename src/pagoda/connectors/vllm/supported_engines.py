@@ -12,7 +12,7 @@ from pagoda.metrics import guarded_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pagoda.connectors.vllm.options import ConnectorOptions
 
@@ -81,7 +81,7 @@ def may_be_hybrid(vllm_config: VllmConfig) -> bool:
 
 def _kinds(kv_cache_config: KVCacheConfig) -> list[str]:
     groups = kv_cache_config.kv_cache_groups
-    return sorted({type(spec).__name__ for group in groups for spec in _layer_specs(group.kv_cache_spec)})
+    return sorted({type(spec).__name__ for group in groups for spec in layer_specs(group).values()})
 
 
 def log_choices(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -117,7 +117,7 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
 def _check_group(group: Any) -> None:
     if group.host_resident or group.role.name != "DEFAULT" or not group.enable_kv_transfer:
         raise ValueError("HiSparse groups keep KV in a separate host pool: leave hisparse_config out")
-    for spec in _layer_specs(group.kv_cache_spec):
+    for spec in layer_specs(group).values():
         kind = type(spec).__name__
         if kind not in HYBRID:
             why = WHY.get(kind, "are not known here")
@@ -144,13 +144,14 @@ WHY = {
 }
 
 
-def _layer_specs(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
-    inner = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: one spec for each layer
+def layer_specs(group: Any) -> dict[str, Any]:
+    """Return the spec of each layer of a group, in the group's order; layers that use another's KV may have none."""
+    inner = getattr(
+        group.kv_cache_spec, "kv_cache_specs", None
+    )  # UniformTypeKVCacheSpecs: one for each layer
     if inner is None:
-        yield spec
-    else:
-        for each in inner.values():
-            yield from _layer_specs(each)
+        return dict.fromkeys(group.layer_names, group.kv_cache_spec)
+    return {name: inner[name] for name in group.layer_names if name in inner}
 
 
 _ONE = {  # settings that must be 1

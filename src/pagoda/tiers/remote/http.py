@@ -386,8 +386,7 @@ def resolve(host: str, port: int, until: float) -> list[_Address]:
 
 def _resolve(answer: Future[list[_Address]], host: str, port: int) -> None:
     try:
-        # type: ignore[arg-type, unused-ignore]
-        answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[arg-type, unused-ignore]
     except (OSError, ValueError):  # ValueError: no host can have such a name
         answer.set_exception(OSError("the host is not known (DNS)"))
     except Exception as error:  # noqa: BLE001  # a boundary: without an answer, nobody would ask for this host again

@@ -363,8 +363,7 @@ class ObjectStoreConnection(StoreConnection):
     async def _sign(self, method: str, names: Sequence[str]) -> list[str]:
         import obstore
 
-        # type: ignore[call-overload, unused-ignore]
-        signed: Awaitable[list[str]] = obstore.sign_async(self._store, method, names, _SIGNED_FOR)
+        signed: Awaitable[list[str]] = obstore.sign_async(self._store, method, names, _SIGNED_FOR)  # type: ignore[call-overload, unused-ignore]
         return await self._runner.result_of(signed)
 
     def _are_present(self, names: Sequence[str], until: float) -> list[bool]:
@@ -440,8 +439,7 @@ class ObjectStoreConnection(StoreConnection):
         mode = "create" if self._creates else "overwrite"
         try:
             await self._runner.result_of(
-                # type: ignore[arg-type, unused-ignore]
-                obstore.put_async(self._store, name, pieces, mode=mode, use_multipart=False)
+                obstore.put_async(self._store, name, pieces, mode=mode, use_multipart=False)  # type: ignore[arg-type, unused-ignore]
             )
         except FileExistsError:
             return PutResult.PRESENT
@@ -535,8 +533,7 @@ class ObjectStoreConnection(StoreConnection):
             return
         stream = obstore.list(self._store, where + "/", chunk_size=_BATCH)
         while True:
-            # type: ignore[arg-type, unused-ignore]
-            metas = self._runner.run(self._next(stream), deadline.next_step())
+            metas = self._runner.run(self._next(stream), deadline.next_step())  # type: ignore[arg-type, unused-ignore]
             if metas is None:
                 return
             yield self._only_chunks(str(meta["path"]) for meta in metas)

@@ -835,4 +835,5 @@ class RemoteWorker(IoWorker):
             fingerprint=self._store.fingerprint,
             sequence=secrets.randbits(63),
             stored_bytes=stored_bytes,
+            parent=write.chunk.parent or b"",
         )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pagoda.connectors.identity.plain_values import plain, stable
+from pagoda.connectors.identity.plain_values import plain, rope_types, stable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -13,19 +12,17 @@ if TYPE_CHECKING:
 # rotary embeddings whose angles for a position do not depend on the engine's longest context
 _LENGTH_BLIND_ROPES = frozenset({None, "default", "linear", "llama3", "yarn", "mrope", "proportional"})
 # fields of the multimodal config for memory, speed or checks; all others may change what is computed
-_MULTIMODAL_ROOM = frozenset(
-    {
-        "interleave_mm_strings",
-        "limit_per_prompt",
-        "mm_encoder_tp_mode",
-        "mm_hasher_algorithm",
-        "mm_ipc_gpu_memory_gb",
-        "mm_processor_cache_gb",
-        "mm_processor_cache_type",
-        "mm_shm_cache_max_object_size_mb",
-        "mm_tensor_ipc",
-        "skip_mm_profiling",
-    }
+_MULTIMODAL_ROOM = (
+    "interleave_mm_strings",
+    "limit_per_prompt",
+    "mm_encoder_tp_mode",
+    "mm_hasher_algorithm",
+    "mm_ipc_gpu_memory_gb",
+    "mm_processor_cache_gb",
+    "mm_processor_cache_type",
+    "mm_shm_cache_max_object_size_mb",
+    "mm_tensor_ipc",
+    "skip_mm_profiling",
 )
 _CACHE = (
     "cache_dtype",
@@ -108,21 +105,8 @@ def _length_matters(model_config: Any) -> bool:
     return (
         model_config.multimodal_config is not None  # processors size their inputs by it
         or str(config.get("model_type", "")).startswith("llama4")  # so is its attention's temperature
-        or not _ropes(config) <= _LENGTH_BLIND_ROPES
+        or not rope_types(config) <= _LENGTH_BLIND_ROPES
     )
-
-
-def _ropes(config: Mapping[str, Any]) -> set[object]:
-    """The types of rotary embeddings anywhere in a model's config."""
-    found: set[object] = set()
-    for name, value in config.items():
-        if name in ("rope_type", "rope_scaling_type"):
-            found.add(value)
-        if isinstance(value, Mapping):
-            if name in ("rope_scaling", "rope_parameters"):
-                found.add(value.get("rope_type", value.get("type")))
-            found |= _ropes(value)
-    return found
 
 
 def _lora_facts(vllm_config: VllmConfig) -> object:

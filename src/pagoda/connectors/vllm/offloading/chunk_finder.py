@@ -209,7 +209,7 @@ class ChunkFinder:
         here, coming = [one for one in hits if one in places], [one for one in hits if one not in places]
         news = self.holds.hold(here, [places[one] for one in here], self._run_most)
         news += all_found(set(all_asked).difference(hits), ChunkState.MISSED)
-        self._count(runs[0], here, coming, reason)
+        self._count(runs[0], hits, reason)
         return news, coming, end
 
     def _answer_window(
@@ -320,16 +320,10 @@ class ChunkFinder:
     def _stop(self, one: AskedChunk) -> int:
         return (one.position + 1) * self._groups[one.group].chunk_tokens
 
-    def _count(
-        self,
-        asked: Sequence[AskedChunk],
-        here: Sequence[AskedChunk],
-        coming: Sequence[AskedChunk],
-        reason: Reason | None,
-    ) -> None:
+    def _count(self, asked: Sequence[AskedChunk], hits: Sequence[AskedChunk], reason: Reason | None) -> None:
         """Count the question in tokens: how many of them the first group with full attention has."""
         size, group = self._groups[asked[0].group].chunk_tokens, asked[0].group
-        by_tier = Counter(one.tier for one in (*here, *coming) if one.group == group)
+        by_tier = Counter(one.tier for one in hits if one.group == group)
         tokens = {tier: n * size for tier, n in by_tier.items()}
         self._slots.count_request(len(asked) * size, tokens, reason, self.root(asked[0].version))
         if self._slots.is_recording:

@@ -210,12 +210,7 @@ def _event_groups(vllm_config: Any, kv_cache_config: Any) -> Groups:
     config, groups = build_offloading_config(vllm_config, kv_cache_config), {}
     for group in config.groups:
         spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
-        kind, size = get_kv_cache_spec_kind(spec).value, group.tokens_per_block
-        groups[group.group_id] = BlockFacts(
-            size * config.cache.blocks_per_chunk,
-            size,
-            kind,
-            get_kv_cache_spec_sliding_window(spec),
-            needs_all=kind in _NEED_ALL,
-        )
+        kind, window = get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)
+        size, chunk = group.tokens_per_block, group.tokens_per_block * config.cache.blocks_per_chunk
+        groups[group.group_id] = BlockFacts(chunk, size, kind, window, needs_all=kind in _NEED_ALL)
     return groups

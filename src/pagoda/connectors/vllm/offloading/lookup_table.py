@@ -8,16 +8,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from pagoda.cache import Cache
-from pagoda.connectors.vllm.offloading.chunk_finder import (
-    AskedChunk,
-    ChunkFinder,
-    ChunkState,
-    FoundChunk,
-    Group,
-    HostPlace,
-    all_found,
-    by_group,
-)
+from pagoda.connectors.vllm.offloading import chunk_finder
+from pagoda.connectors.vllm.offloading.chunk_finder import AskedChunk, ChunkState
 from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Pool
@@ -39,10 +31,10 @@ class LookupTable:
     stays valid as long as the request continues to ask, so that at some time all its answers are known at once.
     """
 
-    def __init__(self, cache: Cache, groups: Sequence[Group]) -> None:
+    def __init__(self, cache: Cache, groups: Sequence[chunk_finder.Group]) -> None:
         assert cache.slots is not None
         self._patience = cache.config.deadline_seconds
-        self._finder = ChunkFinder(cache, groups)
+        self._finder = chunk_finder.ChunkFinder(cache, groups)
         self.version = ""  # of the weights
         self.root = self.present_root()
         self._known: dict[bytes, AskedChunk] = {}
@@ -52,7 +44,7 @@ class LookupTable:
         self._answers = Pool(1, "pagoda-find")
         self._brings = Pool(_BRING_THREADS, "pagoda-bring")
         self._releases = Pool(1, "pagoda-release")
-        self._lingering: list[tuple[float, list[HostPlace]]] = []
+        self._lingering: list[tuple[float, list[chunk_finder.HostPlace]]] = []
         self._verified = False  # in this step
         self._swept_at = 0.0
         self._late = 0
@@ -135,7 +127,7 @@ class LookupTable:
         self._bring(self._finder.answer(question))
 
     def _bring(self, coming: Iterable[AskedChunk]) -> None:
-        for asked in by_group(coming).values():
+        for asked in chunk_finder.by_group(coming).values():
             self._submit(self._brings, self._finder.bring, asked)
 
     def _submit(self, threads: Pool, work: Any, asked: list[AskedChunk]) -> None:
@@ -144,12 +136,12 @@ class LookupTable:
             if trouble is not None:
                 text = f"a look-up failed: {type(trouble).__name__}: {trouble}"
                 self._lines.warn(log, Reason.IO_ERROR, text)
-                self._finder.report(all_found(asked, ChunkState.MISSED))
+                self._finder.report(chunk_finder.all_found(asked, ChunkState.MISSED))
 
         try:
             threads.submit(work, asked).add_done_callback(ended)
         except RuntimeError:  # closed meanwhile, or no thread could be started
-            self._finder.report(all_found(asked, ChunkState.MISSED))
+            self._finder.report(chunk_finder.all_found(asked, ChunkState.MISSED))
 
     # ---- answers
 
@@ -158,7 +150,7 @@ class LookupTable:
         while not news.empty():
             self._release([found.place for found in news.get() if not self._apply(found)])
 
-    def _apply(self, found: FoundChunk) -> bool:
+    def _apply(self, found: chunk_finder.FoundChunk) -> bool:
         """Note one chunk's news; False if it is now held for no request."""
         asked, now = found.asked, time.monotonic()
         if asked.state not in (ChunkState.ASKED, ChunkState.COMING):
@@ -268,7 +260,7 @@ class LookupTable:
         if loading:
             self._lingering.append((time.monotonic() + _LINGER_SECONDS, loading))
 
-    def _release(self, places: list[HostPlace]) -> None:
+    def _release(self, places: list[chunk_finder.HostPlace]) -> None:
         if not places:
             return
         try:

@@ -39,8 +39,11 @@ from pagoda.ledger import Outcome, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.threads import Pool
 
-REFUSED, LATE = "vllm:pagoda_refused_chunks", "vllm:pagoda_late_lookups"
-FAILED = "vllm:pagoda_failed_loads"
+COUNTED = {  # what an engine counts in addition to vLLM's own, and what vLLM's metrics say of it
+    "vllm:pagoda_refused_chunks": "Number of chunks that found no slot in the host tier.",
+    "vllm:pagoda_late_lookups": "Number of chunk lookups that took too long and counted as misses.",
+    "vllm:pagoda_failed_loads": "Number of requests whose load failed; they were computed.",
+}
 _RESERVE_SECONDS = 0.02  # for one request: a chunk that has no slot by then is not stored
 _TURN_CHUNKS = 8  # that are reserved of one group before the next
 _MOST_LOGS = 16  # calls under way beside which a prompt is still logged
@@ -355,12 +358,12 @@ class PagodaOffloadingManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call."""
-        counts = {LATE: self._questions.take_late(), REFUSED: self._refused, FAILED: self._failed}
+        counts = self._refused, self._questions.take_late(), self._failed
         self._refused = self._failed = 0
-        if not any(counts.values()):
+        if not any(counts):
             return None
         stats = OffloadingConnectorStats()
-        for name, count in counts.items():
+        for name, count in zip(COUNTED, counts, strict=True):
             stats.increase_counter(name, count)
         return stats
 

@@ -22,20 +22,14 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from pagoda.connectors.identity.plain_values import plain
 from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
 from pagoda.connectors.vllm.identity.page_facts import machine_facts
-from pagoda.connectors.vllm.kv_memory import layer_specs
 from pagoda.connectors.vllm.offloading.chunk_finder import Group
 from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.offloading.messages import WorkerGreeting, greet, greeted
-from pagoda.connectors.vllm.offloading.offloading_manager import (
-    FAILED,
-    LATE,
-    REFUSED,
-    PagodaOffloadingManager,
-)
+from pagoda.connectors.vllm.offloading.offloading_manager import COUNTED, PagodaOffloadingManager
 from pagoda.connectors.vllm.offloading.offloading_worker import EnginePages, PagodaOffloadingWorker
 from pagoda.connectors.vllm.options import chunk_options
 from pagoda.connectors.vllm.shared_caches import opened
-from pagoda.connectors.vllm.supported_engines import check_vllm
+from pagoda.connectors.vllm.supported_engines import check_vllm, layer_specs
 from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.metrics import guarded_logger
 from pagoda.transfer.pages_kv import merged
@@ -60,13 +54,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         """Return the counters in addition to vLLM's own."""
-        return {
-            REFUSED: OffloadingCounterMetadata("Number of chunks that found no slot in the host tier."),
-            LATE: OffloadingCounterMetadata(
-                "Number of chunk lookups that took too long and counted as misses."
-            ),
-            FAILED: OffloadingCounterMetadata("Number of requests whose load failed; they were computed."),
-        }
+        return {name: OffloadingCounterMetadata(text) for name, text in COUNTED.items()}
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
