@@ -168,7 +168,7 @@ def test_a_hit_is_held_against_eviction_until_it_is_loaded(halves: Halves, confi
         halves.finish(later)
         return answers == [MISS] * 6
 
-    wait_until(nothing_is_held, 10.0)  # threads may lease a chunk once more between two stores
+    wait_until(nothing_is_held)  # threads may lease a chunk once more between two stores
 
 
 def _press(halves: Halves, numbers: range) -> None:

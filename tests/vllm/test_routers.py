@@ -151,7 +151,7 @@ def test_a_router_credits_a_cache_that_publishes_by_itself(
             indexer.wait(1, second.tolist(), cpu=4 * kit.CHUNK)
             cache._tiers.ledgers()[0][1].columns.lease_until[:] = 0
     with cache_at(*tiers) as cache:
-        cache.publish_events(f"tcp://127.0.0.1:{port}")
+        heard.connect(cache.publish_events(f"tcp://127.0.0.1:{port}"))  # now, and not when it tries again
         indexer.wait(1, first.tolist(), cpu=6 * kit.CHUNK)
         admin.clear(cache._tiers.ledgers()[0][1])
         indexer.wait(1, first.tolist(), cpu=0, disk=6 * kit.CHUNK)
