@@ -116,7 +116,7 @@ def ttft(quick: bool) -> list[Row]:
     import torch
 
     from pagoda.cli.demo.demo_child import Size, _random
-    from pagoda.cli.demo.demo_text import ByteTokenizer
+    from pagoda.cli.demo.demo_prompts import ByteTokenizer
     from pagoda.connectors.transformers import CachedModel
 
     torch.set_num_threads(1)

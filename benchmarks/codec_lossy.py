@@ -160,7 +160,7 @@ def tables(found: Sequence[Speed], answers: Sequence[Quality], markdown: bool) -
             for text in (f"{statistics.median(runs):.2f}", " ".join(f"{run:.2f}" for run in runs))
         ]
         rows.append((each.shape, each.codec, f"{each.ratio:.2f}", *numbers))
-    more = [("model", "codec", "tokens a chunk", "ratio", "tokens", "top-1", "perplexity", "of exact")]
+    more = [("model", "codec", "tokens per chunk", "ratio", "tokens", "top-1", "perplexity", "of exact")]
     more += [
         (
             each.model, each.codec, str(each.chunk_tokens), f"{each.ratio:.2f}", str(each.tokens), f"{each.top1:.4f}",

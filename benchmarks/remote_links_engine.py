@@ -2,7 +2,7 @@
 
 `serve ADDRESS` is a bare socket that sends as many bytes as requested. `engine JSON` is a Transformers model with an
 empty host tier above a Redis at the other end; it stores one prompt and then computes its first token in turns.
-Requests and answers are one JSON object a line; it ends with its stdin.
+Requests and answers are one JSON object per line; it ends with its stdin.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Live:
             deadline_seconds=60.0,
         )
         for ledger in self.ledgers:
-            ledger.policy_thread._thread = (
+            ledger.upkeep_thread._thread = (
                 threading.current_thread()
             )  # otherwise a thread would do the upkeep in real time
         self._shared_ms = self._prepared_ms = at_ms - _SHARE_MS
@@ -128,11 +128,11 @@ class Live:
         if self._now_ms - self._shared_ms >= _SHARE_MS:
             self._shared_ms = self._now_ms
             for ledger in self.ledgers:
-                ledger.policy_thread._share(60.0)
+                ledger.upkeep_thread._share(60.0)
         if self._now_ms - self._prepared_ms >= _PREPARE_MS:
             self._prepared_ms = self._now_ms
             for ledger in self.ledgers:
-                ledger.policy_thread._prepare()
+                ledger.upkeep_thread._prepare()
 
     def play(self, requests: Iterable[Request]) -> Rate:
         """Request one prompt after the other."""

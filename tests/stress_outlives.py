@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pagoda.cache import Cache
 from pagoda.config import Config
 from pagoda.errors import StoreError
-from pagoda.finalizers import settle
+from pagoda.finalizers import close_dropped
 from pagoda.keys import Namespace, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, admin
@@ -254,7 +254,7 @@ class Worker:
         until = time.monotonic() + 20
         while (left := self.left()) and time.monotonic() < until:
             gc.collect()
-            settle(10)
+            close_dropped(10)
             time.sleep(0.05)
         return left
 

@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+TOPS = ("src", "tests", "tools", "benchmarks", "examples", "testbed")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
@@ -50,6 +51,19 @@ def test_the_example_of_coming_from_runs(capsys: pytest.CaptureFixture[str]) -> 
         "768 tokens loaded",
         "0 tokens of another prompt",
     ]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        page for page in PAGES if page.parent.name != "decisions"
+    ],  # these name modules as they were called then
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    named = set(re.findall(r"`([\w./-]+\.py)\b", page.read_text()))
+    files = [str(each.relative_to(ROOT)) for top in TOPS for each in (ROOT / top).rglob("*.py")]
+    assert not [name for name in named if not any(f"/{each}".endswith(f"/{name}") for each in files)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import pagoda
-from pagoda.finalizers import close_when_dropped, settle
+from pagoda.finalizers import close_dropped, close_when_dropped
 from tests.thread_limits import no_threads
 
 SECONDS = 60.0
@@ -59,7 +59,7 @@ def test_what_is_closed_is_not_closed_again_when_it_is_dropped() -> None:
     owner = Owner()
     close_when_dropped(owner, lambda: closed.append(1)).detach()
     del owner
-    assert settle(SECONDS) and not closed
+    assert close_dropped(SECONDS) and not closed
 
 
 def test_one_that_fails_keeps_no_other_from_being_closed() -> None:
@@ -78,7 +78,7 @@ from tests.test_finalizers import *
 closed = threading.Event()
 with no_threads():
     owner = Owner(); close_when_dropped(owner, closed.set); del owner
-assert not closed.is_set() and settle(60) and closed.is_set()
+assert not closed.is_set() and close_dropped(60) and closed.is_set()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
@@ -110,7 +110,7 @@ def test_a_fork_takes_over_what_was_dropped_and_not_yet_closed() -> None:
     child = os.fork()
     if child == 0:
         signal.alarm(120)  # instead of a deadlock
-        os._exit(0 if settle(SECONDS) and closed.is_set() else 1)
+        os._exit(0 if close_dropped(SECONDS) and closed.is_set() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert not closed.is_set()
     leave.set()
@@ -128,4 +128,4 @@ def test_no_other_finalizer_does_anything() -> None:
         )
 
 
-__all__ = ["Owner", "close_when_dropped", "no_threads", "settle", "threading"]
+__all__ = ["Owner", "close_dropped", "close_when_dropped", "no_threads", "threading"]

@@ -14,13 +14,12 @@ from pagoda.clock import Clock
 from pagoda.ledger.member_counters import WIDTH
 from pagoda.metrics import (
     COUNTERS,
-    DROPS,
     LOAD_BUCKETS,
     LOAD_SECONDS,
-    MISSES,
     TIER_KINDS,
     RateLimitedLog,
     Reason,
+    by_reason,
 )
 
 logger = logging.getLogger("pagoda.test")
@@ -43,8 +42,13 @@ def test_the_loggers_of_all_modules_are_guarded() -> None:
 
 def test_a_reason_is_its_lower_case_name() -> None:
     assert all(reason.value == reason.name.lower() for reason in Reason)
-    assert (*MISSES, *DROPS) == tuple(Reason)
-    assert MISSES[0] is Reason.ABSENT and DROPS[0] is Reason.FULL
+
+
+@pytest.mark.parametrize("prefix", ["miss_", "drop_"])
+def test_any_reason_may_end_a_load_and_a_store(prefix: str) -> None:
+    counters = {name: number for number, name in enumerate(COUNTERS, 1)}
+    assert by_reason(counters, prefix) == {str(reason): counters[prefix + reason] for reason in Reason}
+    assert by_reason({f"{prefix}busy": 3, f"{prefix}full": 0}, prefix) == {"busy": 3}
 
 
 def test_counters_have_a_column_each() -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pagoda.cli.app import program
 from pagoda.config import Config
 from pagoda.connectors.vllm.supported_engines import FULL, HYBRID, TESTED, WHY
-from pagoda.metrics import DROPS, MISSES, Reason
+from pagoda.metrics import Reason
 from pagoda.serve.exposition import COUNTED, FAMILIES, MOST_NAMESPACES
 
 if TYPE_CHECKING:
@@ -105,8 +105,7 @@ def metrics_page() -> str:
         )
         for family in FAMILIES
     ]
-    misses = [(f"`{reason}`", REASONS[reason]) for reason in MISSES]
-    drops = [(f"`{reason}`", REASONS[reason]) for reason in DROPS]
+    reasons = [(f"`{reason}`", REASONS[reason]) for reason in Reason]
     return f"""# Metrics
 
 {GENERATED}
@@ -127,14 +126,11 @@ The names, types and labels are an interface: they stay. `tier` and `store` say 
 {MOST_NAMESPACES} largest namespaces.
 
 {_table(("metric", "type", "labels", "meaning"), families)}
-## Reasons of a miss
-`miss_REASON` counts calls that got fewer tokens than they asked for. `Hit.reason` has the reason of one call, and `pagoda explain` finds it for a prompt.
+## Reasons
+`miss_REASON` counts calls that got fewer tokens than they asked for: `Hit.reason` has the reason of one call, and `pagoda explain` finds it for a prompt.
+`drop_REASON` counts chunks that were not stored. The first reasons mostly end a load and the last ones a store, but each may end either.
 
-{_table(("reason", "meaning"), misses)}
-## Reasons of a drop
-`drop_REASON` counts chunks that were not stored. The reasons above can also end a store, and these a load.
-
-{_table(("reason", "meaning"), drops)}"""
+{_table(("reason", "meaning"), reasons)}"""
 
 
 VLLM_BUILDS = {  # by release: what its tests run with

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from pagoda import Cache, Config, KVLayout, Namespace
-from pagoda.cli.demo.demo_text import ByteTokenizer
+from pagoda.cli.demo.demo_prompts import ByteTokenizer
 from pagoda.connectors.transformers import layout_of, namespace_of
-from pagoda.tiers import tier_registry
+from pagoda.tiers import recorded_tiers
 
 from .engine import Engine, Sequence
 
@@ -110,7 +110,7 @@ def tiers(args: argparse.Namespace, space: Namespace, layout: KVLayout, opened: 
         return None
     own = [opened.enter_context(TemporaryDirectory("", "paged-", at)) for at in ("/dev/shm", None)]
     for place in own:
-        opened.callback(tier_registry.remove, os.path.realpath(place))
+        opened.callback(recorded_tiers.remove, os.path.realpath(place))
     host = {"host_size": args.host, "host_path": args.host_path or own[0]}
     disk = {"disk_size": args.disk, "disk_path": args.disk_path or own[1]} if args.disk != "0" else {}
     # worth_it: show every hit, even where a small model computes faster than a disk reads

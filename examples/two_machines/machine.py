@@ -1,6 +1,6 @@
 """One machine: an engine with separate host and disk tiers above the store that all machines share.
 
-It reads requests from stdin and writes answers to stdout, one JSON object a line. It ends at the end of stdin.
+It reads requests from stdin and writes answers to stdout, one JSON object per line. It ends at the end of stdin.
 
     {"ask": [token ids], "new": 32}     what a client asks; `same`: whether an uncached run gives the same tokens
     {"look": [token ids]}               how many of these tokens are cached, and where; nothing is copied

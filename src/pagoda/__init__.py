@@ -14,7 +14,8 @@ Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or 
 
 and the modules that all of them use: `keys` (tokens to keys), `layout` (the bytes of a chunk), `metrics` (reasons,
 counters, loggers), `errors`, `clock`, `threads`, `fork`, `finalizers`, `disk_space`, `cgroup_memory`, `json_log`,
-`url_parts`, `serve_token`, `quality_verdict` (may an approximate feature start), `quality_bounds` (what it must keep).
+`url_parts`, `serve_token_file`, `quality_verdict` (may an approximate feature start), `quality_bounds` (what it must
+keep).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def close_when_dropped(owner: object, close: Callable[[], object]) -> Finalizer:
     return watched
 
 
-def settle(timeout: float) -> bool:
+def close_dropped(timeout: float) -> bool:
     """Wait until all collected objects are closed; return False if `timeout` seconds were not enough.
 
     For a caller that needs what such an object may still hold. Do not call it in a finalizer or with a lock held.

@@ -23,7 +23,7 @@ from pagoda.clock import Clock
 class Reason(StrEnum):
     """Why a chunk was not served (a miss) or not stored (a drop). The value is the lower-case name."""
 
-    # misses
+    # mostly of misses
     ABSENT = auto()
     EVICTED = auto()
     CLEARED = auto()
@@ -38,7 +38,7 @@ class Reason(StrEnum):
     IO_ERROR = auto()
     SHORT_PROMPT = auto()
     TIER_SKIPPED = auto()
-    # drops
+    # mostly of drops
     FULL = auto()
     NOT_ADMITTED = auto()
     QUEUE_FULL = auto()
@@ -49,10 +49,6 @@ class Reason(StrEnum):
     PIN_LIMIT = auto()
     REBUILDING = auto()
 
-
-_ALL = tuple(Reason)
-MISSES: tuple[Reason, ...] = _ALL[: _ALL.index(Reason.FULL)]
-DROPS: tuple[Reason, ...] = _ALL[_ALL.index(Reason.FULL) :]
 
 TIER_KINDS = ("host", "disk", "remote")  # every tier that is neither of the first two counts as remote
 LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # upper edges of the buckets; one more is open
@@ -86,6 +82,11 @@ COUNTERS: tuple[str, ...] = (
     "prefill_microseconds",
     "approximate_hit_tokens",
 )
+
+
+def by_reason(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
+    """Return the counters of all reasons with that prefix ("miss_", "drop_") that are above 0, by reason."""
+    return {str(reason): count for reason in Reason if (count := counters.get(f"{prefix}{reason}", 0))}
 
 
 def guarded_logger(name: str) -> logging.Logger:

@@ -317,7 +317,7 @@ class Pool(Executor):
         """Start with no thread and an empty queue; also called in a forked child."""
         self._lock = threading.RLock()
         self._calls: _Calls = queue.SimpleQueue()
-        self._idle: deque[None] = deque()  # an entry a waiting thread; a missing one costs one more thread
+        self._idle: deque[None] = deque()  # one entry per waiting thread; a missing one costs one more thread
         self._threads: list[Thread] = []
         self._open: set[Future[object]] = set()
         self._closed = False

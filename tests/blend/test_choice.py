@@ -14,7 +14,7 @@ from pagoda.blend import (
     choose_positions,
     compared_layer,
 )
-from pagoda.cache.hit import Hit
+from pagoda.cache.results import Hit
 
 STARTS = [0, 5, 8, 18, 28]  # documents of 5, 3, 10 and 10 tokens, then the question
 LATER = range(5, 28)

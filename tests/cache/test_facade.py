@@ -152,9 +152,9 @@ def test_a_start_within_a_chunk_or_past_the_end_is_refused(cache: Cache, start: 
     [
         ([True] * 16 + [False] * 16 + [True] * 128, "False after a True"),
         ([False] * 5 + [True] * 155, "multiple of the chunk"),
-        ([True] * 159, "one bool a token"),
-        ([1] * 160, "one bool a token"),
-        (np.ones((2, 160), bool), "one bool a token"),
+        ([True] * 159, "one bool per token"),
+        ([1] * 160, "one bool per token"),
+        (np.ones((2, 160), bool), "one bool per token"),
     ],
 )
 def test_a_bad_mask_is_refused(cache: Cache, mask: object, message: str) -> None:
@@ -304,6 +304,12 @@ def test_stats_add_up(cache: Cache) -> None:
     assert stats["misses"] == {"absent": 1, "short_prompt": 1}
     assert stats["hit_rate"] == pytest.approx(160 / 346)
     assert stats["waiting_chunks"] == stats["staging_buffers"] == 0
+
+
+def test_stats_show_every_reason(cache: Cache) -> None:
+    cache._resources.counters.add({f"{kind}_{reason}": 1 for kind in ("miss", "drop") for reason in Reason})
+    stats = cache.stats()
+    assert stats["misses"] == stats["drops"] == dict.fromkeys(map(str, Reason), 1)
 
 
 def test_single_requests_are_remembered_by_the_store_that_counts_them(cache: Cache) -> None:

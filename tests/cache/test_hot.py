@@ -101,8 +101,8 @@ def asked_again(cache: Cache) -> float:
     disk = cache._tiers.lower[0]
     assert isinstance(disk, DiskTier)
     ledger = disk.ledger
-    ledger.policy_thread.run_once()
-    return float(_SharedValues.of(ledger.policy_thread.learned).asked.sum())  # type: ignore[arg-type]
+    ledger.upkeep_thread.run_once()
+    return float(_SharedValues.of(ledger.upkeep_thread.learned).asked.sum())  # type: ignore[arg-type]
 
 
 def test_a_use_is_told_before_what_is_stored_after_it(

@@ -15,7 +15,7 @@ import pytest
 from pagoda.cache import Cache
 from pagoda.cache.staging import StagingPool
 from pagoda.clock import Deadline
-from pagoda.finalizers import settle
+from pagoda.finalizers import close_dropped
 from pagoda.ledger import admin
 from pagoda.tiers.io_queue import WorkerPool
 from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, stored
@@ -62,7 +62,7 @@ def test_a_cache_leaves_nothing_behind(shm_root: Path, tmp_path: Path, tiers: st
         ledgers = [ledger for _, ledger in cache._tiers.ledgers()]
         interrupted_calls(cache, 1000, 1)
         assert all(map(others_get_in, ledgers))
-        assert cache.flush(100) and settle(100)
+        assert cache.flush(100) and close_dropped(100)
         for ledger in ledgers:
             admin.reap(ledger)
         nothing = {"reserved": [0] * len(ledgers), "copies": 0, "buffers": 0, "waiting": 0}
@@ -96,10 +96,10 @@ def test_what_a_broken_load_may_read_into_is_nobody_elses_until_it_has_ended(
         with contextlib.suppress(Interrupted):
             cache.retrieve(prompt(3), blank(prompt(3)).transfer)
         monkeypatch.undo()
-        assert len(reading) == 3 and settle(60)
+        assert len(reading) == 3 and close_dropped(60)
         assert (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([3, 0], 3)
         reading.clear()
-        assert settle(60)
+        assert close_dropped(60)
         assert (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([0, 0], 0)
         assert served(cache, prompt(3))[0].by_tier == {"disk": 3 * CHUNK}
 
@@ -165,6 +165,6 @@ def test_a_signal_before_the_commit_of_a_load_leaves_no_slot_reserved(
         with pytest.raises(Interrupted):
             cache.retrieve(prompt(3), blank(prompt(3)).transfer)
         monkeypatch.undo()
-        assert settle(60)
+        assert close_dropped(60)
         assert (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([0, 0], 0)
         assert served(cache, prompt(3))[0].num_tokens == 3 * CHUNK

@@ -19,7 +19,7 @@ import pytest
 
 from pagoda import Cache
 from pagoda.cache.prompt_log import LoggedPrompt, PromptLog, logged_prompts
-from pagoda.cli.engine_keys import schemes
+from pagoda.cli.key_schemes import schemes
 from pagoda.cli.nearest_prompt import keys_of_prompt, nearest_prompt
 from pagoda.clock import Clock
 from pagoda.errors import StoreError

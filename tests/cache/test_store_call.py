@@ -128,16 +128,16 @@ def test_what_goes_below_lies_behind_its_head_there(shm_root: Path, tmp_path: Pa
 def refusing(cache: Cache, clock: FakeClock) -> None:
     """Make the host's policy refuse new chunks: it is full of more valuable ones."""
     ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-    learnt = _SharedValues.of(ledger.policy_thread.learned)  # type: ignore[arg-type]
+    learnt = _SharedValues.of(ledger.upkeep_thread.learned)  # type: ignore[arg-type]
     learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 1000  # requested again at an age of 10 to 50 s
     for _ in range(3):
-        ledger.policy_thread.run_once()
+        ledger.upkeep_thread.run_once()
         clock.advance(6)
     for seed in range(4):
         assert cache.store(prompt(16, 900 + seed), kv_of(prompt(16, 900 + seed)).transfer).refused == 0
     assert cache.flush(100)
     clock.advance(9)
-    ledger.policy_thread.run_once()
+    ledger.upkeep_thread.run_once()
 
 
 def test_what_the_policy_of_the_host_keeps_out_goes_below(shm_root: Path, tmp_path: Path) -> None:

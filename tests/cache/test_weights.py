@@ -7,11 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cache import Cache, explain_miss
+from pagoda import Config
+from pagoda.cache import Cache, miss_reason
 from pagoda.cache.weights_epoch import WeightsEpoch
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
-from tests.cache.kit import CHUNK, NAMESPACE, PATIENT_SECONDS, SPAWN, cache_at, kv_of, prompt, served, stored
+from pagoda.tiers import DiskTier
+from tests.cache.kit import (
+    CHUNK,
+    LAYOUT,
+    NAMESPACE,
+    PATIENT_SECONDS,
+    SPAWN,
+    cache_at,
+    kv_of,
+    prompt,
+    served,
+    stored,
+)
 from tests.faults.support import ROOT, own_mounts, python, succeeded
 
 
@@ -66,6 +79,35 @@ def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(shm_root: Path
         assert served(cache, tokens)[0].num_tokens == 0
     with cache_at(None, tmp_path) as cache:
         assert served(cache, tokens)[0].num_tokens == 0
+
+
+class OwnShared(DiskTier):
+    """A tier that a user has written, over a store that other machines use too."""
+
+    name = "own"
+    is_shared = True
+
+
+def test_a_shared_tier_of_ones_own_is_left_out_while_its_weights_have_no_name(tmp_path: Path) -> None:
+    tokens, own = prompt(4), OwnShared.open(LAYOUT, tmp_path / "own", 1 << 20)
+    config = Config(chunk_tokens=CHUNK, host_size=0, deadline_seconds=PATIENT_SECONDS)
+    with Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[own]) as cache:
+        stored(cache, tokens)
+        assert served(cache, tokens)[0].num_tokens == 4 * CHUNK
+        cache.weights_changed()
+        assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 0
+        assert served(cache, tokens)[0].num_tokens == 0
+        cache.weights_changed("run 7")
+        stored(cache, tokens)
+        assert served(cache, tokens)[0].num_tokens == 4 * CHUNK
+
+
+def test_what_is_no_tier_is_refused(tmp_path: Path) -> None:
+    class Half:
+        name, chunk_bytes = "half", LAYOUT.chunk_bytes
+
+    with pytest.raises(ValueError, match=r"Half is not a whole tier: derive it from pagoda\.tiers\.Tier"):
+        Cache(Config(chunk_tokens=CHUNK, host_size=0), namespace=NAMESPACE, layout=LAYOUT, tiers=[Half()])  # type: ignore[list-item]
 
 
 def test_two_caches_of_one_model_are_told_as_one(shm_root: Path, tmp_path: Path) -> None:
@@ -137,8 +179,8 @@ def test_nothing_stored_before_hits_again(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # an engine's call compares for only a millisecond
-    monkeypatch.setattr(explain_miss, "_BUDGET_NS", 60 * 10**9)
-    monkeypatch.setattr(explain_miss, "_LIST_SECONDS", 60.0)
+    monkeypatch.setattr(miss_reason, "_BUDGET_NS", 60 * 10**9)
+    monkeypatch.setattr(miss_reason, "_LIST_SECONDS", 60.0)
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens)

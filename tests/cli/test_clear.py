@@ -16,7 +16,7 @@ import pytest
 
 from pagoda import Cache, Config, KVLayout
 from pagoda.ledger import admin
-from pagoda.tiers import tier_registry
+from pagoda.tiers import recorded_tiers
 from pagoda.transfer import BlockKV
 from tests.cli.shelf import LLAMA, QWEN, answer, disk, done_here, host, pagoda, put, refused, save, writer
 
@@ -151,8 +151,8 @@ def test_tiers_that_no_configuration_names_are_cleared(shm_root: Path, tmp_path:
 
 def test_a_remote_tier_whose_password_is_not_kept_is_named(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(64))
-    tier_registry.add("host", shm_root)
-    tier_registry.add("remote", "redis://:***@127.0.0.1:1/0")
+    recorded_tiers.add("host", shm_root)
+    recorded_tiers.add("remote", "redis://:***@127.0.0.1:1/0")
     found = answer("clear", "--yes", code=1)
     assert found["cleared"] == 4
     assert list(found["failed"]) == ["redis://:***@127.0.0.1:1/0"]  # type: ignore[call-overload]

@@ -375,7 +375,7 @@ def test_text_and_messages_by_a_tokenizer(shm_root: Path, tmp_path: Path, tokeni
 
 
 def test_the_page_cuts_text_by_a_tokenizer_that_is_loaded_once(tmp_path: Path, tokenizer: Path) -> None:
-    from pagoda.cli.page_options import page_options
+    from pagoda.cli.web_page_options import page_options
 
     file = tmp_path / "tokenizer.json"
     file.write_bytes((tokenizer / "tokenizer.json").read_bytes())

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.tiers import DiskTier, tier_registry
+from pagoda.tiers import DiskTier, recorded_tiers
 from tests.cli.shelf import LLAMA, answer, disk, done_here, host, pagoda, put, refused, save
-from tests.tiers.test_tier_registry import LAYOUT
+from tests.tiers.test_recorded_tiers import LAYOUT
 
 
 def filled(shm_root: Path, tmp_path: Path) -> None:
@@ -19,8 +19,8 @@ def filled(shm_root: Path, tmp_path: Path) -> None:
     ledger.close()
     with disk(tmp_path / "disk") as tier:
         save(tier, LLAMA, range(48))
-    tier_registry.add("host", shm_root / "host")
-    tier_registry.add("disk", tmp_path / "disk")
+    recorded_tiers.add("host", shm_root / "host")
+    recorded_tiers.add("disk", tmp_path / "disk")
 
 
 def test_one_tier_then_all(shm_root: Path, tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_one_tier_then_all(shm_root: Path, tmp_path: Path) -> None:
     done = pagoda("remove", "--yes")
     assert done.returncode == 0 and "disk" in done.stdout
     assert not list((tmp_path / "disk").glob("*/slab"))
-    assert tier_registry.entries() == []
+    assert recorded_tiers.entries() == []
     assert "no local tier" in done_here("remove", "--yes").stderr
 
 
@@ -89,9 +89,9 @@ def test_it_asks_and_refuses_in_one_line(
 
 
 def test_a_remote_tier_is_only_forgotten(register_of_tiers: Path) -> None:
-    tier_registry.add("remote", "redis://:***@h/0")
+    recorded_tiers.add("remote", "redis://:***@h/0")
     assert done_here("remove", "redis://:secret@h/0").returncode == 0
-    assert tier_registry.entries() == []
+    assert recorded_tiers.entries() == []
 
 
 def test_the_message_of_a_new_tier_names_a_command_that_works(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import pytest
 from pagoda.cli import UsageError
 from pagoda.cli.demo import demo_child, demo_command
 from pagoda.cli.demo.demo_child import Size, Task
+from pagoda.cli.demo.demo_prompts import ByteTokenizer, documents
 from pagoda.cli.demo.demo_run import PROCESSES, Shown, run_demo
-from pagoda.cli.demo.demo_text import ByteTokenizer, documents
-from pagoda.tiers import tier_registry
+from pagoda.tiers import recorded_tiers
 from tests.e2e.tiny import llama
 
 SMALL = Size(
@@ -57,7 +57,7 @@ def test_three_processes_one_text(
 ) -> None:
     steps: list[tuple[str, str]] = []
     shown = run_demo(SMALL, None, shm_root, tmp_path, lambda *step: steps.append(step))
-    assert tier_registry.entries() == [] and not list(register_of_tiers.rglob("*.json"))
+    assert recorded_tiers.entries() == [] and not list(register_of_tiers.rglob("*.json"))
     told = shown.as_json()
     assert told.keys() >= KEYS
     assert told["identical"] is True

@@ -217,11 +217,11 @@ def test_a_small_dev_shm_is_said_with_the_number_of_chunks(tmp_path: Path) -> No
 def test_a_process_with_little_memory_is_told_what_to_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from pagoda.cache import tier_stack
+    from pagoda.cache import open_tiers
     from pagoda.config import sizes
 
     opened: Callable[[Path | None], int] = lambda directory: 1 << 20  # noqa: E731
-    monkeypatch.setattr(tier_stack, "auto_bytes", opened)
+    monkeypatch.setattr(open_tiers, "auto_bytes", opened)
     monkeypatch.setattr(sizes, "auto_bytes", opened)
     monkeypatch.setattr("pagoda.config.auto_bytes", opened)
     layout = KVLayout.opaque(16, 4 << 20, "large")

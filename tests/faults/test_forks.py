@@ -16,7 +16,7 @@ from types import FrameType
 import lmdb
 import pytest
 
-from pagoda.finalizers import settle
+from pagoda.finalizers import close_dropped
 from pagoda.ledger import Busy, Ledger, Reserved, admin
 from pagoda.ledger.lmdb_tables import Tables
 from pagoda.ledger.locks import Gate
@@ -168,10 +168,10 @@ def test_what_was_open_at_a_fork_can_be_closed(shm_root: Path) -> None:
             os._exit(0)
         os.waitpid(pid, 0)
         assert mapped()
-    until = time.monotonic() + 8  # what `settle` waits for is the whole of it
+    until = time.monotonic() + 8  # what `close_dropped` waits for is the whole of it
     while mapped():
         gc.collect()
-        assert settle(60) and time.monotonic() < until, mapped()
+        assert close_dropped(60) and time.monotonic() < until, mapped()
         time.sleep(0.01)
 
 

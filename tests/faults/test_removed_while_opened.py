@@ -15,7 +15,7 @@ from types import FrameType
 import pytest
 
 from pagoda.errors import StoreError
-from pagoda.finalizers import settle
+from pagoda.finalizers import close_dropped
 from tests.cache.kit import cache_at, kv_of, prompt, served
 
 POINTS = 12
@@ -89,5 +89,5 @@ def test_an_opening_whose_directory_is_removed_is_a_store_error_or_works(
     while left := descriptors(shm_root, tmp_path):
         assert time.monotonic() < until, left
         gc.collect()
-        assert settle(60)
+        assert close_dropped(60)
         time.sleep(0.05)  # a thread of a closed ledger may be in its last pause

@@ -106,7 +106,7 @@ def test_a_reservation_whose_answer_was_lost_is_given_up(
     def interrupted(*_: object, **__: object) -> None:
         raise Interrupted
 
-    monkeypatch.setattr(ledger.policy_thread, "wake", interrupted)  # the last that a reserve does
+    monkeypatch.setattr(ledger.upkeep_thread, "wake", interrupted)  # the last that a reserve does
     with pytest.raises(Interrupted):
         ledger.reserve(keys(1, 2), namespace=TENANT)
     monkeypatch.undo()
@@ -150,7 +150,7 @@ def test_the_end_of_a_view_is_counted_and_loses_no_exception(
                 until_interrupted(lambda: slab.views(range(8)))
     finally:
         gc.enable()
-    lending.settle()
+    lending.clear_ended()
     assert not lost, lost
     assert not any(lending._own) and not lending._out, "all pages may be given to others"
     slab.close()
@@ -170,7 +170,7 @@ def test_a_view_that_outlives_the_close_marks_nothing_of_the_next_member(shm_roo
     kept = slab.views([1])
     assert any(new._own), "it has the row that the first had"
     left.clear()
-    old.settle()
+    old.clear_ended()
     assert any(new._own) and kept
     slab.close()
     second.close()

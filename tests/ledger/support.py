@@ -48,12 +48,12 @@ def opened(root: Path, slots: int = 32, clock: Clock | None = None, kind: Kind =
 
 def teach(ledger: Ledger, clock: FakeClock) -> None:
     """Teach that chunks are requested again at an age of 10 to 50 s, so one of 9 s is worth more than a new one."""
-    learnt = _SharedValues.of(ledger.policy_thread.learned)  # type: ignore[arg-type]
+    learnt = _SharedValues.of(ledger.upkeep_thread.learned)  # type: ignore[arg-type]
     learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 100
     for _ in range(2):
-        ledger.policy_thread.run_once()
+        ledger.upkeep_thread.run_once()
         clock.advance(6)
-    ledger.policy_thread.run_once()
+    ledger.upkeep_thread.run_once()
 
 
 def reserved(outcomes: Sequence[Outcome]) -> list[Reserved]:

@@ -58,7 +58,7 @@ def test_published_keys_are_compared_whole(tmp_path: Path) -> None:
         columns.keys[slot] = np.frombuffer(key, np.uint64)
     almost = keys(2)[0][:-1] + bytes([keys(2)[0][-1] ^ 1])
     rows = np.array([0, 1, 2], np.int64)
-    assert columns.names(rows, [keys(1)[0], almost, keys(3)[0]]).tolist() == [True, False, True]
+    assert columns.are_published(rows, [keys(1)[0], almost, keys(3)[0]]).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("slots", [50, 100, 150])

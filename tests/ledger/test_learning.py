@@ -79,7 +79,7 @@ def test_what_was_judged_once_is_not_asked_about_again(shm_root: Path) -> None:
     assert ledger.admit(keys(3), start=0, stamp=stamp) == 1  # it is stored
     assert ledger.admit([*keys(3), *keys(100, 101)], start=0, stamp=stamp) == 1
     assert ledger.explain_miss(keys(100)[0]).reason is Reason.NOT_ADMITTED
-    outcomes = ledger.reserve(keys(100), namespace=TENANT, stamp=stamp, admitted=True)
+    outcomes = ledger.reserve(keys(100), namespace=TENANT, stamp=stamp, already_admitted=True)
     assert [type(one) for one in outcomes] == [Reserved]
     ledger.close()
 
@@ -111,7 +111,7 @@ def test_a_restart_keeps_what_was_learnt(shm_root: Path) -> None:
     full_of_better(ledger, clock)
     ledger.close()
     ledger = opened(shm_root, clock)
-    ledger.policy_thread.run_once()
+    ledger.upkeep_thread.run_once()
     assert isinstance(ledger.reserve(keys(100), namespace=TENANT)[0], Refused)
     ledger.close()
 
@@ -148,13 +148,13 @@ def test_a_thread_learns_while_there_is_use_for_it(shm_root: Path) -> None:
     clock = FakeClock()
     ledger = opened(shm_root, clock)
     put(ledger, keys(1))
-    thread = ledger.policy_thread._thread
+    thread = ledger.upkeep_thread._thread
     assert thread.is_alive() and thread.daemon
     ledger.close()
     lru = Ledger.open(spec(shm_root, SLOTS, name="other"), "lru", clock=clock)
     lru.namespaces.register(TENANT, {"model": "test"})
     put(lru, keys(1))
-    assert not lru.policy_thread._thread.is_alive() and lru.policy_thread.learned is None
+    assert not lru.upkeep_thread._thread.is_alive() and lru.upkeep_thread.learned is None
     lru.close()
 
 
@@ -162,10 +162,10 @@ def test_a_damaged_file_of_what_was_learnt_is_begun_anew(shm_root: Path) -> None
     clock = FakeClock()
     ledger = opened(shm_root, clock)
     teach(ledger, clock)
-    assert ledger.policy_thread.learned is not None
-    ledger.policy_thread.learned[:] = np.nan
-    ledger.policy_thread.run_once()
-    assert np.isfinite(ledger.policy_thread.learned).all()
+    assert ledger.upkeep_thread.learned is not None
+    ledger.upkeep_thread.learned[:] = np.nan
+    ledger.upkeep_thread.run_once()
+    assert np.isfinite(ledger.upkeep_thread.learned).all()
     assert len(put(ledger, keys(*range(2 * SLOTS)), chained=False)) == 2 * SLOTS
     ledger.close()
 

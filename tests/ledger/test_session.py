@@ -18,7 +18,7 @@ from pagoda.errors import ClosedError
 from pagoda.ledger import Ledger, Present, Refused, Reserved, admin, session
 from pagoda.ledger.columns import NOT_READY, Columns
 from pagoda.ledger.session import UnavailableError
-from pagoda.ledger.store import OpenStore
+from pagoda.ledger.store_directory import OpenStore
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import Reason
 from tests.children import child, in_child, wait

@@ -29,10 +29,10 @@ from pagoda.ledger import (
     rebuild,
     space_sharing,
 )
-from pagoda.ledger.policy_thread import PolicyThread
 from pagoda.ledger.store_state import Kind, TableMark, set_mark
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import Transaction
+from pagoda.ledger.upkeep_thread import UpkeepThread
 from pagoda.slab import FileSlab, MemorySlab, aligned
 from tests.children import child, in_child, wait
 from tests.faults.support import ROOT, AfterReboot, own_mounts, python, succeeded
@@ -145,7 +145,7 @@ class Room:
 def no_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let only `more` take space, except in tests of the other ways."""
     if "threads" not in request.fixturenames:
-        monkeypatch.setattr(PolicyThread, "wake", lambda *_, **__: None)
+        monkeypatch.setattr(UpkeepThread, "wake", lambda *_, **__: None)
 
 
 @pytest.fixture
@@ -228,9 +228,9 @@ def test_a_thread_of_the_ledger_gets_what_is_lacking(shm_root: Path, threads: No
 
 def test_a_thread_that_was_woken_at_its_end_is_started_again(shm_root: Path, threads: None) -> None:
     one = Room(shm_root, limit=LIMIT)
-    one.ledger.policy_thread._woken.set()  # and the thread ended without seeing it
-    one.ledger.policy_thread.wake(lacks=True)
-    thread = one.ledger.policy_thread._thread
+    one.ledger.upkeep_thread._woken.set()  # and the thread ended without seeing it
+    one.ledger.upkeep_thread.wake(lacks=True)
+    thread = one.ledger.upkeep_thread._thread
     assert thread.is_alive()
     one.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.ledger import ScannedChunk, admin, rebuild, store, stores_under_root
+from pagoda.ledger import ScannedChunk, admin, rebuild, store_directory, stores_under_root
 from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.store_state import read_state, write_state
 from pagoda.metrics import Reason
@@ -60,19 +60,19 @@ def test_who_leaves_while_another_joins_does_not_mark_what_the_other_will_change
     pid = child(leave)
     while not (tmp_path / "ready").exists():
         time.sleep(0.005)
-    real = store.read_state
+    real = store_directory.read_state
 
     def leave_now(directory: Path) -> object:  # another process acts between two steps of this one
         if directory.name == "store":
-            monkeypatch.setattr(store, "read_state", real)
+            monkeypatch.setattr(store_directory, "read_state", real)
             os.write(said, b"x")
             assert wait(pid) == 0
         return real(directory)
 
     monkeypatch.setattr(stores_under_root, "_sweep", lambda root: None)
-    monkeypatch.setattr(store, "read_state", leave_now)
+    monkeypatch.setattr(store_directory, "read_state", leave_now)
     ledger = opened(tmp_path, kind="file")
-    assert store.read_state is real and not clean(tmp_path)
+    assert store_directory.read_state is real and not clean(tmp_path)
     ledger.close()
     assert clean(tmp_path)
 
@@ -164,7 +164,7 @@ def test_a_crash_in_the_middle_of_a_rebuild(
     (tmp_path / "store" / "columns").unlink()
 
     def crash() -> None:
-        monkeypatch.setattr(store, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(store_directory, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         opened(tmp_path, kind="file")
 
     assert wait(child(crash)) == -signal.SIGKILL

@@ -10,7 +10,7 @@ import pytest
 from pagoda.cache import Cache
 from pagoda.config.sources import load
 from pagoda.migrate.lmcache import translate
-from pagoda.serve_token import default_token_file
+from pagoda.serve_token_file import default_token_file
 from testbed.servers import Server, pagoda_server, redis_server
 from tests.cache import kit
 

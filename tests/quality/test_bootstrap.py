@@ -73,5 +73,5 @@ def test_draws_without_a_whole_are_left_out() -> None:
 
 @pytest.mark.parametrize(("parts", "wholes"), [([], []), ([1.0], [1.0, 2.0]), ([1.0, 1.0], [0.0, 0.0])])
 def test_what_cannot_be_divided(parts: list[float], wholes: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"one number a prompt|nothing to take"):
+    with pytest.raises(ValueError, match=r"one number per prompt|nothing to take"):
         ratio_interval(parts, wholes)

@@ -15,9 +15,9 @@ from pagoda.connectors.transformers.model_identity import adapters_digest, weigh
 from pagoda.connectors.transformers.supported_models import probe_model
 from pagoda.quality import measure_quality
 from pagoda.quality.approaches import CONTROLS, Codec, KVCache, Prepared, Spoiled
+from pagoda.quality.judge import figures_of, judged
 from pagoda.quality.measure import QualitySample, measured
 from pagoda.quality.prompt_lines import ExpectedAnswer, QualityPrompt, prompts_digest
-from pagoda.quality.report import figures_of, judged
 from pagoda.quality.run import QualityRun
 from pagoda.quality_bounds import DEFAULT_BOUNDS
 from pagoda.quality_verdict import Result, weights_name

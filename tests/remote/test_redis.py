@@ -15,7 +15,7 @@ from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient, RedisConnection
-from pagoda.tiers.remote.redis_lives import LIFE_SECONDS
+from pagoda.tiers.remote.redis_ttl import LIFE_SECONDS
 from pagoda.tiers.remote.resp import Reply, ReplyShape
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult, RefusedError
 from testbed.servers import Server, need, redis_server

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagoda.ledger import Ledger, Reserved, admin
-from pagoda.ledger.policy_thread import PolicyThread
+from pagoda.ledger.upkeep_thread import UpkeepThread
 from pagoda.replay import Request, Simulation, TierSpec
 from pagoda.replay.simulated_tier import marks_of_ids
 from pagoda.testing.fake_clock import FakeClock
@@ -53,13 +53,13 @@ class Real:
         return have
 
     def _upkeep(self, now: int) -> None:
-        learnt = self.ledger.policy_thread.learned
+        learnt = self.ledger.upkeep_thread.learned
         if learnt is not None and now - self._shared >= 10**9:
             self._shared = now
             self.ledger.evictor.share(learnt)
         if learnt is not None and now - self._prepared >= 10**8:
             self._prepared = now
-            self.ledger.policy_thread._prepare()
+            self.ledger.upkeep_thread._prepare()
 
 
 def compare(slots: int, policy: str, requests: Sequence[Request], every: int = 1) -> Simulation:
@@ -67,7 +67,7 @@ def compare(slots: int, policy: str, requests: Sequence[Request], every: int = 1
     simulation = Simulation([TierSpec("tier", slots, policy)])
     root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PolicyThread, "wake", lambda *_, **__: None)
+        patch.setattr(UpkeepThread, "wake", lambda *_, **__: None)
         try:
             real = Real(root, slots, policy)
             begun_ms = requests[0].timestamp_ms if requests else 0.0

@@ -61,10 +61,10 @@ def _watched(root: Path, requests: list[Request], host: int) -> tuple[float, flo
     """Play requests to a disk of 200 chunks below such a host tier; the hit rate, and how much its policy saw."""
     live = Live(root, "hindsight", host=host, disk=200)
     rate, ledger = live.play(requests), live.ledgers[-1]
-    ledger.policy_thread.run_once()
+    ledger.upkeep_thread.run_once()
     assert admin.counters(ledger)["drop_not_admitted"] > 1000
     live.close()
-    return rate.share, float(_SharedValues.of(ledger.policy_thread.learned).watched.sum())  # type: ignore[arg-type]
+    return rate.share, float(_SharedValues.of(ledger.upkeep_thread.learned).watched.sum())  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pagoda.cache.counters import CacheCounters
 from pagoda.clock import Clock
 from pagoda.ledger import Ledger, NamespaceRow, admin
 from pagoda.ledger.store_stats import StoreStats
-from pagoda.metrics import COUNTERS, DROPS, LOAD_BUCKETS, MISSES, TIER_KINDS
+from pagoda.metrics import COUNTERS, LOAD_BUCKETS, TIER_KINDS, Reason
 from pagoda.serve.exposition import COUNTED, FAMILIES, MOST_NAMESPACES, Exposition, exposition
 from pagoda.tiers.remote.store_client import Usage
 from tests.cache.kit import CHUNK, cache_at, prompt, served, stored
@@ -95,7 +95,7 @@ def test_every_counter_is_explained_and_shown(tmp_path: Path) -> None:
     assert seconds.value == counters.pop("prefill_microseconds") / 1e6
     shown = {s.value for each in named.values() for s in each if not s.name.startswith("pagoda_load_seconds")}
     assert {n for name, n in counters.items() if not name.startswith("load")} <= shown
-    assert len(named["pagoda_misses_total"]) == len(named["pagoda_drops_total"]) == len((*MISSES, *DROPS))
+    assert len(named["pagoda_misses_total"]) == len(named["pagoda_drops_total"]) == len(Reason)
 
 
 def test_a_family_that_no_store_has_is_left_out() -> None:

@@ -15,6 +15,7 @@ from pagoda import Cache, Namespace
 from pagoda.errors import StoreError
 from pagoda.ledger import Ledger
 from pagoda.ledger.stores_under_root import remove_store
+from pagoda.metrics import Reason
 from pagoda.serve import live_feed
 from pagoda.serve.blocking_calls import BlockingCallPool
 from pagoda.serve.live_feed import LiveFeed
@@ -54,6 +55,13 @@ def test_what_was_saved_is_counted_at_the_speed_that_engines_report(shm_root: Pa
         assert isinstance(known, dict)
         assert known["engine_seconds"] == known["money"] == pytest.approx(4 * CHUNK / 500)
         assert 0 < known["engine_seconds"] - known["first_token_seconds"] < 1.0  # the time to load
+
+
+def test_every_reason_is_shown(shm_root: Path) -> None:
+    with opened(shm_root) as cache:
+        ledgers_of(cache)[0].count({f"{kind}_{reason}": 1 for kind in ("miss", "drop") for reason in Reason})
+        shown = Overview(lambda: ledgers_of(cache)).take()
+        assert shown["misses"] == shown["drops"] == dict.fromkeys(map(str, Reason), 1)
 
 
 def test_a_sample_has_what_happened_between_two_looks(shm_root: Path) -> None:

@@ -1,6 +1,6 @@
 """One engine in a process of its own: `python -m tests.sglang.worker PLAN`, with the fields of `Plan` as JSON.
 
-Prints one JSON object a line: what a request found, and "stopped" where it was told to stop for good.
+Prints one JSON object per line: what a request found, and "stopped" where it was told to stop for good.
 """
 
 from __future__ import annotations

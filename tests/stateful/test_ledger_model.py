@@ -70,7 +70,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def be_alone(self) -> None:
         """Keeps the ledger's thread away: it would evict and learn in real time, so no two runs would be the same."""
-        self.ledger.policy_thread._start = lambda: None  # type: ignore[method-assign]
+        self.ledger.upkeep_thread._start = lambda: None  # type: ignore[method-assign]
 
     def teardown(self) -> None:
         """Closes and removes the store."""

@@ -20,7 +20,7 @@ from pagoda.ledger import (
     root_usage,
     session,
     space_sharing,
-    store,
+    store_directory,
     store_state,
 )
 from pagoda.ledger.member_counters import COUNTERS_BYTES, WIDTH
@@ -131,7 +131,7 @@ def test_a_disk_that_another_version_uses_is_named(tmp_path: Path) -> None:
 
 def test_two_versions_have_a_host_store_each(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def newer() -> None:
-        for module in (store_state, store, root_usage, space_sharing, host_module):
+        for module in (store_state, store_directory, root_usage, space_sharing, host_module):
             monkeypatch.setattr(module, "FORMAT", FORMAT + 1)
         tier = host(shm_root)
         assert admin.gauges(tier.ledger)["free"] == 16, "it has a separate limit"

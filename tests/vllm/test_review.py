@@ -30,7 +30,7 @@ from pagoda.cache.prompt_log import logged_prompts
 from pagoda.connectors.vllm import lookups
 from pagoda.connectors.vllm.connector import PagodaConnector
 from pagoda.connectors.vllm.event_publisher import EventOutlet
-from pagoda.connectors.vllm.identity.device_facts import machine_facts
+from pagoda.connectors.vllm.identity.page_facts import machine_facts
 from pagoda.connectors.vllm.kv_memory import KVMemory
 from pagoda.connectors.vllm.lookups import TrackedRequest
 from pagoda.connectors.vllm.metadata import Later, PagodaMetadata, PagodaWorkerMetadata, Save
@@ -571,7 +571,7 @@ def test_a_host_that_has_no_room_for_one_chunk_is_said_at_the_start(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The size is "auto", and what it comes to is so little that there would be no host tier."""
-    monkeypatch.setattr("pagoda.cache.tier_stack._host_bytes", lambda *_: 0)
+    monkeypatch.setattr("pagoda.cache.open_tiers._host_bytes", lambda *_: 0)
     with pytest.raises(StoreError, match=f"no room for one chunk of {LAYOUT.slot_bytes:,} bytes.*shm-size"):
         opened(config_of(shm_root, None), NAMESPACE, LAYOUT)
     monkeypatch.undo()

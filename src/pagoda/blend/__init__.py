@@ -2,7 +2,7 @@
 
 In the order in which a request meets them:
 
-    document_chain  Document, a chain of its own with a padded tail; the cache of documents
+    document_cache  Document, a chain of its own with a padded tail; the cache of documents
     blend_gate      BlendGate: whether a setting may be used, by the verdict of `pagoda quality`
     rotary_move     RotaryMove: K at another position
     blend_policies  which tokens are computed again
@@ -30,7 +30,7 @@ from pagoda.blend.blend_policies import (
     policy_named,
 )
 from pagoda.blend.blended_prompt import BlendedPrompt, TokenMask, TokenMasks
-from pagoda.blend.document_chain import Document, as_documents, open_documents, starts_of
+from pagoda.blend.document_cache import Document, as_documents, open_documents, starts_of
 from pagoda.blend.rotary_move import RotaryMove
 
 __all__ = [

@@ -26,7 +26,7 @@ class Candidates(NamedTuple):
 
     documents: Sequence[range]  # positions of each document in the prompt
     recompute: float  # the share of these tokens that may be chosen
-    deviation: npt.NDArray[np.float32] | None  # of K, one value a token in this order; None if `layer` is 0
+    deviation: npt.NDArray[np.float32] | None  # of K, one value per token in this order; None if `layer` is 0
 
     @property
     def positions(self) -> Positions:
@@ -154,7 +154,7 @@ def choose_positions(
         starts: the first position of each document, then of the question.
         layers: of the model.
         deviation: called with a layer and with these tokens if the policy compares K. It computes them up to K and V of
-            that layer, which replace the reused ones, and returns how far K moved: one value a token.
+            that layer, which replace the reused ones, and returns how far K moved: one value per token.
         min_tokens: all tokens of documents with fewer are computed, beside that share.
 
     Raises ValueError as `compared_layer`, and for a policy that chooses what are no candidates.

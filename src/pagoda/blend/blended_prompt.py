@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pagoda.blend.blend_policies import Positions
 from pagoda.keys import Int32s
 
-TokenMask: TypeAlias = npt.NDArray[np.bool_]  # one value a token of the prompt
+TokenMask: TypeAlias = npt.NDArray[np.bool_]  # one value per token of the prompt
 
 
 class TokenMasks(NamedTuple):

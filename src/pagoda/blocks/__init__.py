@@ -2,22 +2,22 @@
 
 The modules, in the order in which a request passes them:
 
-    manager        BlockManager: the calls of an engine, and pins
-    request_state  a request's tokens, keys and blocks
-    admission      matches a waiting request and gives it blocks
-    tree           the prefix tree over the device blocks
-    lower_tiers    the host tier and the tiers below it, as the manager asks them
-    allocator      the free blocks, eviction to make room, and the state that the modules share
-    moves          the copies in flight between blocks and host slots
-    completion     what happens when their tickets end
-    plans          the values that the manager returns
+    manager          BlockManager: the calls of an engine, and pins
+    request_state    a request's tokens, keys and blocks
+    admission        matches a waiting request and gives it blocks
+    tree             the prefix tree over the device blocks
+    lower_tiers      the host tier and the tiers below it, as the manager asks them
+    allocator        the free blocks, eviction to make room, and the state that the modules share
+    moves            the copies in flight between blocks and host slots
+    completion       what happens when their tickets end
+    manager_results  the values that the manager returns
 """
 
 from __future__ import annotations
 
 from pagoda.blocks.allocator import BlockPool
 from pagoda.blocks.manager import BlockManager
-from pagoda.blocks.plans import (
+from pagoda.blocks.manager_results import (
     Admitted,
     Copy,
     Direction,

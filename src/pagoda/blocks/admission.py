@@ -6,11 +6,11 @@ import time
 from concurrent.futures import Future
 
 from pagoda.blocks.allocator import BlockAllocator
+from pagoda.blocks.manager_results import Admitted, NoRoom, Place, Plan, PrefixMatch, Waiting
 from pagoda.blocks.moves import LoadMove
-from pagoda.blocks.plans import Admitted, NoRoom, Place, Plan, PrefixMatch, Waiting
 from pagoda.blocks.request_state import RequestState, blocks_for
 from pagoda.blocks.tree import Node
-from pagoda.cache.hit import Hit
+from pagoda.cache.results import Hit
 from pagoda.metrics import Reason
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from pagoda.blocks.lower_tiers import LowerTiers
+from pagoda.blocks.manager_results import NoRoom, Place, Plan, Waiting
 from pagoda.blocks.moves import Moves, Source
-from pagoda.blocks.plans import NoRoom, Place, Plan, Waiting
 from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node, Tree, upward
 

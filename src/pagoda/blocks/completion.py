@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pagoda.blocks.allocator import BlockAllocator
+from pagoda.blocks.manager_results import Settled
 from pagoda.blocks.moves import LoadMove, StoreMove
-from pagoda.blocks.plans import Settled
 from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node
 

@@ -8,11 +8,11 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from pagoda.blocks.plans import Place
+from pagoda.blocks.manager_results import Place
 from pagoda.blocks.request_state import RequestState
 from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
-from pagoda.cache.hit import Hit
+from pagoda.cache.results import Hit
 from pagoda.keys import Namespace
 from pagoda.ledger import Match
 from pagoda.metrics import Reason

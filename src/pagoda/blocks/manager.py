@@ -18,12 +18,21 @@ from pagoda.blocks.admission import AdmissionControl
 from pagoda.blocks.allocator import BlockAllocator
 from pagoda.blocks.completion import Completion
 from pagoda.blocks.lower_tiers import LowerTiers
+from pagoda.blocks.manager_results import (
+    Admitted,
+    Extended,
+    NoRoom,
+    Place,
+    Plan,
+    PrefixMatch,
+    Settled,
+    Waiting,
+)
 from pagoda.blocks.moves import Source
-from pagoda.blocks.plans import Admitted, Extended, NoRoom, Place, Plan, PrefixMatch, Settled, Waiting
 from pagoda.blocks.request_state import RequestState, blocks_for
 from pagoda.blocks.tree import Node, upward
 from pagoda.cache import Cache
-from pagoda.cache.hit import Hit
+from pagoda.cache.results import Hit
 from pagoda.keys import Item, TokenIds, chunk_keys
 
 _COUNTERS = (

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pagoda.blocks.plans import Copy, Direction, Place, Plan
+from pagoda.blocks.manager_results import Copy, Direction, Place, Plan
 from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node
 from pagoda.cache import writeback

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from pagoda.blocks.tree import Node
-from pagoda.cache.hit import Hit
+from pagoda.cache.results import Hit
 from pagoda.keys import Item, KeyChain, TokenIds, as_token_ids
 
 

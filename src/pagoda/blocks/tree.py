@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pagoda.blocks.plans import Place
+from pagoda.blocks.manager_results import Place
 
 _SPARE = 1024  # stale entries that the heap may hold besides one stale entry per candidate
 

@@ -11,15 +11,16 @@ In the order in which a call meets them:
     retrieve_call   one retrieve or prefetch
     staging         staging buffers, for chunks without a host slot
     writeback       the queues and threads that write to the lower tiers
-    explain_miss    the reason of a miss
-    kv_event_source what requests say of their chunks, for routers
+    miss_reason     the reason of a miss
+    request_events  what requests say of their chunks, for routers
     prompt_log      the prompts that were stored lately, with their tokens
-    hit             the answers: Hit, Stored, Cleared, CacheStats
+    results         the answers: Hit, Stored, Cleared, CacheStats
     host_slots      the slots of the host tier, for engines that copy themselves
     resources       what all calls share, and how it ends
-    tier_stack      the tiers, and opening them
+    open_tiers      opens the configured tiers
+    tier_stack      the tiers, from the top down
     counters        counting and rate-limited logging
-    log_lines       the lines that are logged when a cache is opened, and of each call
+    call_log        the lines that are logged when a cache is opened, and of each call
     load_cost       whether loading is faster than computing
     otel_spans      OpenTelemetry spans of the calls
     recording       live traffic as a trace
@@ -29,6 +30,6 @@ In the order in which a call meets them:
 from __future__ import annotations
 
 from pagoda.cache.cache import Cache
-from pagoda.cache.hit import Cleared, Hit, Stored
+from pagoda.cache.results import Cleared, Hit, Stored
 
 __all__ = ["Cache", "Cleared", "Hit", "Stored"]

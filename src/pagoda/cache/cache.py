@@ -25,15 +25,16 @@ from pagoda.cache.call import (
     enable_profiler_ranges,
     enable_spans,
 )
-from pagoda.cache.hit import CacheStats, Cleared, Hit, Stored
+from pagoda.cache.call_log import log_opened
 from pagoda.cache.host_slots import HostSlots
-from pagoda.cache.log_lines import log_opened
 from pagoda.cache.lookup_call import run_explain, run_lookup
+from pagoda.cache.open_tiers import open_tiers
 from pagoda.cache.recording import CallKind
 from pagoda.cache.resources import build_resources
+from pagoda.cache.results import CacheStats, Cleared, Hit, Stored
 from pagoda.cache.retrieve_call import RetrieveCall, measure_again
 from pagoda.cache.store_call import StoreCall
-from pagoda.cache.tier_stack import TierStack, build_tiers, codecs_of, open_tiers
+from pagoda.cache.tier_stack import TierStack, build_tiers, codecs_of
 from pagoda.cache.weights_epoch import PresentWeights
 from pagoda.clock import Clock, Deadline
 from pagoda.codec import codec_setting, require_layout
@@ -45,7 +46,7 @@ from pagoda.json_log import log_json
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
-from pagoda.metrics import DROPS, MISSES, guarded_logger
+from pagoda.metrics import by_reason, guarded_logger
 from pagoda.quality_verdict import QualityState, require_quality
 from pagoda.threads import Condition
 from pagoda.tiers.base import Tier
@@ -120,7 +121,8 @@ class Cache:
         self.name = name
         self.config = _configured(config, layout, overrides)
         self.layout = layout
-        codecs = self.config.lossy_codecs() if tiers is None else codecs_of(tiers)
+        stack = None if tiers is None else build_tiers(tiers, layout)
+        codecs = self.config.lossy_codecs() if stack is None else codecs_of(stack.all)
         self.namespace = _completed(namespace, layout, self.config, codecs)
         quality = _require_quality(codecs, self.namespace, layout, self.config)
         if self.config.profile:
@@ -130,18 +132,18 @@ class Cache:
         if self.config.log_format == "json":
             log_json()
         with _name_taken(name, self):
-            self._open(tiers, key_scheme, clock or Clock(), quality, weights_of)
+            self._open(stack, key_scheme, clock or Clock(), quality, weights_of)
 
     def _open(
         self,
-        tiers: Sequence[Tier] | None,
+        stack: TierStack | None,
         key_scheme: KeyScheme,
         clock: Clock,
         quality: list[QualityState],
         weights_of: Cache | None,
     ) -> None:
         config, layout = self.config, self.layout
-        stack = open_tiers(config, layout, clock) if tiers is None else build_tiers(tiers, layout)
+        stack = open_tiers(config, layout, clock) if stack is None else stack
         self._resources = build_resources(stack, config, layout, key_scheme, clock, self.namespace)
         self._key_scheme = key_scheme
         self._weights: PresentWeights = PresentWeights(
@@ -438,7 +440,7 @@ class Cache:
         ConfigError if the endpoint is taken, pyzmq is missing, or there is no local tier; ValueError the second time,
         ClosedError after `close`.
         """
-        from pagoda.cache.kv_event_source import RequestEvents
+        from pagoda.cache.request_events import RequestEvents
         from pagoda.kv_events.publisher import EventPublisher
         from pagoda.kv_events.stored_events import MEDIA, largest_message
 
@@ -498,8 +500,8 @@ class Cache:
             "failed": failed,
             "counters": counters,
             "hit_rate": counters["hit_tokens"] / max(1, counters["asked_tokens"]),
-            "misses": _by_reason(counters, "miss_", MISSES),
-            "drops": _by_reason(counters, "drop_", DROPS),
+            "misses": by_reason(counters, "miss_"),
+            "drops": by_reason(counters, "drop_"),
             "waiting_chunks": sum(queue.waiting for queue in resources.writeback),
             "staging_buffers": resources.load_staging.in_use + resources.store_staging.in_use,
             "pinned_bytes": host.slab.pinned_bytes if host is not None else 0,
@@ -520,9 +522,7 @@ class Cache:
         if (prompts := self._resources.prompt_log) is not None:
             prompts.flush()
         flushed = [queue.flush(deadline.remaining()) for queue in self._resources.writeback]
-        for tier in self._tiers.lower:
-            wait = getattr(tier, "flush", None)
-            flushed.append(wait is None or bool(wait(deadline.remaining())))
+        flushed += [tier.flush(deadline.remaining()) for tier in self._tiers.lower]
         return all(flushed)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
@@ -632,10 +632,6 @@ def _quality_again(
         return [QualityState(state.setting, "left out", str(refusal)) for state in begun]
 
 
-def _by_reason(counters: Mapping[str, int], prefix: str, reasons: Sequence[str]) -> dict[str, int]:
-    return {reason: counters[prefix + reason] for reason in reasons if counters.get(prefix + reason)}
-
-
 # ---- names
 
 
@@ -660,7 +656,7 @@ def _wait_for_opening(name: str, deadline: Deadline) -> Cache | None:
 
 @contextmanager
 def _name_taken(name: str | None, cache: Cache) -> Iterator[None]:
-    """Reserve the name for `cache`, which is opened within; then it is found by it while something refers to it.
+    """Reserve the name for `cache`, which is opened within; afterwards the name finds it while something refers to it.
 
     Raises NameTaken (a ValueError) if another cache has it. Does nothing without a name.
     """

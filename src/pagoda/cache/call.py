@@ -17,10 +17,10 @@ from typing import Generic, NamedTuple, TypeAlias, TypedDict, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.cache.call_log import log_call
 from pagoda.cache.counters import CacheCounters
-from pagoda.cache.hit import Hit
-from pagoda.cache.log_lines import log_call
 from pagoda.cache.otel_spans import SpanRecorder
+from pagoda.cache.results import Hit
 from pagoda.cache.tier_stack import TierStack
 from pagoda.clock import Clock, Deadline
 from pagoda.errors import ClosedError, ConfigError
@@ -46,7 +46,7 @@ class CallOptions(TypedDict, total=False):
     """What every call takes by keyword."""
 
     start_tokens: int  # skips the chunks before this token: a multiple of chunk_tokens
-    mask: Mask | None  # the same as one bool a token: False...False True...True
+    mask: Mask | None  # the same as one bool per token: False...False True...True
     keys: Keys | None  # instead of hashing the tokens (which may then be None)
     # with `keys`: find them wherever in a prompt they were stored; only the keys say what they are
     any_position: bool
@@ -191,7 +191,7 @@ def _mask_start(mask: Mask, length_tokens: int, start_tokens: int) -> int:
     wanted = np.asarray(mask)
     if wanted.ndim != 1 or wanted.dtype != np.bool_ or len(wanted) != length_tokens:
         raise ValueError(
-            f"a mask is one bool a token, ({length_tokens},); got {wanted.dtype} of shape {wanted.shape}"
+            f"a mask is one bool per token, ({length_tokens},); got {wanted.dtype} of shape {wanted.shape}"
         )
     start = int(wanted.argmax()) if wanted.any() else len(wanted)
     if not wanted[start:].all():

@@ -53,7 +53,7 @@ class CacheCounters:
         """Count one request for that many tokens and its answer, and remember it among the last ones.
 
         `reason`: why it got no more. `miss_counted`: by a tier. `namespace`: the root, empty if it is not known.
-        `more`: what else there is to count of it, such as its loads.
+        `more`: further counters to add, such as those of its loads.
         """
         hit_tokens = sum(by_tier.values())
         counts = {"lookups": 1, "asked_tokens": num_tokens, **more}
@@ -100,7 +100,7 @@ class CacheCounters:
     def warn(
         self, logger: logging.Logger, reason: Reason, message: str, error: Exception | None = None
     ) -> None:
-        """Log an error, one line a reason in a while; its traceback at debug level."""
+        """Log an error, one line per reason in a while; its traceback at debug level."""
         self._log_lines.warn(logger, reason, message)
         if error is not None:
             logger.debug("%s", reason.value, exc_info=error)

@@ -19,7 +19,7 @@ from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.cache.recording import CallKind
 from pagoda.cache.resources import Resources
 from pagoda.cache.weights_epoch import PresentWeights
-from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, columns_of, follows, recency_stamp
+from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, columns_of, follows
 from pagoda.clock import Deadline
 from pagoda.errors import ClosedError
 from pagoda.keys import TokenIds, as_token_ids
@@ -255,7 +255,7 @@ class HostSlots:
             for namespace, refs in written.items():
                 for run in runs(refs, self.count, follows):
                     stored = [ref for ref in run if (ref.slot, ref.generation) in kept]
-                    stamps = {tier.name: recency_stamp(tier) for tier in lower}
+                    stamps = {tier.name: tier.stamp() for tier in lower}
                     for queue in self._resources.writeback:
                         queue.enqueue(namespace, stored, stamps)
             return good

@@ -145,8 +145,8 @@ class LoadCost:
     def take_probe(self, tier: str) -> int:
         """Return how many chunks are to be loaded now from a tier that was too slow, to measure it again; 0: none.
 
-        Of all processes only the first that asks measures. Half as much as requests load: a disk that is limited, or
-        works through a cache, may be fast for less.
+        Only the first process that asks measures. Half as much as requests load: a disk that is limited, or works
+        through a cache, may be fast for less.
         """
         with self._lock:
             speed = self._speeds.read(tier)
@@ -248,7 +248,7 @@ class SpeedTable:
 
 
 def _median(rates: Sequence[float], amounts: Sequence[float]) -> float:
-    """Return the rate at which half of all was moved more slowly; 0 if there is none."""
+    """Return the median of the rates, weighted by the amounts; 0 if there is none."""
     passed, half = 0.0, sum(amounts) / 2
     for rate, amount in sorted(zip(rates, amounts, strict=True)):
         passed += amount

@@ -11,9 +11,9 @@ from functools import partial
 from typing import NamedTuple
 
 from pagoda.cache.call import CacheRequest
-from pagoda.cache.explain_miss import UNANSWERED
-from pagoda.cache.hit import Hit
+from pagoda.cache.miss_reason import UNANSWERED
 from pagoda.cache.resources import Resources
+from pagoda.cache.results import Hit
 from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Tier
@@ -67,7 +67,7 @@ def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
     match = match_prefix(request, stamp=tiers.host.ledger.stamp() if tiers.host is not None else None)
     by_tier, load_cost = match.by_tier, resources.load_cost
     slow = [tier for tier, chunks in by_tier.items() if chunks and not load_cost.is_worth_loading(tier)]
-    if slow:  # runs of tiers alternate at most in theory: what is above the first slow tier is served
+    if slow:  # in practice tiers do not alternate in one prompt: what is above the first slow tier is served
         above = tiers.names[: tiers.names.index(slow[0])]
         by_tier = {tier: by_tier[tier] for tier in above}
     total, minimum = sum(by_tier.values()) * request.chunk_tokens, resources.config.min_hit_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from pagoda.cache.hit import Hit, Stored
+from pagoda.cache.results import Hit, Stored
 from pagoda.errors import ConfigError
 from pagoda.metrics import guarded_logger
 

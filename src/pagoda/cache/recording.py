@@ -2,7 +2,7 @@
 
 An id is the first eight bytes of a chunk's key, less one bit: it is the same in every process and after every restart.
 
-A trace has one line a request. A request is looked up (often more than once), retrieved, and stored piece by piece. It
+A trace has a line per request. A request is looked up (often more than once), retrieved, and stored piece by piece. It
 is recorded at its first call, by the keys of its prompt:
 
     read        A counted look-up or retrieve, or what the engine reports as `REQUEST`. Looking up the same prompt again
@@ -64,7 +64,7 @@ class RecordedCall(NamedTuple):
 
 
 class Recorder:
-    """Writes one line a request, on a daemon thread that starts with the first call, and again after a fork.
+    """Writes one line per request, on a daemon thread that starts with the first call, and again after a fork.
 
     Thread-safe. Never raises, and waits only in `close`: calls that are too many, or that cannot be written, are
     dropped and counted.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pagoda.cache.call import KeyScheme
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.executor import CallExecutor
-from pagoda.cache.explain_miss import MissExplainer
 from pagoda.cache.load_cost import LoadCost, SpeedTable
+from pagoda.cache.miss_reason import MissExplainer
 from pagoda.cache.prompt_log import PromptLog
 from pagoda.cache.recording import Recorder
 from pagoda.cache.staging import StagingPool
@@ -25,7 +25,7 @@ from pagoda.metrics import Reason, guarded_logger
 from pagoda.transfer.cpu_copy import end_helpers
 
 if TYPE_CHECKING:  # it needs pyzmq
-    from pagoda.cache.kv_event_source import RequestEvents
+    from pagoda.cache.request_events import RequestEvents
 
 log = guarded_logger("pagoda.cache")
 

@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.cache.call import CacheRequest, CheckedTransfer
-from pagoda.cache.explain_miss import UNANSWERED
-from pagoda.cache.hit import Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS, expected_hit
+from pagoda.cache.miss_reason import UNANSWERED
 from pagoda.cache.resources import Resources
+from pagoda.cache.results import Hit
 from pagoda.cache.staging import StagingPool
 from pagoda.cache.tier_stack import TierStack
-from pagoda.cache.writeback import Access, ChunkRef, chunk_ref, columns_of, recency_stamp, refs_in_slots
+from pagoda.cache.writeback import Access, ChunkRef, chunk_ref, columns_of, refs_in_slots
 from pagoda.clock import Deadline
 from pagoda.ledger import Busy, Present, Refused, Reserved
 from pagoda.metrics import Reason
@@ -38,13 +38,13 @@ from pagoda.tiers.base import Bytes, Done, Tier
 
 _COPY_BYTES = 256 << 20  # copied between two looks at the deadline
 _PAUSE_SECONDS = (0.0002, 0.005)  # between two looks at a chunk that another call is storing
-_TRY_EVERY = 16  # looks; the looks between them keep no other call from the ledger by a write
+_TRY_EVERY = 16  # looks: only one of so many writes to the ledger, so that the others block no call
 _MOST_ROUNDS = 3  # times in a row that a chunk may disappear between two steps
 _ARRIVED_BYTES = 64 << 20  # copied out at once while reads are in flight
 
 
 def measure_again(resources: Resources, request: CacheRequest, hit: Hit) -> None:
-    """Have a tier measured again in the background that was too slow for a look-up or retrieve, whose answer is `hit`.
+    """Measure a tier again, in the background, that was too slow for the look-up or retrieve whose answer is `hit`.
 
     So no request waits for the measurement: some of the chunks that it does not get are brought up to the host tier.
     """
@@ -186,7 +186,7 @@ class RetrieveCall:
             deadline_seconds=self._deadline.remaining(),
         )
         self._hint, first = match.reason, self._done
-        # In windows, the first layer of a load that is awaited layer by layer would be complete only with the last.
+        # All at once: in windows, the first layer would be complete only after the last window.
         at_once = self._kv is not None and self._kv.at_once
         step = max(1, len(match.slots) if at_once else _COPY_BYTES // host.slot_bytes)
         for i in range(0, len(match.slots), step):
@@ -229,7 +229,7 @@ class RetrieveCall:
         for tier in self._tiers.lower:
             if self._done >= self._matched.get(tier.name, 0):
                 if tier.name not in self._stamps:
-                    self._stamps[tier.name] = recency_stamp(tier)
+                    self._stamps[tier.name] = tier.stamp()
                 found = tier.find(
                     self._request.keys[self._done : self._end],
                     start=self._request.position_of(self._done),
@@ -279,7 +279,7 @@ class RetrieveCall:
         self._load_seconds[tier.name] = self._load_seconds.get(tier.name, 0.0) + seconds
         for queue in self._resources.writeback:
             if queue.tier is tier:
-                queue.settle(pipeline.committed)
+                queue.mark_known(pipeline.committed)
         if self._done > before:
             self._note_served(tier, before, pipeline.committed)
         stopped = destination.stopped if isinstance(destination, HostDestination) else None

@@ -83,7 +83,7 @@ class StagedChunk:
         self._reason: Reason | None = None  # of the first tier that did not store it
 
     def finish(self, done: Done, unread: bool = True) -> None:
-        """Note that one tier is done with the buffer. Once a tier. Not `unread`: I/O may still read it, forever."""
+        """Note that one tier is done with the buffer, once for each; not `unread`: I/O may read it for ever."""
         with self._lock:
             self._left -= 1
             self._releasable = self._releasable and unread

@@ -10,15 +10,13 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
 from pagoda.cache.call import CacheRequest, CheckedTransfer
-from pagoda.cache.hit import Stored
 from pagoda.cache.resources import Resources
+from pagoda.cache.results import Stored
 from pagoda.cache.staging import StagedChunk
 from pagoda.cache.writeback import (
     Access,
     ChunkRef,
-    admitted_prefix,
     chunk_ref,
-    recency_stamp,
     refs_in_slots,
 )
 from pagoda.clock import Deadline
@@ -29,7 +27,7 @@ from pagoda.tiers.base import Bytes
 
 _MOMENT_SECONDS = 0.05  # the longest wait, in total, for buffers for chunks that the host's policy refuses
 _LEFT, _NEW, _PRESENT = 0, 1, 2  # what became of a chunk
-# Trying further down is useless: a chunk under the key of another tenant's is refused by every tier.
+# Trying further down is useless: every tier refuses the key of another tenant's chunk.
 _NOTHING_LEFT = (None, Reason.NOT_ADMITTED, Reason.OTHER_NAMESPACE)
 
 
@@ -69,7 +67,7 @@ class StoreCall:
         if host is not None and self._kv.device_index is not None:
             host.use_device(self._kv.device_index)  # before the first copy
         self._stamp = host.ledger.stamp() if host is not None else 0
-        self._stamps = {tier.name: recency_stamp(tier) for tier in self._lower}
+        self._stamps = {tier.name: tier.stamp() for tier in self._lower}
         with nullcontext() if host is None else host.copying():
             reason = self._store_below() if host is None else self._store(host)
             if self._sent:
@@ -121,7 +119,7 @@ class StoreCall:
             asked=False, deadline_seconds=self._deadline.remaining(),
         )  # fmt: skip
         where = have.slots, have.generations
-        known = not (have.slots.size and self._lower) or all(q.is_settled(*where) for q in self._queues)
+        known = not (have.slots.size and self._lower) or all(q.needs_no_note(*where) for q in self._queues)
         refs = [] if known else refs_in_slots(request, at, *where)
         if have.reason in (Reason.LEDGER_BUSY, Reason.IO_ERROR):
             return have.reason
@@ -226,8 +224,8 @@ class StoreCall:
         request, root = self._request, self._request.namespace.root
         for tier in self._lower:
             while (end := ends[tier.name]) <= index and tier.name not in refusing:
-                keys, start = request.keys[end:], request.first + end
-                count, refuses = admitted_prefix(tier, keys, root, start, self._stamps[tier.name])
+                keys, start, stamp = request.keys[end:], request.first + end, self._stamps[tier.name]
+                count, refuses = tier.admit(keys, namespace=root, start=start, stamp=stamp)
                 ends[tier.name] += count
                 if refuses:
                     refusing.add(tier.name)

@@ -1,4 +1,4 @@
-"""Write-back: background threads, one a lower tier, write what was stored above and touch there what is used.
+"""Write-back: background threads, one per lower tier, write what was stored above and touch there what is used.
 
 Calls enqueue notes of chunks in host slots, and staging buffers for chunks without a slot; the threads hand them to
 their tiers. A chunk that is evicted from its slot before its turn is a counted drop. By policy these are written:
@@ -35,7 +35,7 @@ from pagoda.ledger import Ledger, Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.threads import Condition, Event, start_thread
-from pagoda.tiers import DiskTier, HostTier
+from pagoda.tiers import HostTier
 from pagoda.tiers.base import Chunk, Done, Tier, runs
 
 log = guarded_logger("pagoda.cache")
@@ -120,23 +120,6 @@ class Access(NamedTuple):
     left_out: tuple[str, ...] = ()  # tiers that may not have these chunks
 
 
-# -- what only the disk tier is asked -----------------------------------------------------------------------------
-
-
-def recency_stamp(tier: Tier) -> int:
-    """Return a recency stamp for one run, so that its tail is evicted before its head."""
-    return tier.ledger.stamp() if isinstance(tier, DiskTier) else time.monotonic_ns()
-
-
-def admitted_prefix(
-    tier: Tier, keys: Sequence[bytes], namespace: bytes, start: int, stamp: int | None
-) -> tuple[int, bool]:  # fmt: skip
-    """Return how many of a run's next keys a tier would admit, and whether it refuses the rest. See DiskTier.admit."""
-    if not isinstance(tier, DiskTier) or stamp is None:
-        return len(keys), False
-    return tier.admit(keys, namespace=namespace, start=start, stamp=stamp)
-
-
 # -- one lower tier -----------------------------------------------------------------------------------------------
 
 
@@ -172,12 +155,12 @@ class WriteBackQueue:
         self._piece = max(1, min(_MOST_PIECE, config.queue_chunks // 2))
         # the generation of the chunk in each host slot about which the tier has lately given an answer, and until when
         # the answer is believed: mostly that it has the chunk, else that its policy refuses the chunk
-        self._settled: Generations = np.zeros(self._slots, np.uint64)
-        self._until: npt.NDArray[np.int64] = np.zeros(self._slots, np.int64)
+        self._known_generation: Generations = np.zeros(self._slots, np.uint64)
+        self._known_until: npt.NDArray[np.int64] = np.zeros(self._slots, np.int64)
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
-        """Create the lock and an empty queue, with no thread: the parent writes the chunks that the parent noted."""
+        """Create the lock and an empty queue, with no thread: a parent writes its own notes."""
         self._changed = Condition()  # of what calls wait for: ends of writes
         self._noted = Event()  # for the thread
         self._queue: deque[_WriteBatch] = deque()
@@ -203,8 +186,8 @@ class WriteBackQueue:
     def enqueue(self, namespace: bytes, refs: Sequence[ChunkRef], stamps: Mapping[str, int | None]) -> None:
         """Note that these chunks of one run are in host slots or staging buffers, and may be written to some tiers.
 
-        `namespace` is their root; `stamps` those of the run, by the name of each of these tiers. A staging buffer is
-        made for as many tiers.
+        `namespace` is their root; `stamps` those of the run, by the name of each of these tiers. A staging buffer
+        is released by as many tiers.
         """
         if self.tier.name not in stamps:
             return
@@ -217,7 +200,7 @@ class WriteBackQueue:
             if fresh:
                 note(_WriteBatch(namespace, fresh, stamp))
 
-    def is_settled(self, slots: Slots, generations: Generations) -> bool:
+    def needs_no_note(self, slots: Slots, generations: Generations) -> bool:
         """Whether no note is needed about the chunks in these host slots."""
         return self._policy == "selective" or bool(self._is_known(slots, generations).all())
 
@@ -225,11 +208,11 @@ class WriteBackQueue:
         """Note that chunks were served; the thread soon tells the tier."""
         if self.tier.name in access.left_out:
             return
-        if access.source is self.tier and isinstance(self.tier, DiskTier):
-            return  # it keeps recency itself, and noted this access when it was asked
+        if access.source is self.tier and self.tier.keeps_recency:
+            return  # it noted this access when it was asked
         if access.where is not None and self._is_known(*access.where).all():
             return
-        stamp = recency_stamp(self.tier)
+        stamp = self.tier.stamp()
         with self._changed:
             if self._closed:
                 return
@@ -423,7 +406,7 @@ class WriteBackQueue:
             if present is None:  # stored chunks are offered all the same: the tier says why it refuses them
                 lacking += [] if batch.asked else run
                 continue
-            self.settle(list(compress(run, present)))
+            self.mark_known(list(compress(run, present)))
             lacking += [ref for ref, there in zip(run, present, strict=True) if not there]
         lacking = [ref for ref in lacking if ref.slot >= 0]  # the others are names only
         if not batch.asked or not lacking:
@@ -446,10 +429,12 @@ class WriteBackQueue:
             at, refusing = 0, False
             while at < len(run) and not refusing:
                 keys, start = [ref.key for ref in run[at:]], run[at].position
-                count, refusing = admitted_prefix(self.tier, keys, batch.namespace, start, batch.stamp)
+                count, refusing = self.tier.admit(
+                    keys, namespace=batch.namespace, start=start, stamp=batch.stamp
+                )
                 admitted += run[at : at + count]
                 at += count
-            self.settle(run[at:], _REFUSED_SECONDS)
+            self.mark_known(run[at:], _REFUSED_SECONDS)
         return admitted
 
     def _send(self, batch: _WriteBatch, piece: Sequence[ChunkRef]) -> None:
@@ -504,7 +489,7 @@ class WriteBackQueue:
             done = future.result()
             if not self._closed:  # then the slots may hold other chunks
                 if done.ok or done.reason is Reason.NOT_ADMITTED:
-                    self.settle([ref], 0.0 if done.ok else _REFUSED_SECONDS)
+                    self.mark_known([ref], 0.0 if done.ok else _REFUSED_SECONDS)
                 if lease is not None and self._host is not None:
                     before, after = lease
                     ends = self._host.ledger.columns.lease_until
@@ -523,16 +508,18 @@ class WriteBackQueue:
     def _is_known(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
         """Return for each of these slots whether the tier need not be asked about its chunk."""
         now = self._clock.monotonic_ns()
-        known: npt.NDArray[np.bool_] = (self._settled[slots] == generations) & (self._until[slots] > now)
+        known: npt.NDArray[np.bool_] = (self._known_generation[slots] == generations) & (
+            self._known_until[slots] > now
+        )
         return known
 
-    def settle(self, refs: Sequence[ChunkRef | Reserved], least_seconds: float = 0.0) -> None:
+    def mark_known(self, refs: Sequence[ChunkRef | Reserved], least_seconds: float = 0.0) -> None:
         """Note that nothing has to be done for a while for the chunks in these slots."""
         until = self._clock.monotonic_ns() + int(max(self.tier.believed_seconds, least_seconds) * 1e9)
         for ref in refs:
             if ref.slot >= 0:
-                self._settled[ref.slot] = ref.generation
-                self._until[ref.slot] = until
+                self._known_generation[ref.slot] = ref.generation
+                self._known_until[ref.slot] = until
 
 
 def _continues(batch: _WriteBatch, following: _WriteBatch) -> bool:

@@ -5,10 +5,10 @@ what), 130 interrupted.
 
     app                    the commands and their names
     stats, top, ls, check  what is stored and what hits; single chunks; is all of it right
-    explain                why a prompt misses: `prompt_source`, `prompt_coverage`, `nearest_prompt`, `engine_keys`
+    explain                why a prompt misses: `prompt_source`, `prompt_coverage`, `nearest_prompt`, `key_schemes`
     clear, pin, remove     changes
     warm                   fills the host tier of a machine that has just started
-    serve                  chunks for other machines, and the page: `page_options`
+    serve                  chunks for other machines, and the page: `web_page_options`
     config                 options, and the import of LMCache's
     vllm, sglang           start an engine with its connector: `engine_start`
     bench                  how fast the tiers are: `bench_tiers`, `load_speeds`

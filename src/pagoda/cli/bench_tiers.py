@@ -31,7 +31,7 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.slab.file import aligned
 from pagoda.threads import Pool, wait
-from pagoda.tiers import Chunk, DiskTier, Done, HostTier, tier_registry
+from pagoda.tiers import Chunk, DiskTier, Done, HostTier, recorded_tiers
 
 Bytes = npt.NDArray[np.uint8]
 Step = Callable[[], object]
@@ -235,7 +235,7 @@ def _place(parent: Path, need_bytes: int) -> Iterator[Path]:
         yield root
     finally:
         shutil.rmtree(root, ignore_errors=True)
-        tier_registry.remove(os.path.realpath(root))
+        recorded_tiers.remove(os.path.realpath(root))
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ class Total(NamedTuple):
 
 def ls(
     directory: stores.Directory = None,
-    by: Annotated[By, Option(help="One line a chunk or a namespace.")] = By.CHUNK,
+    by: Annotated[By, Option(help="One line per chunk or per namespace.")] = By.CHUNK,
     model: stores.Model = None,
     namespace: stores.Prefix = None,
     limit: Annotated[int, Option(min=0, help="At most so many chunks, latest used first; 0 = all.")] = 100,

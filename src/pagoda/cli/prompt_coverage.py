@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from pagoda.cache.lookup_call import match_tiers
+from pagoda.cache.open_tiers import peers_client
 from pagoda.cache.prompt_log import LoggedPrompt, logged_prompts
-from pagoda.cache.tier_stack import peers_client
 from pagoda.cli import printing
 from pagoda.cli.nearest_prompt import NearestPrompt, keys_of_prompt, nearest_prompt
 from pagoda.cli.remote_stores import PATIENCE_SECONDS, Unanswered, leading

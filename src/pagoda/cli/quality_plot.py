@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pagoda.cli.hit_rate_plot import save_figure
-from pagoda.quality.report import Judged
+from pagoda.quality.judge import Judged
 from pagoda.quality_bounds import Interval
 
 

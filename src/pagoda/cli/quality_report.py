@@ -9,7 +9,7 @@ from msgspec import to_builtins
 
 from pagoda.cli import printing
 from pagoda.cli.text_tables import RightAligned
-from pagoda.quality.report import Judged
+from pagoda.quality.judge import Judged
 from pagoda.quality.run import QualityRun
 from pagoda.quality_bounds import Interval
 

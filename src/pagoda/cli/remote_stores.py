@@ -59,10 +59,10 @@ def all_remotes(
         return (), ()
     from pagoda.config.remote_urls import parse
     from pagoda.errors import ConfigError
-    from pagoda.tiers import tier_registry
+    from pagoda.tiers import recorded_tiers
 
     specs = {spec.redacted: spec for spec in configured(config_file).remotes()}
-    for entry in tier_registry.entries():
+    for entry in recorded_tiers.entries():
         if entry.tier == "remote":
             with suppress(ConfigError):  # of another version
                 specs.setdefault(entry.place, parse(entry.place))

@@ -61,9 +61,9 @@ def remove(
 
 def _forget_remote(url: str) -> int:
     from pagoda.config.remote_urls import redacted
-    from pagoda.tiers import tier_registry
+    from pagoda.tiers import recorded_tiers
 
-    if not tier_registry.remove(redacted(url)):
+    if not recorded_tiers.remove(redacted(url)):
         raise UsageError(f"{redacted(url)}: no such remote tier in the register (pagoda stats lists them)")
     printing.note(f"{redacted(url)} is forgotten here; what it holds stays (pagoda clear removes that)")
     return 0
@@ -105,7 +105,7 @@ def _remove(stores: list[DoomedStore], broken: dict[str, str]) -> list[DoomedSto
     """Remove every store, going on past one that stays; return what went. `broken` gets why the others did not."""
     from pagoda.errors import StoreError
     from pagoda.ledger.stores_under_root import remove_store, stores_in
-    from pagoda.tiers import tier_registry
+    from pagoda.tiers import recorded_tiers
 
     gone: list[DoomedStore] = []
     for store in stores:
@@ -113,7 +113,7 @@ def _remove(stores: list[DoomedStore], broken: dict[str, str]) -> list[DoomedSto
         try:
             gone.append(store._replace(bytes=remove_store(directory)))
             if not stores_in(directory.parent):
-                tier_registry.remove(str(directory.parent.resolve()))
+                recorded_tiers.remove(str(directory.parent.resolve()))
         except (StoreError, OSError) as trouble:
             broken[store.directory] = str(trouble)
     return gone

@@ -247,6 +247,6 @@ def _png(png: Path | None, cells: Sequence[Cell], trace: Trace, chunk_bytes: int
     except UsageError as trouble:
         printing.note(str(trouble))
         return None
-    title = f"{trace.name}: {len(trace.requests):,} requests, {trace.chunk_tokens} tokens a chunk"
+    title = f"{trace.name}: {len(trace.requests):,} requests, {trace.chunk_tokens} tokens per chunk"
     save_png(png or _PNG, cells, trace.infinite, title, chunk_bytes)
     return str(png or _PNG)

@@ -21,7 +21,7 @@ OPTIMUM = "optimum"
 _PAGE = 4096  # slots are whole pages
 
 TraceFile: TypeAlias = Annotated[
-    str, Argument(metavar="TRACE", help="Requests, a JSON object a line, .gz or not; - = stdin.")
+    str, Argument(metavar="TRACE", help="Requests, one JSON object per line, .gz or not; - = stdin.")
 ]
 Policies: TypeAlias = Annotated[
     list[str] | None,

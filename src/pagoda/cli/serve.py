@@ -61,7 +61,7 @@ def serve(
     try:
         import asyncio
 
-        from pagoda.cli.page_options import page_options
+        from pagoda.cli.web_page_options import page_options
         from pagoda.serve.access import default_socket, read_token
         from pagoda.serve.served_stores import lossy_codec_of
         from pagoda.serve.server import ServeOptions

@@ -113,6 +113,6 @@ def _print(trace: Trace, cells: Sequence[Cell], percent: float, chunk_bytes: int
     ]
     title = (
         f"for {percent:g} % of the {100 * trace.infinite:.1f} % that can be served of {trace.name}"
-        f" ({len(trace.requests):,} requests, {trace.chunk_tokens} tokens a chunk)"
+        f" ({len(trace.requests):,} requests, {trace.chunk_tokens} tokens per chunk)"
     )
     printing.print_dicts(title, rows, without=() if chunk_bytes else ("bytes",))

@@ -104,7 +104,7 @@ def store_names(found: Sequence[StoreStats]) -> list[str]:
 
 
 def hit_rows(stores: Mapping[str, StoreStats]) -> list[dict[str, object]]:
-    """Return how much of what was asked for was served, and from which tiers: a row a store that caches count in.
+    """Return how much of what was asked for was served, and from which tiers: one row per store that caches count in.
 
     A cache counts in its first local tier, for all of its tiers.
     """

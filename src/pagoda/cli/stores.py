@@ -69,10 +69,10 @@ def given_bytes(option: str, text: str) -> int:
 
 def find_roots(config_file: Path | None) -> dict[Path, str]:
     """Return the roots of all local tiers known here and the tier of each: the configured, then the registered ones."""
-    from pagoda.tiers import tier_registry
+    from pagoda.tiers import recorded_tiers
 
     named = configured(config_file).roots().items()
-    opened = [(entry.tier, Path(entry.place)) for entry in tier_registry.entries() if entry.tier != "remote"]
+    opened = [(entry.tier, Path(entry.place)) for entry in recorded_tiers.entries() if entry.tier != "remote"]
     roots: dict[Path, str] = {}
     for tier, root in sorted([*named, *opened], key=lambda found: found[0] != "host"):
         roots.setdefault(Path(os.path.realpath(root)), tier)

@@ -53,7 +53,7 @@ def top(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Show live what the stores hold, what hits and what moves. With --json: one object a line, a sample each."""
+    """Show live what the stores hold, what hits and what moves. With --json: one object per line and sample."""
     from rich.console import Group
     from rich.live import Live
 

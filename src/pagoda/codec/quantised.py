@@ -257,7 +257,7 @@ class _Block(NamedTuple):
     """A part of a plane that is encoded at once.
 
     Its numbers have `shape` in the plane. A group extends over axis 1 of `rows` in K, over axis -1 in V. `wide` is like
-    `rows`, in K with several tokens a row, for numpy's inner loop.
+    `rows`, in K with several tokens per row, for numpy's inner loop.
     """
 
     where: tuple[slice, ...]
@@ -271,7 +271,7 @@ class _Block(NamedTuple):
     params_bytes: int
 
     def over_groups(self, params: Floats) -> Floats:
-        """Return one number a group in a shape that numpy extends to `wide`."""
+        """Return one number per group in a shape that numpy extends to `wide`."""
         if self.axis == -1:
             return params.reshape(-1, 1)
         many, tokens, channels = self.rows

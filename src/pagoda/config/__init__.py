@@ -3,12 +3,12 @@
 `Config` may be built by hand; `pagoda.config.sources.load` builds it from files, the environment and options,
 and tells where every value came from.
 
-    sources       reads files, the environment and options
-    values        what the value of each option may be
-    sizes         sizes as people write them, and what "auto" means
-    remote_urls   the URLs of remote tiers, neighbours and their directory
-    expand_home   a leading ~ in paths
-    did_you_mean  names that are nearly right
+    sources        reads files, the environment and options
+    option_values  what the value of each option may be
+    sizes          sizes as people write them, and what "auto" means
+    remote_urls    the URLs of remote tiers, neighbours and their directory
+    expand_home    a leading ~ in paths
+    did_you_mean   names that are nearly right
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from pagoda import policy as policies
-from pagoda.config import values
+from pagoda.config import option_values
+from pagoda.config.option_values import Check, DiskCodec, LogFormat, WritePolicy
 from pagoda.config.remote_urls import LOSSY, MOST_PEERS, RemoteSpec, parse, parse_lookup, parse_peer
 from pagoda.config.sizes import AUTO, auto_bytes
-from pagoda.config.values import Check, DiskCodec, LogFormat, WritePolicy
 from pagoda.errors import ConfigError
 
 __all__ = ["Config", "ConfigOptions", "RemoteSpec", "WritePolicy", "defaults", "option_names"]
@@ -52,7 +52,9 @@ class Config:
         (17179869184, 'write_through')
     """
 
-    chunk_tokens: int = _option(256, "Tokens in one chunk, the unit of storing.", values.count(1, 2**20))
+    chunk_tokens: int = _option(
+        256, "Tokens in one chunk, the unit of storing.", option_values.count(1, 2**20)
+    )
     host_size: int | str = _option(
         AUTO, "Host memory of the whole machine: '64GiB', bytes, 'auto' (a quarter), 0 = off."
     )
@@ -60,7 +62,7 @@ class Config:
         default_factory=lambda: f"/dev/shm/pagoda-{os.getuid()}",
         metadata={
             "help": "Directory of the host tier; must be in memory (/dev/shm or hugetlbfs).",
-            "check": values.place("directory", needed=True),
+            "check": option_values.place("directory", needed=True),
         },
     )
     host_shared: bool = _option(
@@ -68,7 +70,7 @@ class Config:
     )
     disk_size: int | str = _option(0, "Disk room of the whole machine: '1.5TB', bytes, 0 = no disk tier.")
     disk_path: str = _option(
-        "", "Directory of the disk tier, on a local file system.", values.place("directory")
+        "", "Directory of the disk tier, on a local file system.", option_values.place("directory")
     )
     disk_direct: bool | None = _option(
         None, "Use O_DIRECT: true, false, or 'auto' (where the file system can)."
@@ -79,46 +81,50 @@ class Config:
     remote: tuple[str, ...] = _option(
         (),
         "Stores that many machines share, below the disk, top down: 'redis://HOST', 's3://BUCKET'.",
-        values.remote,
+        option_values.remote,
         secret=True,
     )
     peers: tuple[str, ...] = _option(
         (),
         "Neighbours whose chunks are read, never written: the 'http://HOST:7777' of each pagoda serve.",
-        values.peers,
+        option_values.peers,
         secret=True,
     )
     lookup: str = _option(
         "",
         "Where machines say which chunks they have: 'redis://HOST'; only those neighbours are asked.",
-        values.lookup,
+        option_values.lookup,
         secret=True,
     )
     weights_epoch: int = _option(
         0,
         "Which weights all machines have: raise it on every machine when they change; remote tiers need it.",
-        values.count(0),
+        option_values.count(0),
     )
     durable: bool = _option(False, "Sync each batch to the disk before it counts as stored.")
     write_policy: WritePolicy = _option(  # noqa: RUF009  # a field, as all of them
         "write_through",
         "What reaches lower tiers: all, what was hit often enough, the coldest ahead of eviction.",
     )
-    selective_hits: int = _option(2, "Hits after which 'selective' writes a chunk down.", values.count(1))
-    min_hit_tokens: int = _option(0, "Hits of fewer tokens than this are not loaded.", values.count(0))
+    selective_hits: int = _option(
+        2, "Hits after which 'selective' writes a chunk down.", option_values.count(1)
+    )
+    min_hit_tokens: int = _option(0, "Hits of fewer tokens than this are not loaded.", option_values.count(0))
     worth_it: bool = _option(True, "Load only what is expected to be faster than computing it.")
-    deadline_seconds: float = _option(1.0, "The longest that one call may wait.", values.seconds)
-    io_threads: int = _option(2, "Threads that read and write the disk.", values.count(1, 64))
+    deadline_seconds: float = _option(1.0, "The longest that one call may wait.", option_values.seconds)
+    io_threads: int = _option(2, "Threads that read and write the disk.", option_values.count(1, 64))
     queue_chunks: int = _option(
-        64, "Chunks that may wait for the lower tiers; more are dropped.", values.count(1, 2**20)
+        64, "Chunks that may wait for the lower tiers; more are dropped.", option_values.count(1, 2**20)
     )
     policy: str = _option(
-        policies.DEFAULT, "Which chunk is evicted first when a tier is full.", values.one_of(policies.NAMES)
+        policies.DEFAULT,
+        "Which chunk is evicted first when a tier is full.",
+        option_values.one_of(policies.NAMES),
     )
     record: str = _option(
         "",
         "Record requests in this file, for pagoda replay: hashed ids, no text. Empty: off.",
-        values.place("file"),
+        option_values.place("file"),
     )
     prompt_log: bool = _option(
         True, "Keep the token ids of stored prompts beside the host tier, for pagoda explain."
@@ -133,28 +139,28 @@ class Config:
     blend_recompute: float = _option(
         0.15,
         "Blending: the share of later documents' tokens that is computed again, where a call names none.",
-        values.share,
+        option_values.share,
     )
     blend_min_tokens: int = _option(
         0,
         "Blending: later documents with fewer tokens than this are computed, where a call names no other.",
-        values.count(0),
+        option_values.count(0),
     )
     quality_verdicts: str = _option(
         "",
         "Where the verdicts of pagoda quality are: a directory or a file. Empty: ~/.config/pagoda/quality.",
-        values.place("path"),
+        option_values.place("path"),
     )
     unchecked: bool = _option(
         False, "Let blending and lossy codecs start without a passing verdict of pagoda quality."
     )
     log_format: LogFormat = _option(  # noqa: RUF009  # a field, as all of them
-        "plain", "'json': what this process logs of PagodaKV goes to stderr as JSON, one object a line."
+        "plain", "'json': what this process logs of PagodaKV goes to stderr as JSON, one object per line."
     )
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            object.__setattr__(self, option.name, values.checked(option, getattr(self, option.name)))
+            object.__setattr__(self, option.name, option_values.checked(option, getattr(self, option.name)))
         if len(self.peers) > MOST_PEERS and not self.lookup:
             raise ConfigError(
                 f"peers: {len(self.peers)} servers, and at most {MOST_PEERS} are asked at once; set lookup = "

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from pagoda.config import Config, defaults, option_names
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
-from pagoda.config.values import checked, converted, properties
+from pagoda.config.option_values import checked, converted, properties
 from pagoda.errors import ConfigError
-from pagoda.serve_token import TOKEN_VARIABLE
+from pagoda.serve_token_file import TOKEN_VARIABLE
 
 PREFIX = "PAGODA_"
 FILE_VARIABLE = "PAGODA_CONFIG"

@@ -18,15 +18,15 @@ Modules, in the order in which data meets them:
     queries             what read transactions look up
     lmdb_tables         the LMDB tables: everything that must be right
     columns             the mapped columns and ghosts: hints for policies, and the published generations
-    member_counters     the mapped counters, a row a member
+    member_counters     the mapped counters, one row per member
     chunk_notes         what an engine keeps with its chunks, to tell routers of them after a restart
     request_ring        the last requests, with why each got no more
     eviction_policy     `Evictor`: the one way to the policy
-    policy_thread       the thread on which a policy learns, and which asks for more slots
-    slot_view_guards    which slots of a slab in memory are in use, so that their pages stay
+    upkeep_thread       the thread on which a policy learns, and which asks for more slots
+    page_guards         which slots of a slab in memory are in use, so that their pages stay
     space_sharing       how the stores of one root share its space
     root_usage          what the stores of one root hold, and their limit
-    store               open, create, resize and rebuild a store's directory
+    store_directory     open, create, resize and rebuild a store's directory
     stores_under_root   which stores a root has; its lock; removing a store
     store_state         the state file of a store, and the names of its files
     store_stats         `StoreStats`: what people and monitors are shown of a store
@@ -49,7 +49,7 @@ from pagoda.ledger.outcomes import (
     Reserved,
     ScannedChunk,
 )
-from pagoda.ledger.store import StoreSpec
+from pagoda.ledger.store_directory import StoreSpec
 
 __all__ = [
     "Busy",

@@ -29,7 +29,7 @@ from pagoda.ledger.transaction import BATCH, batches
 from pagoda.metrics import Reason
 
 _PAGE = 256
-_PINS_PAGE = 4096  # some ms
+_PINS_PAGE = 4096  # takes some ms
 
 # ---- listings
 
@@ -158,7 +158,7 @@ def _remove_tokens(ledger: Ledger, namespace: bytes | None) -> None:
 def _clear_chunks(ledger: Ledger, namespace: bytes | None) -> int:
     with suppress(OSError):  # where this fails, the tables cannot be written either
         ledger.session.store.locks.mark()  # first: what is reserved after the tables are cleared must see it
-    cleared = ledger.session.write(lambda w: clears_and_labels.clear(w, namespace), frees=True)
+    cleared = ledger.session.write(partial(clears_and_labels.clear, root=namespace), frees=True)
     try:
         ledger.namespaces.save_clear(namespace)
     finally:  # the chunks are removed now, even if a rebuild may bring them back

@@ -14,10 +14,10 @@ from pagoda.ledger.transaction import Transaction, window
 from pagoda.metrics import Reason
 
 BUSY_NS = 10_000_000_000  # an older reservation no longer keeps others from reserving its key
-PRESENT_LEASE_SECONDS = 1.0  # of what a call found present
+PRESENT_LEASE_SECONDS = 1.0  # the lease of a chunk that a call found present
 STAMP_STEP = 1 << 16  # between two stamps of one process: at least as many as a run has positions
-ATTEMPTS = 12  # each examines up to five times as many victims as all before
-MOST_VICTIMS = 2048  # examined in one transaction: some ms
+ATTEMPTS = 12  # each examines up to five times as many victims as all earlier ones together
+MOST_VICTIMS = 2048  # examined in one transaction; takes some ms
 _REAP_AT_ONCE = 64
 
 
@@ -25,8 +25,8 @@ _REAP_AT_ONCE = 64
 class ReserveRequest:
     """The keys of one reserve, at chain positions from `start` on, and what is learned about them on the way.
 
-    `admit_all`: the policy may keep none of them out. `admitted_before`: it has admitted all of them before, and is not
-    asked again.
+    `admit_all`: the policy must admit every key. `already_admitted`: it has admitted every key before, and is not asked
+    again.
     """
 
     keys: Sequence[bytes]
@@ -37,10 +37,10 @@ class ReserveRequest:
     tokens: int = 0
     parts: int = 1
     admit_all: bool = False
-    admitted_before: bool = False
+    already_admitted: bool = False
     present: set[int] = field(default_factory=set)  # indices of keys, as are the next two
-    end: int = sys.maxsize  # no newcomer from there on is admitted
-    hits: dict[int, int] = field(default_factory=dict)  # with which newcomers begin
+    end: int = sys.maxsize  # from this index on no newcomer is admitted
+    hits: dict[int, int] = field(default_factory=dict)  # the hits with which each newcomer begins
     outcomes: list[Outcome] = field(default_factory=list)  # of the leading keys
     # in each transaction, committed or not
     made: list[tuple[Transaction, list[Outcome]]] = field(default_factory=list)
@@ -138,7 +138,7 @@ def _slots(
 ) -> Iterator[int]:
     """Take the slots that a batch may have: free ones, then those of dead members, then those of victims.
 
-    Ends for good at the first that is missing: no slot for a key after the first that got none.
+    Stops when no slot is left; so a key after the first that got none gets none either.
     """
     while (slot := transaction.take_free()) is not None:
         yield slot

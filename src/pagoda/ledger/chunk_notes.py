@@ -1,6 +1,6 @@
 """Notes that an engine keeps with its chunks: what routers of requests are told of a chunk, after a restart too.
 
-A file beside a ledger, one page a slot, written and read like any file: nothing is mapped, so a full file system costs
+A file beside a ledger, one page per slot, written and read like any file: nothing is mapped; a full file system costs
 notes and nothing else. A note counts only under the key that is published for its slot, and is whole only with its
 checksum. Engines write notes (`pagoda.kv_events`); nothing else depends on them: a chunk without a note is
 served as any other. What is cleared or removed leaves no note behind.

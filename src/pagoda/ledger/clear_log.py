@@ -11,7 +11,7 @@ A slab outlives its tables, and then only its headers say what is stored. So eve
 
 `floor` is the watermark of every namespace that has no record. When a file is full, the other one becomes active: with
 a floor of now, and a record for each namespace that has chunks. It clears all others, which removes nothing: they have
-no chunks, and when they come back, their generations are above the floor. So it never has more than a record a slot.
+no chunks, and when they come back, their generations are above the floor. So it has at most one record per slot.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BYTES = _RECORD.size + _CHECK.size
 _WORDS = _BYTES // 4
 _HEAD = Struct("<16sQ8x")  # where other records have the namespace: magic, records written with it
 _MAGIC = b"pagoda clears 1\0"
-_SPARE = 1024  # records in addition to one namespace a slot
+_SPARE = 1024  # records in addition to one namespace per slot
 
 
 class Watermarks(NamedTuple):

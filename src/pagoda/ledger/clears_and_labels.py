@@ -101,7 +101,7 @@ def label(transaction: Transaction, root: bytes, fields: dict[str, str]) -> None
 
 
 def _forget_label(transaction: Transaction) -> None:
-    """Remove one of a few labels at a random place: one of a namespace that has nothing, if there is one."""
+    """Remove one of the few labels after a random key: that of a namespace without chunks, if there is one."""
     labels = transaction.tables.labels
     cursor = transaction.txn.cursor(db=labels)
     if not cursor.set_range(secrets.token_bytes(32)):

@@ -1,4 +1,4 @@
-"""The columns of a ledger: one row a slot, mapped, shared by all processes; hints that may be lost or torn.
+"""The columns of a ledger: one row per slot, mapped, shared by all processes; hints that may be lost or torn.
 
 Only `generation` and `key` are more than hints: they are the published copy of what the tables say, and are compared
 with it. They are assigned inside the gate, after the commit of the transaction that decided them, and before the
@@ -34,7 +34,7 @@ FEW = 4  # so few rows are cheaper one by one than by array operations, above al
 KEY_BYTES = 32
 _ALIGN = 4096
 
-_COUNTED = 2048  # slots, to know how many are leased: some us
+_COUNTED = 2048  # slots: the sample that tells how many are leased; takes some us
 
 PER_SLOT = 8
 WIDTHS = (8, 8, 8, 2, 1)  # bytes of the columns of a ghost
@@ -85,7 +85,7 @@ class Columns:
     def renew_cells(self) -> None:
         """Replace `cells`: each column for single values, at two thirds of the cost; the keys as bytes.
 
-        Whoever is using those before can neither read nor write there any more (ValueError).
+        Code that still uses the old cells can neither read nor write there any more (ValueError).
         """
         for cells in self.cells:
             cells.release()
@@ -127,7 +127,7 @@ class Columns:
         asked = set(keys)
         return [(slot, key) for slot in slots.tolist() if (key := self.key_of(slot)) in asked]
 
-    def names(self, slots: Rows, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+    def are_published(self, slots: Rows, keys: Sequence[bytes]) -> NDArray[np.bool_]:
         """Tell which of these slots are published under these keys."""
         asked = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 4)
         return np.asarray((self.keys[slots] == asked).all(axis=1))
@@ -135,7 +135,7 @@ class Columns:
     def lease(self, rows: Rows, now: int, nanoseconds: int) -> None:
         """Keep these slots from eviction for a while from `now` on; at most half of the slots are leased at once.
 
-        Of many slots a sample is counted: all of them would cost more than the rest of a look-up.
+        If there are many slots, a sample is counted: counting all would cost more than the rest of a look-up.
         """
         fresh = self.lease_until[rows] <= now
         if fresh.any():

@@ -49,18 +49,18 @@ class Evictor:
         *,
         admit_all: bool = False,
         refuse_all: bool = False,
-        asked: bool = False,
+        already_admitted: bool = False,
     ) -> tuple[int, NDArray[np.uint32]]:
         """Say how many newcomers, in chain order, are admitted, and the hits with which each begins.
 
         Leaves ghosts of the others.
 
-        `admit_all`, `refuse_all`: whatever the policy says, which learns of them even so. `asked`: an earlier
+        `admit_all`, `refuse_all`: overrule the policy, which is still informed. `already_admitted`: an earlier
         call admitted all of them; only their hits are returned.
         """
         ghosts = self._columns.table
         known_hits, last_use = ghosts.recall(marks)
-        if asked:
+        if already_admitted:
             return len(marks), known_hits + (last_use > 0)
         with self._lock:  # the policy may correct what was recalled
             count = self._policy.admit(Newcomers(stamps, known_hits, last_use), room, now)
@@ -75,12 +75,12 @@ class Evictor:
         self.admit(marks, stamps, len(marks), now, refuse_all=True)
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
-        """Return up to `count` slots to evict for newcomers of recency `stamp`, the first to evict first."""
+        """Return up to `count` slots to evict for newcomers of recency `stamp`, in the order of eviction."""
         with self._lock:
             return self._policy.victims(count, stamp, now)
 
     def prepare(self, stamp: int, now: int) -> None:
-        """Do ahead what the next calls would have to do. Called by one thread at a time, in parallel to other calls."""
+        """Do in advance what the next calls would have to do. Called by one thread, in parallel to other calls."""
         self._policy.prepare(stamp, now)
 
     def share(self, values: NDArray[np.float64]) -> None:

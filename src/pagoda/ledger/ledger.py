@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from pagoda.clock import Clock
 from pagoda.errors import ClosedError, NoRoomError, StoreError
-from pagoda.finalizers import settle
+from pagoda.finalizers import close_dropped
 from pagoda.fork import call_in_child
 from pagoda.ledger import allocation, hold_pin_remove, queries
 from pagoda.ledger.columns import KEY_BYTES, NOT_READY, Columns, marks_of
@@ -33,15 +33,15 @@ from pagoda.ledger.locks import barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.outcomes import CommitResult, Match, Miss, Outcome, Present, Refused, Reserved
-from pagoda.ledger.policy_thread import PolicyThread, map_learned
+from pagoda.ledger.page_guards import PageGuards
 from pagoda.ledger.request_ring import RequestRing
 from pagoda.ledger.session import Session, UnavailableError
-from pagoda.ledger.slot_view_guards import PageGuards
 from pagoda.ledger.space_sharing import SpaceShare
-from pagoda.ledger.store import StoreSpec, open_store, os_errors_mapped, unusable, warn_of_slots
+from pagoda.ledger.store_directory import StoreSpec, open_store, os_errors_mapped, unusable, warn_of_slots
 from pagoda.ledger.store_state import LOCKS, REQUESTS, SLAB, Kind, read_state
 from pagoda.ledger.stores_under_root import discard_idle
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
+from pagoda.ledger.upkeep_thread import UpkeepThread, map_learned
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.threads import Condition
 
@@ -63,7 +63,7 @@ _changed = Condition()  # of the two; never held while a store is opened or clos
 
 
 class Ledger:
-    """One store's ledger in this process. Thread-safe and fork-safe; `open` returns one shared object a store.
+    """One store's ledger in this process. Thread-safe and fork-safe; `open` returns one shared object per store.
 
     Calls with `deadline_seconds` never take longer, never raise for a failure at run time, and count what they refuse:
     `drop_<reason>` for each Refused, `miss_ledger_busy` for each read and `drop_ledger_busy` for each write that was
@@ -89,7 +89,7 @@ class Ledger:
         self.evictor = Evictor(policy, session.columns)
         self.space = SpaceShare(self)
         learned = map_learned(session.store.directory, self.evictor)
-        self.policy_thread = PolicyThread(session, self.evictor, learned, self.space)
+        self.upkeep_thread = UpkeepThread(session, self.evictor, learned, self.space)
         self._now = session.clock.monotonic_ns
         self.count = session.count
         self._last_stamp = 0
@@ -176,7 +176,7 @@ class Ledger:
                 elif create:
                     ledger._warn_of_others(spec, policy)
                 if create and spec.limit_bytes not in ledger._asked:
-                    _with_space(partial(ledger.space.settle, spec.limit_bytes), until)
+                    _with_space(partial(ledger.space.fit_to_limit, spec.limit_bytes), until)
                     ledger._asked.add(spec.limit_bytes)
         except BaseException as error:
             ledger.close()
@@ -234,14 +234,15 @@ class Ledger:
 
     def reserve(
         self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, parent: bytes | None = None, tokens: int = 0,
-        parts: int = 1, stamp: int | None = None, admit_all: bool = False, admitted: bool = False,
+        parts: int = 1, stamp: int | None = None, admit_all: bool = False,
+        already_admitted: bool = False,
         deadline_seconds: float = 1.0,
     ) -> list[Outcome]:  # fmt: skip
         """Reserve a slot for each key, to copy `tokens` tokens' KV into, evicting as needed; leading keys first.
 
         `keys` are at chain positions from `start` on, after `parent`. At most `window` keys get a slot in one call, and
         one member has at most a quarter of the slots reserved. The policy may keep newcomers out, unless `admit_all`,
-        or `admitted` by `admit` before. Changes recency and leases of what is Present.
+        or `already_admitted` by `admit`. Changes recency and leases of what is Present.
         """
         if parts < 1:
             raise ValueError(f"a chunk has at least one part, not {parts}")
@@ -250,12 +251,12 @@ class Ledger:
         until = time.monotonic() + deadline_seconds
         stamp = self.stamp() if stamp is None else stamp
         request = allocation.ReserveRequest(
-            keys[: self.window], start, parent, stamp, namespace, tokens, parts, admit_all, admitted
+            keys[: self.window], start, parent, stamp, namespace, tokens, parts, admit_all, already_admitted
         )
         hindrance: Reason | None = None
         try:
             if self._room < len(request.keys):
-                self._look(request, until)
+                self._find_present(request, until)
             for at in range(0, len(request.keys), BATCH):
                 batch = range(at, min(at + BATCH, len(request.keys)))
                 self._admit(request, batch, hindrance)
@@ -268,13 +269,14 @@ class Ledger:
                 if isinstance(outcome, Refused):
                     self.count({f"drop_{outcome.reason}": 1})
             lacks = (self._lacks_pages or self.space.exceeds) and self._room < self.window
-            self.policy_thread.wake(lacks)
+            self.upkeep_thread.wake(lacks)
             return outcomes
-        except BaseException:  # of a signal handler: the caller gets none of these
-            self.abort([one for w, outcomes in request.made if w.committed for one in outcomes])
+        except BaseException:  # of a signal handler: the caller never learns of these reservations
+            made = request.made
+            self.abort([one for transaction, outcomes in made if transaction.committed for one in outcomes])
             raise
 
-    def _look(self, request: allocation.ReserveRequest, until: float) -> None:
+    def _find_present(self, request: allocation.ReserveRequest, until: float) -> None:
         """Find which keys are present and how many slots are free.
 
         A present chunk is never evicted for another key of the same call.
@@ -302,7 +304,7 @@ class Ledger:
                 self._room,
                 self._now(),
                 admit_all=request.admit_all,
-                asked=request.admitted_before,
+                already_admitted=request.already_admitted,
             )
             request.hits.update(zip(new, hits.tolist(), strict=True))
             if leading < len(new):
@@ -311,11 +313,11 @@ class Ledger:
     def admit(self, keys: Sequence[bytes], *, start: int, stamp: int, deadline_seconds: float = 1.0) -> int:
         """Ask the policy how many of these keys, from the first on, are admitted or present. At most 64 at once.
 
-        Changes ghosts, and recency and leases of what is present. Reserve the others as `admitted`.
+        Changes ghosts, and recency and leases of what is present. Reserve them as `already_admitted`.
         """
         request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
         if self._room < len(request.keys):  # as in `reserve`: with room for all, all are admitted
-            self._look(request, time.monotonic() + deadline_seconds)
+            self._find_present(request, time.monotonic() + deadline_seconds)
         self._admit(request, range(len(request.keys)), None)
         return min(request.end, len(request.keys))
 
@@ -406,7 +408,7 @@ class Ledger:
         """Give up this member's parts of what was reserved, and free the slots that no other member writes into.
 
         Only when this member writes into them no longer. An outcome that is no reservation of this member, or is
-        committed by now, is left alone: so it is of use after any exception.
+        committed by now, is left alone: so this call is safe after any exception.
         """
         until = time.monotonic() + deadline_seconds
         for batch in batches([one for one in outcomes if isinstance(one, Reserved)]):
@@ -436,7 +438,7 @@ class Ledger:
     def _owed(
         self, work: Callable[[Transaction], T], undo: Callable[[Transaction], None], seconds: float
     ) -> T:
-        """Run work that the caller must end later; if an exception of a signal handler loses the answer, `undo` it."""
+        """Run work whose result the caller releases later; `undo` it if an exception of a signal handler loses that."""
         begun: list[Transaction] = []
 
         def noted(transaction: Transaction) -> T:
@@ -539,7 +541,7 @@ class Ledger:
         return np.asarray(self.columns.generation[slots] == generations)
 
     def is_valid(self, slot: int, generation: int) -> bool:
-        """Tell of one slot what `still_valid` tells of many."""
+        """Do for one slot what `still_valid` does for many."""
         barrier()
         return bool(self.columns.cells[0][slot] == generation)
 
@@ -637,7 +639,7 @@ class Ledger:
             self._closing = True  # a thread that opens the store again waits until it is closed
         try:
             self.namespaces.save_labels(every_seconds=0.0)
-            self.policy_thread.close()
+            self.upkeep_thread.close()
             self.session.close()
         finally:
             with _changed:
@@ -654,8 +656,8 @@ def _reset_in_child() -> None:
     for ledger in list(_ledgers):
         ledger.namespaces.forget()
         ledger.evictor = Evictor(ledger.evictor.policy, ledger.columns)  # a thread may have been inside it
-        ledger.policy_thread = PolicyThread(
-            ledger.session, ledger.evictor, ledger.policy_thread.learned, ledger.space
+        ledger.upkeep_thread = UpkeepThread(
+            ledger.session, ledger.evictor, ledger.upkeep_thread.learned, ledger.space
         )
         if ledger._closing or ledger._borrowed:  # by a thread that this process does not have
             _ledgers.remove(ledger)
@@ -667,7 +669,7 @@ def _with_space(step: Callable[[float], T], until: float) -> T:
     try:
         return step(_left(until))
     except NoRoomError:
-        settle(_left(until))  # a store that was dropped without a close may have the space
+        close_dropped(_left(until))  # a store that was dropped without a close may have the space
         return step(_left(until))
 
 

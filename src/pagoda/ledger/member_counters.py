@@ -1,4 +1,4 @@
-"""The counters of a store: a mapped row a member, in columns that the tables name.
+"""The counters of a store: one mapped row per member, in columns that the tables name.
 
 A version of PagodaKV that has more counters than another appends their names: members of both versions share the file,
 and each reads the columns that it knows. A new counter is therefore no new format. `session` and `members` call it.

@@ -63,7 +63,7 @@ def _as_asked(
 ) -> tuple[int, Reason | None]:
     """Return how many leading entries are of that namespace and at these positions, and what is wrong with the next.
 
-    The key alone does not tell: a caller that makes its own keys may pass keys of another namespace.
+    The key alone is no proof: a caller that makes its own keys may pass keys of another namespace.
     """
     entries, count = np.frombuffer(rows, _ENTRY_ROW), 0
     if namespace is None or not len(entries):
@@ -116,7 +116,7 @@ def _intact(
     if slots.max() >= columns.slots:  # LMDB has no checksums
         before = int(np.argmax(slots >= columns.slots))
         return _intact(columns, slots[:before], generations[:before], keys[:before])
-    same = columns.names(slots, keys) & (columns.generation[slots] == generations)
+    same = columns.are_published(slots, keys) & (columns.generation[slots] == generations)
     return _leading(same)
 
 

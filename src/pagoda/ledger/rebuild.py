@@ -33,7 +33,7 @@ def end_scan(ledger: Ledger) -> None:
 def absorb(ledger: Ledger, first_slot: int, found: Sequence[ScannedChunk | None]) -> None:
     """Enter what the headers of the next unscanned slots say; None where a slot holds nothing. At most 64."""
     whole = ledger.slab_path.stat().st_blocks * 512 >= ledger.slots * ledger.slot_bytes
-    ledger.session.write(lambda w: _absorb(w, first_slot, found, whole))
+    ledger.session.write(lambda transaction: _absorb(transaction, first_slot, found, whole))
     if not len(unscanned(ledger)):
         ledger.space.after_scan()
 

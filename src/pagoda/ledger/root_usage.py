@@ -1,6 +1,6 @@
 """How much space the stores of one root hold, and how much they may hold together.
 
-`store` and `space_sharing` call it under the lock of the root.
+`store_directory` and `space_sharing` call it under the lock of the root.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def root_limit(every: Sequence[Holding]) -> int | None:
 def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
     """Record how much the stores of the root may hold; while other processes have the store open, it never shrinks.
 
-    None: the caller only reads the store, or takes from it. A limit from an earlier time does not count then.
+    None: the caller only reads the store, or takes from it; if it is the only user (`sole`), an old limit is removed.
     """
     file = directory / _LIMIT
     fresh = file.with_suffix(".new")

@@ -36,8 +36,8 @@ from pagoda.ledger.lmdb_tables import MEMBER, MEMBER_KEY, Tables, Txn
 from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate, timed_out
 from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
 from pagoda.ledger.members import add_member, leave, publish_committed, reap, remove_dead
-from pagoda.ledger.slot_view_guards import PageGuards
-from pagoda.ledger.store import OpenStore, reopen_store
+from pagoda.ledger.page_guards import PageGuards
+from pagoda.ledger.store_directory import OpenStore, reopen_store
 from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLES
 from pagoda.ledger.table_integrity import is_damage
 from pagoda.ledger.transaction import BATCH, Transaction
@@ -73,7 +73,7 @@ class Session:
         self.gate = Gate(store.locks)
         self.member = 0
         self.closed = False
-        # its directory is another store's by now: no file of it is opened by path again
+        # the directory belongs to another store now: no file in it is opened by path again
         self.lost = self._told = False
         self._damaged = False  # its tables; this was logged
         self._counters = map_counters(store.directory / COUNTERS_FILE)
@@ -114,7 +114,7 @@ class Session:
             raise
         self.count(transaction.counts)
         if self.page_guards is not None:
-            self.page_guards.settle()
+            self.page_guards.clear_ended()
         return result
 
     def _transact(self, work: Callable[[Transaction], T]) -> tuple[Transaction, T]:
@@ -135,9 +135,9 @@ class Session:
             transaction.publish(self.columns, self.stamp(transaction.now))
         except BaseException as error:
             try:
-                self._settle(tables, transaction, begun)
+                self._publish_or_undo(tables, transaction, begun)
             except BaseException:  # another signal: again, from the start
-                self._settle(tables, transaction, begun)
+                self._publish_or_undo(tables, transaction, begun)
                 raise
             if is_damage(error) or (
                 isinstance(error, lmdb.Error) and not isinstance(error, lmdb.MapFullError)
@@ -146,7 +146,7 @@ class Session:
             raise
         return transaction, result
 
-    def _settle(
+    def _publish_or_undo(
         self, tables: Tables, transaction: Transaction | None, begun: list[Callable[[Transaction], object]]
     ) -> None:
         """After an exception at any point of a transaction: publish it if it was committed, else undo everything."""
@@ -184,10 +184,10 @@ class Session:
         try:
             if self.lost:
                 self.require_store()
-            found = gate.run(partial(self._look, work), deadline_seconds)
+            found = gate.run(partial(self._run_read, work), deadline_seconds)
             if not found:  # the first call after a fork: become a new member
-                look = partial(self._look, work, opens=True)
-                found = gate.run(look, until - time.monotonic(), exclusive=True)
+                read = partial(self._run_read, work, opens=True)
+                found = gate.run(read, until - time.monotonic(), exclusive=True)
         except Exception as error:
             self._raise_unavailable("read", error, gate)
             raise
@@ -209,7 +209,7 @@ class Session:
             found, start = self.read(page, PATIENT_SECONDS if until is None else until - time.monotonic())
             yield from found
 
-    def _look(self, work: Callable[[Txn, Tables], T], opens: bool = False) -> list[T]:
+    def _run_read(self, work: Callable[[Txn, Tables], T], opens: bool = False) -> list[T]:
         """Run `work` as one read transaction, if the tables are open or this `opens` them. Called inside the gate."""
         tables = self._open() if opens else self._tables
         if tables is None:
@@ -235,7 +235,9 @@ class Session:
         return is_damage(error) or isinstance(error, lmdb.Error | OSError | StoreError)
 
     def _raise_unavailable(self, done: str, error: Exception, gate: Gate) -> None:
-        """Raise what an error of a transaction means; returns if it was wrong use, or is what `check` found.
+        """Turn the error of a transaction into UnavailableError or ClosedError.
+
+        Returns if it was wrong use, or is what `check` found.
 
         `gate`: where it ran. What a forked child meets in its parent's transaction says nothing about the store.
         """
@@ -532,7 +534,7 @@ class Session:
 
 
 def _do_late(work: Callable[[Transaction], object], transaction: Transaction) -> None:
-    """Run deferred work; it is too late to report wrong use."""
+    """Run deferred work. An error of wrong use is dropped: no caller waits for the result."""
     try:
         work(transaction)
     except (ValueError, struct.error) as error:

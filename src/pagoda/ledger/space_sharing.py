@@ -9,12 +9,12 @@ those of other versions in memory have a separate limit.
 One transfer, all of it under the lock of the root, and never inside two gates at once:
 
     the giver's gate    its free slots and coldest chunks are taken out of its tables and are bare
-    no gate             views of a slab in memory are waited for (`slot_view_guards`), then the holes are punched
+    no gate             views of a slab in memory are waited for (`page_guards`), then the holes are punched
     no gate             the taker allocates pages for its slots: without free space it gets fewer, without an error
     the taker's gate    these slots are free, and only now may be reserved
 
 A process that dies in between leaves bare slots with pages, or pages that no table lists: the next one that needs space
-punches them. `Ledger` settles a new store, and `policy_thread` asks for more.
+punches them. `Ledger` fits a new store into it, and `upkeep_thread` asks for more.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SpaceShare:
     """The share of one store in its root. Thread-safe: what it changes, it changes under the lock of the root."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger: Ledger = weakref.proxy(ledger)  # which holds this: closed, it frees its mapped files
+        self._ledger: Ledger = weakref.proxy(ledger)  # no cycle: a closed ledger frees its mapped files
         self._session = ledger.session
         self._slot_bytes = ledger.slot_bytes
         self._directory = ledger.directory
@@ -73,7 +73,7 @@ class SpaceShare:
 
     # ---- taking
 
-    def settle(self, asked_bytes: int | None, seconds: float) -> None:
+    def fit_to_limit(self, asked_bytes: int | None, seconds: float) -> None:
         """Grow into free space, shrink to a smaller limit, take a first share. NoRoomError names the holders.
 
         `asked_bytes`: the limit that is asked for; while other users have asked for a larger one, that one counts.
@@ -144,7 +144,7 @@ class SpaceShare:
     def _tell(self, excess: int) -> None:
         """Log which store holds how much, if it is too much. Not under the lock of the root: it opens other stores."""
         if self.exceeds:
-            text = "%d bytes too many are held, as they are in use now; they are given back later: %s"
+            text = "%d bytes above the limit are still in use, and are given back later: %s"
             log.warning(text, excess, self._holders())
 
     def _grow(self, most: int) -> int:
@@ -185,7 +185,7 @@ class SpaceShare:
         return got
 
     def _take(self) -> bool:
-        """Take one piece from the store that must give, and grow by it; False if there is none to be had.
+        """Take one piece from the store that must give, and grow by it; False if no store can give any.
 
         Under the lock of the root.
         """
@@ -320,7 +320,7 @@ class SpaceShare:
             if not idle:
                 return []
             first = self._last_with_pages(meta, count)
-            self._session.write(lambda w: hold_pin_remove.vacate_unscanned(w, meta.backed - first), 1.0)
+            self._session.write(partial(hold_pin_remove.vacate_unscanned, count=meta.backed - first), 1.0)
             return list(range(first, meta.backed))
         slots = list[int]()
         for reach in (count - meta.free(), self._ledger.slots):  # pinned or held chunks may hide others

@@ -35,7 +35,7 @@ SLAB_FORMAT = 1
 STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES, PAGE_GUARDS = (
     "state", "locks", "data.mdb", "columns", "counters", "slab", "namespaces", "lent",
 )  # fmt: skip
-GUARD_WORDS = 64  # a member, see `slot_view_guards`
+GUARD_WORDS = 64  # a member, see `page_guards`
 GUARD_BYTES = MEMBER_ROWS * GUARD_WORDS * 8
 PROMPTS, OLD_PROMPTS = "prompts", "prompts-old"  # the log of prompts: see `cache/prompt_log`
 NOTES = "notes"  # of chunks, for routers of requests: see `chunk_notes`; of no format

@@ -1,6 +1,6 @@
 """The stores under one root: their lock, which there are, how one is removed, and what killed processes left.
 
-`store` and `space_sharing` call it under the lock of the root, the CLI to list and to remove stores.
+`store_directory` and `space_sharing` call it under the lock of the root, the CLI to list and to remove stores.
 """
 
 from __future__ import annotations

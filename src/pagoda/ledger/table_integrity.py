@@ -1,6 +1,7 @@
 """Whether the tables of a store can be trusted: a checksum from its last clean close tells, else a look at every row.
 
-LMDB has no checksums: a damaged page is an error, a wrong row, or the end of the process by a signal. `store` calls it.
+LMDB has no checksums: a damaged page is an error, a wrong row, or the end of the process by a signal.
+`store_directory` calls this module.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 def checksum(directory: Path, slots: int, used_bytes: int) -> str | None:
-    """Return that of the used pages of the tables and of the columns; None if reading them takes too long. OSError."""
+    """Return the checksum of the used pages of tables and columns; None if reading them takes too long. OSError."""
     until = time.monotonic() + _SECONDS
     state = xxhash.xxh3_128()
     for name, nbytes in ((TABLES, used_bytes), (COLUMNS, columns_bytes(slots))):
@@ -97,7 +98,7 @@ def check(txn: Txn, tables: Tables, columns: Columns, totals: dict[str, int]) ->
     generations = np.fromiter((row[0] for row in ready.values()), np.uint64)
     hints = (columns.generation[rows] != generations) | (columns.last_use[rows] == NOT_READY)
     if len(rows):
-        hints |= ~columns.names(rows, [row[-1] for row in ready.values()])
+        hints |= ~columns.are_published(rows, [row[-1] for row in ready.values()])
     parents = columns.parent_slot[rows]
     child = (parents >= 0) & (parents < columns.slots)
     unreachable = columns.generation[parents[child]] != columns.parent_generation[rows[child]]

@@ -64,7 +64,9 @@ class Transaction:
         # to be published: slot -> parent slot, its generation; slot -> recency stamp, from which on it may be evicted
         self.links: dict[int, tuple[int, int]] = {}
         self.ready: dict[int, int] = {}
-        self._tenants: dict[int, list[int]] = {}  # namespace -> change of its chunks and reservations
+        self._namespace_changes: dict[
+            int, list[int]
+        ] = {}  # namespace -> change of its chunks and reservations
         self._alive, self._known_alive = alive, {member: True, 0: False}
         self._generations: dict[int, int] = {}
         # slot -> key, hits, position, parent slot and its generation
@@ -261,7 +263,7 @@ class Transaction:
     def add_to_namespace(self, namespace: int, chunks: int = 0, reservations: int = 0) -> None:
         """Change how many chunks and reservations a namespace (by number; 0: none) has; written once, by `save`."""
         if namespace:
-            change = self._tenants.setdefault(namespace, [0, 0])
+            change = self._namespace_changes.setdefault(namespace, [0, 0])
             change[0] += chunks
             change[1] += reservations
 
@@ -286,14 +288,14 @@ class Transaction:
                 counter_row, pid, reserved, device = MEMBER.unpack(row)
                 row = MEMBER.pack(counter_row, pid, max(0, reserved + change), device)
                 self.put(MEMBER_KEY.pack(member), row, db=self.tables.members)
-        for namespace, (more_chunks, more_reservations) in self._tenants.items():
+        for namespace, (more_chunks, more_reservations) in self._namespace_changes.items():
             row = self.get(NUMBER.pack(namespace), db=self.tables.namespaces)
             if row is None:
                 raise lmdb.CorruptedError(f"there is no namespace {namespace}")
-            root, line, chunks, reservations = NAMESPACE.unpack(row)
+            root, watermark, chunks, reservations = NAMESPACE.unpack(row)
             chunks, reservations = chunks + more_chunks, reservations + more_reservations
             if chunks or reservations or self.meta.scanning:
-                row = NAMESPACE.pack(root, line, chunks, reservations)
+                row = NAMESPACE.pack(root, watermark, chunks, reservations)
                 self.put(NUMBER.pack(namespace), row, db=self.tables.namespaces)
             else:
                 self.delete(NUMBER.pack(namespace), db=self.tables.namespaces)

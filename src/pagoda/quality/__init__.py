@@ -7,7 +7,7 @@
     approaches     how the KV of a prompt is come by: computed, reused, blended, through a codec, or spoiled on purpose
     measure        each approach on each prompt, beside exact KV
     bootstrap      confidence intervals
-    report         figures, bounds and verdicts
+    judge          figures, bounds and verdicts
     write_verdict  the file of a verdict
     run            all of it, for one model
 """

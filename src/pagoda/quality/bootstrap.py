@@ -28,8 +28,8 @@ def ratio_interval(parts: Numbers, wholes: Numbers, *, confidence: float = 0.95,
     """Return sum(parts) / sum(wholes) over prompts, and its interval. With wholes of 1 it is the mean.
 
     Args:
-        parts: one number a prompt, such as the tokens that are the same.
-        wholes: one number a prompt, such as all of its tokens.
+        parts: one number per prompt, such as the tokens that are the same.
+        wholes: one number per prompt, such as all of its tokens.
         confidence: how often such an interval holds the true figure, below 1.
         seed: of the draws.
 
@@ -58,7 +58,7 @@ def difference_interval(
 def _paired(a: Numbers, b: Numbers) -> tuple[Floats, Floats]:
     left, right = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if left.shape != right.shape or left.ndim != 1 or not left.size:
-        raise ValueError(f"one number a prompt is needed on both sides, got {left.shape} and {right.shape}")
+        raise ValueError(f"one number per prompt is needed on both sides, got {left.shape} and {right.shape}")
     return left, right
 
 

@@ -1,4 +1,4 @@
-"""Each approach on each prompt, beside exact KV. Calls the model; called by `report`.
+"""Each approach on each prompt, beside exact KV. Calls the model; called by `judge`.
 
 The model answers with exact KV first, greedily. Then, for each approach, the same tokens are fed to it over the KV of
 the approach, and the distributions over the next token are compared at each of them. From the first token that would

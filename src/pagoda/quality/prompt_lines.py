@@ -1,4 +1,4 @@
-"""The prompts that quality is measured on: one JSON object a line.
+"""The prompts that quality is measured on: one JSON object per line.
 
     {"documents": [TEXT, ...], "question": TEXT, "answer": TEXT}     for blending and codecs; the answer may be left out
     {"prompt": TEXT, "answer": TEXT}                                 for codecs only

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pagoda.blend.blend_policies import SelectionPolicy
     from pagoda.connectors.transformers import CachedModel
-    from pagoda.quality.report import Judged
+    from pagoda.quality.judge import Judged
     from pagoda.quality_bounds import Bounds
 
 _SPARE_BYTES = 16 << 20  # of the memory for the documents of a prompt: tables
@@ -66,8 +66,8 @@ def measure_quality(
     from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
     from pagoda.connectors.transformers.supported_models import check_model, probe_model
     from pagoda.quality.approaches import CONTROLS, Approach, Blend, Codec
+    from pagoda.quality.judge import judged
     from pagoda.quality.measure import measured
-    from pagoda.quality.report import judged
     from pagoda.quality_bounds import DEFAULT_BOUNDS, too_loose
     from pagoda.quality_verdict import weights_name
 

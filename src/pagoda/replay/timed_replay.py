@@ -155,7 +155,7 @@ class _TimedRun:
 
     def __init__(self, tiers: Sequence[TimedTier], engines: Engines) -> None:
         if min(*engines) <= 0:
-            raise ValueError(f"engines need a speed, bytes a token and a number above 0, not {engines}")
+            raise ValueError(f"engines need a speed, bytes per token and a number above 0, not {engines}")
         for tier in tiers:
             if tier.bytes_per_second <= 0 or (tier.queue_chunks or 0) < 0:
                 raise ValueError(f"a tier needs a bandwidth above 0 and no negative queue, not {tier}")

@@ -1,6 +1,6 @@
-"""Traces: recorded requests, one JSON object a line, as in the Mooncake FAST'25 release; hashed ids only, no text.
+"""Traces: recorded requests, one JSON object per line, as in the Mooncake FAST'25 release; hashed ids only, no text.
 
-`timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (one a chunk of the prompt, each naming the
+`timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (one per chunk of the prompt, each naming the
 whole prefix up to it) and, of ours, `chunk_tokens` (512 if it is not there).
 """
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from aiohttp import web
 
 from pagoda.errors import ConfigError
-from pagoda.serve_token import TOKEN_VARIABLE, default_token_file
+from pagoda.serve_token_file import TOKEN_VARIABLE, default_token_file
 
 COOKIE = "pagoda"
 """The name of the page's cookie."""

@@ -21,7 +21,7 @@ from pagoda.clock import Deadline
 from pagoda.errors import PagodaError
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.ledger.store_stats import StoreStats
-from pagoda.metrics import DROPS, MISSES, TIER_KINDS, Reason
+from pagoda.metrics import TIER_KINDS, by_reason
 from pagoda.threads import begin
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ class Overview:
             "tiers": [*_local_tiers(stores, totals), *_remote_tiers(remotes, totals["hit_tokens_remote"])],
             "totals": shown,
             "saved": _saved(stores, self._gpu_price),
-            "misses": _by_reason(totals, "miss_", MISSES),
-            "drops": _by_reason(totals, "drop_", DROPS),
+            "misses": by_reason(totals, "miss_"),
+            "drops": by_reason(totals, "drop_"),
             "requests": _requests(stores),
             "namespaces": namespaces[:MOST_NAMESPACES],
             "more_namespaces": max(0, len(namespaces) - MOST_NAMESPACES),
@@ -170,10 +170,6 @@ def _totals(stores: Iterable[StoreStats]) -> Tally[str]:
     for store in stores:
         total.update(store.counters)
     return total
-
-
-def _by_reason(counts: Mapping[str, int], prefix: str, reasons: Iterable[Reason]) -> dict[str, int]:
-    return {str(reason): counts[f"{prefix}{reason}"] for reason in reasons if counts[f"{prefix}{reason}"]}
 
 
 def _local_tiers(stores: Sequence[StoreStats], totals: Mapping[str, int]) -> list[dict[str, object]]:

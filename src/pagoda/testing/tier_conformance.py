@@ -113,6 +113,16 @@ class TierConformance:
             assert tier.chunk_bytes > 0
             tier.register(ONE)
 
+    def test_a_run_is_stamped_admitted_and_flushed(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            keys, stamp = keys_of(ONE, 4), tier.stamp()
+            assert stamp <= tier.stamp()
+            count, refused = tier.admit(keys, namespace=ONE.root, start=0, stamp=stamp)
+            assert 0 <= count <= len(keys) and refused == (count < len(keys))
+            futures = tier.save(self.chunks(tier, keys)[:count], ONE.root, stamp=stamp)
+            assert tier.flush(self.seconds)
+            assert all(future.done() for future in futures)
+
     def test_an_empty_tier_has_nothing(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             (key,) = keys_of(ONE, 1)

@@ -10,7 +10,7 @@ In the order in which a save meets them:
 - `io_queue`: the bounded queue of reads and writes and its I/O threads, which the disk tier and the remote tiers share
 - `header_scan`: rebuilds a lost ledger from the headers in the slab
 - `breaker`: the circuit breaker that lets a failing device or store rest
-- `tier_registry`: the user's list of tiers, for the commands
+- `recorded_tiers`: the user's list of tiers, for the commands
 """
 
 from __future__ import annotations

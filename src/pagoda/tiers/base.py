@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -42,15 +44,32 @@ class Tier(Protocol):
     ValueError is for wrong use only: a payload or buffer smaller than a chunk, or unequal numbers of keys and buffers.
     Calls whose failure the caller must know (`register`, `remove`, `clear`, `stats`) raise StoreError after a while.
     After `close()` nothing is found, and saves and loads end with Reason.CLOSED.
+
+    A subclass inherits the defaults of what few tiers have: attributes from `codec` to `resting`, `stamp`, `admit` and
+    `flush`.
     """
 
     name: str
     chunk_bytes: int
     believed_seconds: float  # how long a chunk that was found here is assumed to be here still
+    codec: str = "raw"  # of the stored bytes
+    address: str = ""  # where the tier is; shown in the log
+    is_shared: bool = False  # by machines: not used while the weights have no name that all of them know
+    read_only: bool = False  # nothing is saved or touched here
+    keeps_recency: bool = False  # of the chunks that `find` finds: a load is no reason to touch them
+    # returns a recency stamp for one run; it is passed to all calls for the run, so that its tail stays older
+    stamp: Callable[[], int] = time.monotonic_ns
 
+    @property
+    def resting(self) -> bool:
+        """Whether the tier is skipped for a while after failures in a row. Nothing is found meanwhile."""
+        return False
+
+    @abstractmethod
     def register(self, namespace: Namespace) -> None:
         """Record the namespace with its labels, so that it can be listed and cleared. Idempotent and cheap."""
 
+    @abstractmethod
     def find(
         self,
         keys: Sequence[bytes],
@@ -69,6 +88,7 @@ class Tier(Protocol):
         `namespace` is the root that the keys were derived under; without it all registered namespaces are searched.
         """
 
+    @abstractmethod
     def touch(
         self,
         keys: Sequence[bytes],
@@ -84,6 +104,16 @@ class Tier(Protocol):
         Takes as long as I/O takes, so call it from background threads.
         """
 
+    def admit(
+        self, keys: Sequence[bytes], *, namespace: bytes, start: int, stamp: int | None
+    ) -> tuple[int, bool]:
+        """Return how many of a run's next keys a save would store, and whether the rest of the run is refused.
+
+        `start` is the chain position of keys[0]. By default all are stored. A tier that refuses counts what it refuses.
+        """
+        return len(keys), False
+
+    @abstractmethod
     def save(
         self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
     ) -> list[Future[Done]]:
@@ -92,6 +122,7 @@ class Tier(Protocol):
         A chunk that finds the queue full is dropped with QUEUE_FULL and counted. A key that is already stored is ok.
         """
 
+    @abstractmethod
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes,
         deadline_seconds: float | None = None,
@@ -106,9 +137,11 @@ class Tier(Protocol):
         A buffer belongs to the tier until its future is done. If the result is not ok, the content is undefined.
         """
 
+    @abstractmethod
     def contains(self, key: bytes, *, deadline_seconds: float | None = None) -> bool:
         """Return whether `find` would find this key; does not update recency."""
 
+    @abstractmethod
     def put(
         self,
         key: bytes,
@@ -121,33 +154,47 @@ class Tier(Protocol):
     ) -> bool:
         """Store a copy of `payload`. True: it is stored or, without `block`, queued (and readable)."""
 
+    @abstractmethod
     def put_many(self, items: Iterable[Chunk], *, namespace: bytes) -> int:
         """Store chunks from a lazy iterable; return how many are stored at the end. Waits, up to a limit."""
 
+    @abstractmethod
     def get(self, key: bytes, *, namespace: bytes | None = None) -> Bytes | None:
         """Return a verified private copy of a chunk, (chunk_bytes,) uint8, or None."""
 
+    @abstractmethod
     def get_many(self, keys: Iterable[bytes], *, namespace: bytes | None = None) -> Iterator[Bytes | None]:
         """Yield `get` of each key, in order. Takes the keys lazily and looks each up once."""
 
+    @abstractmethod
     def remove(self, key: bytes) -> bool:
         """Remove a chunk, queued or stored; return False if it is not here."""
 
+    @abstractmethod
     def in_flight(self, key: bytes) -> bool:
         """Return whether a save of this key is queued or running."""
 
+    @abstractmethod
     def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
         """Wait until the saves of these keys have ended; return False after `timeout` seconds."""
 
+    def flush(self, timeout: float) -> bool:
+        """Wait until no save is queued or running; return False after `timeout` seconds."""
+        return True
+
+    @abstractmethod
     def clear(self, namespace: bytes | None = None) -> int:
         """Remove all chunks of one namespace, or all; saves in flight store nothing. Return how many were removed."""
 
+    @abstractmethod
     def holders(self, key: bytes) -> list[str]:
         """Return what keeps this chunk from eviction: names of pins, "lease", "in flight"."""
 
+    @abstractmethod
     def stats(self) -> Mapping[str, int]:
         """Return gauges and counters by name, of all processes that share the store."""
 
+    @abstractmethod
     def close(self, timeout: float = 5.0) -> None:
         """Close within `timeout` seconds; drop what is still queued with CLOSED. Idempotent."""
 

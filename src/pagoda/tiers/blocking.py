@@ -14,10 +14,10 @@ import numpy as np
 
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, completed_future, flat_bytes
+from pagoda.tiers.base import Bytes, Chunk, Done, Tier, check_sizes, completed_future, flat_bytes
 
 
-class BlockingCalls(ABC):
+class BlockingCalls(Tier, ABC):
     """put, put_many, get and get_many of a tier: private copies in and out. Thread-safe if the abstract methods are.
 
     A blocking call waits at most `deadline_seconds` for a chunk. A chunk that takes longer is not stored, or a miss.
@@ -27,16 +27,6 @@ class BlockingCalls(ABC):
     slot_bytes: int
     deadline_seconds: float
     read_ahead = 0  # how many chunks get_many loads beyond the one that it yields
-
-    @abstractmethod
-    def save(
-        self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
-    ) -> list[Future[Done]]:
-        """See Tier.save."""
-
-    @abstractmethod
-    def contains(self, key: bytes) -> bool:
-        """See Tier.contains."""
 
     @abstractmethod
     def load(

@@ -27,7 +27,7 @@ from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.slab import FileSlab, address, aligned
 from pagoda.threads import NO_THREAD, Condition, Event
-from pagoda.tiers import tier_registry
+from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.header_scan import HeaderScan
@@ -55,6 +55,7 @@ class DiskTier(QueuedTier):
 
     name = "disk"
     believed_seconds = 0.1  # a look-up costs little, and the policy should learn of every use
+    keeps_recency = True
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class DiskTier(QueuedTier):
         self.chunk_bytes = layout.chunk_bytes
         self.slot_bytes = layout.slot_bytes
         self.ledger = ledger
+        self.stamp = ledger.stamp
         self.deadline_seconds = deadline_seconds
         self._breaker = CircuitBreaker(clock or Clock())
         self._store = DiskStore(ledger, slab, layout, codec_name, self._breaker, io_threads, durable)
@@ -97,7 +99,7 @@ class DiskTier(QueuedTier):
     def open(
         cls,
         layout: KVLayout,
-        path: Path,
+        path: str | os.PathLike[str],
         size_bytes: int,
         *,
         direct: bool | None = None,
@@ -120,7 +122,7 @@ class DiskTier(QueuedTier):
         if slots < 1:
             raise ValueError(f"a disk tier of {size_bytes} bytes has no room for one chunk of {stride}")
         spec = StoreSpec(
-            root=path,
+            root=Path(path),
             name=layout.fingerprint + (f".{codec_name}" if codec_name in codec.LOSSY else ""),
             kind="file",
             slots=slots,
@@ -128,14 +130,14 @@ class DiskTier(QueuedTier):
             limit_bytes=size_bytes,
             chunk_bytes=layout.chunk_bytes,
         )
-        made = not os.path.exists(path / spec.name)  # false if this user may not see it
+        made = not os.path.exists(spec.root / spec.name)  # false if this user may not see it
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
         try:
             slab = ledger.open_slab(lambda file: FileSlab(file, ledger.slots, stride, direct))
         except BaseException:
             ledger.close()
             raise
-        tier_registry.add("disk", path, sum(map(len, ledger.space.backed_ranges())) * stride if made else 0)
+        recorded_tiers.add("disk", path, sum(map(len, ledger.space.backed_ranges())) * stride if made else 0)
         return cls(
             layout,
             ledger,
@@ -216,7 +218,7 @@ class DiskTier(QueuedTier):
         self, keys: Sequence[bytes], start: int | None, namespace: bytes | None, deadline_seconds: float | None, *,
         stamp: int | None = None, touch: bool | None = None, lease_seconds: float = _LOAD_LEASE_SECONDS,
     ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:  # fmt: skip
-        """Yield lazily where each key is, or why it is absent: one transaction a run.
+        """Yield lazily where each key is, or why it is absent: one transaction per run.
 
         Looks into the queue first: what leaves it meanwhile is in the ledger, or was dropped and is a miss later. By
         default, for a load, this leases the run and does not touch it: `find` has, with one stamp for the whole run.
@@ -251,16 +253,16 @@ class DiskTier(QueuedTier):
                 index += 1
 
     def admit(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int, stamp: int
-    ) -> tuple[int, bool]:  # fmt: skip
+        self, keys: Sequence[bytes], *, namespace: bytes, start: int, stamp: int | None
+    ) -> tuple[int, bool]:
         """Return how many of a run's next keys the policy admits, and whether it refuses the keys after those.
 
         The policy is asked once per stamp, about at most 64 keys. Save only admitted chunks, with the same stamp. If
         nothing calls this for a run, each batch of it is judged separately. Refused chunks are counted, and the policy
         learns that they were requested.
         """
-        if self._refusal() is not None:
-            return len(keys), False  # `save` returns the reason
+        if stamp is None or self._refusal() is not None:
+            return len(keys), False  # `save` judges each batch, or returns the reason
         store = self._store
         with store.admission_lock:  # held for a moment: see _ADMIT_SECONDS
             known, refused = store.admissions.get((namespace, stamp), _NOTHING_ADMITTED), 0
@@ -547,7 +549,7 @@ class DiskWorker(IoWorker):
             parent=first.chunk.parent,
             tokens=first.chunk.tokens,
             stamp=first.stamp,
-            admitted=run[-1].chunk.position < admitted.end,
+            already_admitted=run[-1].chunk.position < admitted.end,
             deadline_seconds=_LEDGER_SECONDS,
         )
         for write, outcome in zip(run, outcomes, strict=True):

@@ -24,7 +24,7 @@ from pagoda.ledger.store_state import FORMAT
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from pagoda.threads import Condition
-from pagoda.tiers import tier_registry
+from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future, follows, runs
 from pagoda.tiers.blocking import BlockingCalls
 
@@ -66,7 +66,7 @@ class HostTier(BlockingCalls):
     def open(
         cls,
         layout: KVLayout,
-        path: Path,
+        path: str | os.PathLike[str],
         size_bytes: int,
         *,
         shared: bool = True,
@@ -87,7 +87,7 @@ class HostTier(BlockingCalls):
                 f"a host tier of {size_bytes} bytes has no room for one chunk of {layout.slot_bytes}"
             )
         spec = StoreSpec(
-            root=path,
+            root=Path(path),
             name=f"{layout.fingerprint}.{FORMAT}",  # versions with other formats have other stores
             kind="memory",
             slots=slots,
@@ -96,7 +96,7 @@ class HostTier(BlockingCalls):
             private=not shared,
             chunk_bytes=layout.chunk_bytes,
         )
-        made = not os.path.exists(path / spec.name)  # false if this user may not see it
+        made = not os.path.exists(spec.root / spec.name)  # false if this user may not see it
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
         try:
             slab = (
@@ -110,7 +110,7 @@ class HostTier(BlockingCalls):
             ledger.close()
             raise
         if shared:
-            tier_registry.add(
+            recorded_tiers.add(
                 "host", path, sum(map(len, ledger.space.backed_ranges())) * layout.slot_bytes if made else 0
             )
         if populate:
@@ -222,10 +222,6 @@ class HostTier(BlockingCalls):
         """Return True: nothing is in flight."""
         return True
 
-    def flush(self, timeout: float) -> bool:
-        """Return True: nothing is in flight."""
-        return True
-
     def holders(self, key: bytes) -> list[str]:
         """Return what keeps this chunk from eviction: names of pins."""
         return [owner for owner, keys in admin.list_pins(self.ledger).items() if key in keys]
@@ -308,7 +304,7 @@ class HostTier(BlockingCalls):
         stamp = self.ledger.stamp()
         deadline = Deadline(clamp_deadline(self.deadline_seconds, deadline_seconds))
         ends: list[Future[Done]] = []
-        while (at := len(ends)) < len(keys):  # one transaction a run: an absent key ends it
+        while (at := len(ends)) < len(keys):  # one transaction per run: an absent key ends it
             match = self.ledger.match_prefix(
                 keys[at:], start=None if start is None else start + at, namespace=namespace,
                 stamp=stamp, deadline_seconds=deadline.remaining(),

@@ -293,7 +293,7 @@ class WorkerBackend(ABC):
     name: str  # of the tier
     chunk_bytes: int
     batch_chunks = 1  # how many writes a worker takes at once
-    fewest_chunks = 1  # so many it takes also if nothing is left for other workers
+    fewest_chunks = 1  # a worker takes at least so many, even if none is left for the others
     reader_threads = 0  # threads that only read
     count: Callable[[Mapping[str, int]], None]  # adds to counters of the tier
 

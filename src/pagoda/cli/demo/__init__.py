@@ -3,5 +3,5 @@
 - `demo_command`: the command, and what it prints
 - `demo_run`: the three processes, one after the other, and what they prove together
 - `demo_child`: what one of them does
-- `demo_text`: the text that is asked about
+- `demo_prompts`: the text that is asked about
 """

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from pagoda.cli.demo.demo_text import QUESTIONS, ByteTokenizer, documents
+from pagoda.cli.demo.demo_prompts import QUESTIONS, ByteTokenizer, documents
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ import msgspec
 from pagoda.cli import FailedError, UsageError
 from pagoda.cli.demo.demo_child import DemoAnswer, DemoOutcome, Said, Size, Task
 from pagoda.cli.record import handling
-from pagoda.tiers import tier_registry
+from pagoda.tiers import recorded_tiers
 
 PROCESSES = ("cold", "host", "disk")
 
@@ -115,7 +115,7 @@ def _own_directory(parent: Path, tier: str) -> Iterator[Path]:
         yield made / tier
     finally:
         shutil.rmtree(made, ignore_errors=True)
-        tier_registry.remove(os.path.realpath(made / tier))
+        recorded_tiers.remove(os.path.realpath(made / tier))
 
 
 def _run(task: Task, step: Callable[[str], None]) -> DemoOutcome:

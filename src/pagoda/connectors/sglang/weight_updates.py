@@ -1,7 +1,7 @@
 """Whether the weights of an SGLang engine were updated in memory: SGLang does not tell its storages (decision 0044).
 
 A storage lives in the process of SGLang's scheduler, as the model does. So the methods of SGLang that change weights,
-and the one that empties its caches, are wrapped once a process. `PagodaHiCache` asks here before each of its calls.
+and the one that empties its caches, are wrapped once per process. `PagodaHiCache` asks here before each of its calls.
 """
 
 from __future__ import annotations

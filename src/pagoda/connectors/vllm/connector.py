@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from pagoda.connectors.vllm.connector_stats import COUNTERS, PagodaPromMetrics, PagodaStats
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
 from pagoda.connectors.vllm.event_publisher import outlet_of
-from pagoda.connectors.vllm.identity.media import hashes_media
+from pagoda.connectors.vllm.identity.media_names import hashes_media
 from pagoda.connectors.vllm.metadata import Handshake, PagodaMetadata, PagodaWorkerMetadata
 from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.options import read_options

@@ -1,6 +1,6 @@
 """The connector's counters, and their path through vLLM to the log line and to Prometheus.
 
-Each half counts what it does, vLLM adds both up once a step, and the process that serves the metrics gets a plain dict.
+Each half counts what it does, vLLM adds both up in each step, and the process that serves metrics gets a plain dict.
 An exception anywhere on this path would end the engine, so no function here raises one: values that are not positive
 numbers are ignored.
 """

@@ -2,7 +2,7 @@
 
 vLLM tells a connector of resets, and not why it resets. Its engine core, which runs in the process of the scheduler's
 half, has more: versions that have names, sleep, and resets that fail before they reach a connector. So some methods
-of the engine core are wrapped, once a process.
+of the engine core are wrapped, once per process.
 """
 
 from __future__ import annotations

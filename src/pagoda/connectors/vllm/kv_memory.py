@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pagoda.connectors.vllm.identity.device_facts import machine_facts
+from pagoda.connectors.vllm.identity.page_facts import machine_facts
 from pagoda.connectors.vllm.layer_pages import Page, check_apart, page_of
 from pagoda.layout import KVLayout
 from pagoda.transfer.gpu.device_pages import DevicePagesKV

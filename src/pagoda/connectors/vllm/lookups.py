@@ -11,7 +11,7 @@ from pagoda.cache import Cache, Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.connectors.identity.lora_adapters import lora_name
 from pagoda.connectors.vllm.identity.engine_namespace import salt_of
-from pagoda.connectors.vllm.identity.media import MediaNames
+from pagoda.connectors.vllm.identity.media_names import MediaNames
 from pagoda.keys import derive_keys
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger

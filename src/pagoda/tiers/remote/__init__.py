@@ -10,7 +10,7 @@ In the order in which a save meets them:
 - `query_queue`: short queries that a caller waits a moment for
 - `store_client`: the protocol of a store's client and of its connections
 - `redis`, `redis_address`, `resp`: Redis, how it is connected to, and its wire protocol
-- `redis_lives`, `redis_setup`: how long chunks stay in a Redis, and what is wrong with how it is set up
+- `redis_ttl`, `redis_config_check`: how long chunks stay in a Redis, and what is wrong with how it is set up
 - `redis_nodes`, `redis_cluster`: several Redis as one store: a pool, a cluster
 - `object_store`: object stores (S3, GCS, Azure, WebDAV)
 - `indexed_store`: an object store below a Redis that knows which chunks it has

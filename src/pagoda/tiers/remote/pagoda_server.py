@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
-from pagoda.serve_token import own_token
+from pagoda.serve_token_file import own_token
 from pagoda.tiers.remote.http import HttpConnection, Response, read_chunk
 from pagoda.tiers.remote.store_client import (
     GetRequest,

@@ -21,8 +21,8 @@ from pagoda.threads import Answer
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis_address import RedisAddress, SentinelAddress
-from pagoda.tiers.remote.redis_lives import LIFE_SECONDS, ChunkLives, ReuseAges, count_of, settings
-from pagoda.tiers.remote.redis_setup import QUESTIONS, warnings
+from pagoda.tiers.remote.redis_config_check import QUESTIONS, warnings
+from pagoda.tiers.remote.redis_ttl import LIFE_SECONDS, ChunkLives, ReuseAges, count_of, settings
 from pagoda.tiers.remote.resp import (
     NUMBER,
     ErrorReply,

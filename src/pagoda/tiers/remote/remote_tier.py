@@ -83,6 +83,8 @@ class RemoteTier(QueuedTier):
     which is sent in the background; meanwhile no call touches the network. Counters are of this process.
     """
 
+    is_shared = True
+
     def __init__(
         self,
         layout: KVLayout,

@@ -2,8 +2,8 @@
 
 engine_namespace  the namespace, from the modules below and `connectors.identity`
 engine_settings   settings of the engine that change what it computes
-device_facts      everything that decides the bytes inside a page
-media             whether vLLM's hashes name media by their content
+page_facts        everything that decides the bytes inside a page
+media_names       whether vLLM's hashes name media by their content
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from pagoda.connectors.extra_options import ExtraOptions
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
 from pagoda.connectors.vllm.event_publisher import EventOutlet, outlet_of
-from pagoda.connectors.vllm.identity.media import MediaNames, hashes_media
+from pagoda.connectors.vllm.identity.media_names import MediaNames, hashes_media
 from pagoda.connectors.vllm.options import EXTRA, chunk_options
 from pagoda.connectors.vllm.prefill_steps import prompt_tokens_of
 from pagoda.connectors.vllm.supported_engines import check_engine, has_states, log_choices

@@ -95,7 +95,7 @@ class LookupTable:
         return asked.state
 
     def _verify(self) -> None:
-        """Forget, once a step, hits whose chunks were removed or cleared: a hold keeps the bytes, not the chunk."""
+        """Forget, once per step, hits whose chunks were removed or cleared: a hold keeps the bytes, not the chunk."""
         if self._verified:
             return
         self._verified = True

@@ -27,7 +27,7 @@ from pagoda.clock import Deadline
 from pagoda.connectors.vllm.engine_weights import EngineWeights
 from pagoda.connectors.vllm.event_notes import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
-from pagoda.connectors.vllm.identity.media import MediaNames
+from pagoda.connectors.vllm.identity.media_names import MediaNames
 from pagoda.connectors.vllm.offloading.chunk_finder import ChunkState, Group
 from pagoda.connectors.vllm.offloading.lookup_table import LookupTable
 from pagoda.connectors.vllm.offloading.messages import Placed, SlotsSpec

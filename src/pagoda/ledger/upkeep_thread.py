@@ -25,7 +25,10 @@ from pagoda.threads import Event, begin, if_free
 log = guarded_logger("pagoda")
 
 _SHARE_SECONDS = 1.0
-_PAUSE_SECONDS, _PAUSE_SHARE = 0.1, 10  # between two rounds, and so many times as long as the last one took
+_PAUSE_SECONDS, _PAUSE_SHARE = (
+    0.1,
+    10,
+)  # between two rounds: seconds, and at least so many times the last round
 _IDLE_SECONDS = 10.0  # without use, then the thread ends
 _LAST_SECONDS = 1.0
 _NO_ROOM_SECONDS = 1.0  # until the root is asked for more again
@@ -40,7 +43,7 @@ def map_learned(directory: Path, evictor: Evictor) -> NDArray[np.float64] | None
     return np.frombuffer(map_file(path, evictor.shared_values * 8), np.float64)
 
 
-class PolicyThread:
+class UpkeepThread:
     """Lets the policy of one ledger learn and prepare, on a daemon thread that runs while it is needed."""
 
     def __init__(

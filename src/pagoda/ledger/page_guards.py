@@ -85,7 +85,7 @@ class PageGuards:
             if join is not None:
                 join()
         if self._ended:
-            self.settle()
+            self.clear_ended()
         mask = 0
         for slot in slots:
             mask |= 1 << slot % _BUCKETS
@@ -107,7 +107,7 @@ class PageGuards:
         generation = self._generation
         return [slot for slot in slots if generation[slot] & BARE]
 
-    def settle(self) -> None:
+    def clear_ended(self) -> None:
         """Clear the marks of views that have ended. Whatever interrupts this, the next call continues it."""
         if not self._ended:
             return
@@ -134,7 +134,7 @@ class PageGuards:
         until = time.monotonic() + seconds
         left, free = list(slots), list[int]()
         while left:
-            self.settle()
+            self.clear_ended()
             out = 0
             for row in rows:
                 for word in self._rows[row * GUARD_WORDS : (row + 1) * GUARD_WORDS]:

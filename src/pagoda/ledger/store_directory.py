@@ -54,7 +54,7 @@ from pagoda.ledger.table_integrity import checksum, find_damage
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import guarded_logger
 
-log = guarded_logger("pagoda.ledger.store")
+log = guarded_logger("pagoda.ledger.store_directory")
 
 _LAST_STAMP = 1 << 62  # no clock gets there: a larger stamp is damaged
 
@@ -166,7 +166,7 @@ def open_store(
 
 
 def unusable(directory: Path, why: str) -> StoreError:
-    """Return the error of who wants to use a store as it is, and cannot."""
+    """Return the error for an existing store that cannot be used as it is."""
     return StoreError(
         f"there is no usable store at {directory}: {why}; an engine that opens it repairs or replaces it, `pagoda "
         "remove` frees its space"
@@ -261,7 +261,7 @@ def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
             f"another version of PagodaKV uses it, with tables of format {state.format} instead of {FORMAT}"
         )
     elif (state.kind, state.slot_bytes) != (spec.kind, spec.slot_bytes):
-        wrong = f"it holds another kind of chunks: {state.kind}, {state.slot_bytes} bytes a slot"
+        wrong = f"it holds another kind of chunks: {state.kind}, {state.slot_bytes} bytes per slot"
     else:
         wrong = mismatch(directory, state)
     if state is None or wrong:

@@ -1,4 +1,4 @@
-"""What a cache logs of itself: five lines when it is opened, at INFO, and one line a call, at DEBUG.
+"""What a cache logs of itself: five lines when it is opened, at INFO, and one line per call, at DEBUG.
 
 `Cache` calls `log_opened`, `Call` calls `log_call`. No line has a token of a prompt, a salt or a password.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from pagoda.cache.hit import Hit, Stored
+from pagoda.cache.results import Hit, Stored
 from pagoda.cache.tier_stack import TierStack
 from pagoda.config.sizes import format_size
 from pagoda.errors import PagodaError
@@ -32,7 +32,7 @@ def log_opened(namespace: Namespace, layout: KVLayout, tiers: TierStack, deadlin
     for tier in tiers.all:
         ledger = ledgers.get(tier.name)
         if ledger is None:
-            place = str(getattr(tier, "address", ""))
+            place = tier.address
             sizes.append(f"{tier.name} shared")
             fields.append({"tier": tier.name, "place": place})
         else:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cache.tier_stack import open_remote
+from pagoda.cache.open_tiers import open_remote
 from pagoda.config.remote_urls import parse
 from pagoda.layout import KVLayout
-from pagoda.tiers import DiskTier, HostTier, tier_registry
-from pagoda.tiers.tier_registry import Entry
+from pagoda.tiers import DiskTier, HostTier, recorded_tiers
+from pagoda.tiers.recorded_tiers import Entry
 
 LAYOUT = KVLayout.opaque(16, 4096, "test")
 
@@ -29,7 +29,7 @@ def test_every_tier_that_is_opened_is_entered_once(
         HostTier.open(LAYOUT, shm_root, 1 << 20).close()
         DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
         open_remote(parse("redis://127.0.0.1:1/0"), LAYOUT).close()
-    assert set(tier_registry.entries()) == {
+    assert set(recorded_tiers.entries()) == {
         Entry("host", str(shm_root)),
         Entry("disk", str(tmp_path / "disk")),
         Entry("remote", "redis://127.0.0.1:1/0"),
@@ -40,12 +40,12 @@ def test_every_tier_that_is_opened_is_entered_once(
 
 def test_private_memory_is_not_entered(shm_root: Path) -> None:
     HostTier.open(LAYOUT, shm_root, 1 << 20, shared=False).close()
-    assert tier_registry.entries() == []
+    assert recorded_tiers.entries() == []
 
 
 def test_no_secret_is_written(register_of_tiers: Path) -> None:
     open_remote(parse("redis://:topsecret@127.0.0.1:1/0"), LAYOUT).close()
-    (entry,) = tier_registry.entries()
+    (entry,) = recorded_tiers.entries()
     assert entry.place == "redis://:***@127.0.0.1:1/0"
     assert b"topsecret" not in b"".join(file.read_bytes() for file in files(register_of_tiers))
     assert parse(entry.place).lacks_secret
@@ -68,88 +68,88 @@ def test_a_missing_directory_is_left_out_and_forgotten_after_a_month(
     tmp_path: Path, register_of_tiers: Path
 ) -> None:
     (tmp_path / "disk").mkdir()
-    tier_registry.add("disk", tmp_path / "disk")
+    recorded_tiers.add("disk", tmp_path / "disk")
     (tmp_path / "disk").rmdir()
-    assert tier_registry.entries() == []
+    assert recorded_tiers.entries() == []
     (tmp_path / "disk").mkdir()  # mounted again
-    assert len(tier_registry.entries()) == 1
+    assert len(recorded_tiers.entries()) == 1
     (tmp_path / "disk").rmdir()
     long_ago = time.time() - 31 * 86400
     os.utime(files(register_of_tiers)[0], (long_ago, long_ago))
-    assert tier_registry.entries() == [] and files(register_of_tiers) == []
+    assert recorded_tiers.entries() == [] and files(register_of_tiers) == []
 
 
 def test_a_tier_in_use_is_not_forgotten(tmp_path: Path, register_of_tiers: Path) -> None:
-    tier_registry.add("disk", tmp_path)
+    recorded_tiers.add("disk", tmp_path)
     long_ago = time.time() - 29 * 86400
     os.utime(files(register_of_tiers)[0], (long_ago, long_ago))
-    tier_registry.add("disk", tmp_path)
+    recorded_tiers.add("disk", tmp_path)
     assert time.time() - files(register_of_tiers)[0].stat().st_mtime < 60
 
 
 def test_damaged_entries_are_passed_over(tmp_path: Path, register_of_tiers: Path) -> None:
-    tier_registry.add("disk", tmp_path)
+    recorded_tiers.add("disk", tmp_path)
     for number, text in enumerate(
         (b"", b"{", b"[]", b'{"tier": "disk"}', b'{"tier": 1, "place": 2}', b"\xff")
     ):
         (register_of_tiers / "pagoda" / "tiers" / f"{number}.json").write_bytes(text)
-    assert tier_registry.entries() == [Entry("disk", str(tmp_path))]
+    assert recorded_tiers.entries() == [Entry("disk", str(tmp_path))]
 
 
 def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path, register_of_tiers: Path) -> None:
-    tier_registry.add("disk", tmp_path)
+    recorded_tiers.add("disk", tmp_path)
     directory = files(register_of_tiers)[0].parent
     old, fresh = directory / ".0123-4567", directory / ".89ab-cdef"
     for file in (old, fresh):
         file.touch()
     os.utime(old, (time.time() - 3600,) * 2)
-    tier_registry.add("disk", tmp_path.parent)
+    recorded_tiers.add("disk", tmp_path.parent)
     assert fresh.exists() and not old.exists()
 
 
 def test_the_register_is_bounded(
     tmp_path: Path, register_of_tiers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_registry, "_MOST_ENTRIES", 4)
+    monkeypatch.setattr(recorded_tiers, "_MOST_ENTRIES", 4)
     for number in range(9):
-        tier_registry.add("remote", f"redis://h{number}")
+        recorded_tiers.add("remote", f"redis://h{number}")
         os.utime(max(files(register_of_tiers), key=lambda file: file.stat().st_mtime_ns), (number, number))
-    assert {entry.place for entry in tier_registry.entries()} >= {"redis://h8"}
+    assert {entry.place for entry in recorded_tiers.entries()} >= {"redis://h8"}
     assert len(files(register_of_tiers)) == 4
 
 
 def test_of_too_many_entries_those_go_first_that_lead_nowhere(
     tmp_path: Path, register_of_tiers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_registry, "_MOST_ENTRIES", 4)
-    tier_registry.add("disk", tmp_path)
+    monkeypatch.setattr(recorded_tiers, "_MOST_ENTRIES", 4)
+    recorded_tiers.add("disk", tmp_path)
     os.utime(files(register_of_tiers)[0], (1, 1))
     for number in range(9):
-        tier_registry.add("disk", tmp_path / f"gone-{number}")
-    assert tier_registry.entries() == [Entry("disk", str(tmp_path))]
+        recorded_tiers.add("disk", tmp_path / f"gone-{number}")
+    assert recorded_tiers.entries() == [Entry("disk", str(tmp_path))]
     assert len(files(register_of_tiers)) == 4
 
 
 def test_a_register_that_others_could_write_is_not_believed(tmp_path: Path, register_of_tiers: Path) -> None:
-    tier_registry.add("disk", tmp_path)
+    recorded_tiers.add("disk", tmp_path)
     (register_of_tiers / "pagoda" / "tiers").chmod(0o777)
-    assert tier_registry.entries() == []
+    assert recorded_tiers.entries() == []
 
 
 def test_forget(tmp_path: Path) -> None:
-    tier_registry.add("disk", tmp_path)
-    assert tier_registry.remove(str(tmp_path)) and not tier_registry.remove(str(tmp_path))
-    assert tier_registry.entries() == []
+    recorded_tiers.add("disk", tmp_path)
+    assert recorded_tiers.remove(str(tmp_path)) and not recorded_tiers.remove(str(tmp_path))
+    assert recorded_tiers.entries() == []
 
 
 def test_without_a_place_to_write_the_tier_works_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(tier_registry, "_directories", lambda: [tmp_path / "file" / "state"])
+    monkeypatch.setattr(recorded_tiers, "_directories", lambda: [tmp_path / "file" / "state"])
     DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
     assert "not in the register" in caplog.text
-    assert tier_registry.entries() == []
+    assert recorded_tiers.entries() == []
 
 
 def test_a_home_that_is_another_users_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,10 +161,10 @@ def test_a_home_that_is_another_users_is_left_alone(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(theirs))
     memory = tmp_path / "memory"
-    found = tier_registry._directories()
+    found = recorded_tiers._directories()
     assert found[0] == theirs / ".local" / "state" / "pagoda" / "tiers"
-    monkeypatch.setattr(tier_registry, "_directories", lambda: [found[0], memory])
-    tier_registry.add("disk", tmp_path)
+    monkeypatch.setattr(recorded_tiers, "_directories", lambda: [found[0], memory])
+    recorded_tiers.add("disk", tmp_path)
     assert list(theirs.iterdir()) == []
     assert [json.loads(file.read_text())["place"] for file in memory.iterdir()] == [str(tmp_path)]
 
@@ -173,4 +173,4 @@ def test_a_home_that_is_another_users_is_left_alone(tmp_path: Path, monkeypatch:
 def test_without_a_home_the_register_lies_in_memory(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", home)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert tier_registry._directories() == [Path(f"/dev/shm/pagoda-{os.getuid()}/.tiers")]
+    assert recorded_tiers._directories() == [Path(f"/dev/shm/pagoda-{os.getuid()}/.tiers")]

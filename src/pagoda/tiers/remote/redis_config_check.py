@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from pagoda.tiers.remote.redis_lives import ChunkLives, count_of, settings
+from pagoda.tiers.remote.redis_ttl import ChunkLives, count_of, settings
 from pagoda.tiers.remote.resp import Reply, command
 
 _SAMPLE_NAMES = 20

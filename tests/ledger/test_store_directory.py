@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.errors import ClosedError, NoRoomError, StoreError
-from pagoda.ledger import Ledger, admin, rebuild, store
+from pagoda.ledger import Ledger, admin, rebuild, store_directory
 from pagoda.ledger.locks import OPEN
 from pagoda.ledger.store_state import LOCKS, read_state, write_synced
 from tests.children import child, in_child, wait
@@ -285,7 +285,7 @@ def test_a_crash_in_the_middle_of_a_resize(
         def die(*_: object, **__: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        monkeypatch.setattr(store, step, die)
+        monkeypatch.setattr(store_directory, step, die)
         opened(shm_root, slots, kind=kind)  # type: ignore[arg-type]
 
     assert wait(child(crash)) == -signal.SIGKILL

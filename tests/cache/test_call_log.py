@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
-from pagoda.cache.log_lines import log_opened
+from pagoda.cache.call_log import log_opened
 from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
@@ -109,7 +109,7 @@ def test_a_call_is_a_line_without_its_prompt(
 CHILD = """
 import logging, sys
 from pathlib import Path
-from tests.cache.test_log_lines import TOKENS, kv, opened
+from tests.cache.test_call_log import TOKENS, kv, opened
 for number in range(2):
     with opened(Path(sys.argv[1]), Path(sys.argv[2]), log_format="json") as cache:
         cache.retrieve(TOKENS, kv(), tiers="host")

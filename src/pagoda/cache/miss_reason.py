@@ -73,7 +73,7 @@ class MissExplainer:
         if hint is not None and hint in _SEEN_BY_HOST:
             return Explanation(hint, _SEEN_BY_HOST[hint])
         key, chosen, deadline = request.keys[index], request.tiers, request.deadline
-        resting = [tier.name for tier in chosen.lower if getattr(tier, "resting", False)]
+        resting = [tier.name for tier in chosen.lower if tier.resting]
         if resting:
             detail = f"{resting[0]} failed repeatedly and is skipped for a while"
             return Explanation(Reason.TIER_SKIPPED, detail)
@@ -88,7 +88,7 @@ class MissExplainer:
             return remembered
         skipped = [tier for tier in self._tiers.all if tier.name not in chosen.names]
         if not thorough:  # an engine's call sends nothing over a network to a tier that it must skip
-            skipped = [tier for tier in skipped if not isinstance(tier, RemoteTier)]
+            skipped = [tier for tier in skipped if not tier.is_shared]
         others = [tier.name for tier in skipped if tier.contains(key, deadline_seconds=deadline.remaining())]
         if others:
             detail = f"{others[0]} has the chunk, but this call does not use that tier"
