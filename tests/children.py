@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import traceback
 from collections.abc import Callable
 
+SPAWN = multiprocessing.get_context("spawn")
 SECONDS = 240  # then a child has hung; less than the deadline of a test, for its stack to be seen
 
 
@@ -37,3 +39,17 @@ def wait(pid: int) -> int:
 def in_child(work: Callable[[], object], code: int = 0) -> None:
     """Run `work` in a forked child, which must end with this exit code."""
     assert (ended := wait(child(work))) == code, f"the child ended with {ended}"
+
+
+def in_light_process(work: Callable[..., object], *arguments: object) -> None:
+    """Run a module's function in a new process, which must end with 0: for tests that fork hundreds of times.
+
+    It has imported that module only. A process of the tests has imported torch, and takes three times as long for each
+    fork and for what follows it.
+    """
+    process = SPAWN.Process(target=work, args=arguments)
+    process.start()
+    process.join(SECONDS)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0, f"it ended with {process.exitcode}"

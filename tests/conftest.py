@@ -42,6 +42,21 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(trylast=True)  # after what is not chosen has gone
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let each worker begin with its share of the slow tests: one that begins late runs alone at the end."""
+    workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
+    slow, others = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        (others if item.get_closest_marker("slow") is None else slow).append(item)
+    items[:] = [
+        item
+        for at in range(workers)
+        for part in (slow, others)
+        for item in part[at * len(part) // workers : (at + 1) * len(part) // workers]
+    ]
+
+
 def pytest_collection_finish() -> None:
     """Leave all modules out of garbage collections, each of which takes half a second in a child process."""
     gc.collect()

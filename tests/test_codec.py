@@ -24,6 +24,8 @@ HEADERS = st.builds(
     codec=st.just("raw"),
     fingerprint=st.text("0123456789abcdef", max_size=32),
     sequence=U64,
+    stored_bytes=U64,
+    parent=st.one_of(st.just(b""), st.binary(min_size=32, max_size=32).filter(any)),
 )
 HEADER = Header(b"s" * 16, 3, b"n" * 32, 2, b"k" * 32, 7, 5000, 256, "raw", "0123456789abcdef", 99)
 

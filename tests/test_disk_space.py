@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 
 from pagoda import disk_space
-from pagoda.disk_space import (
-    allocate,
-    free_bytes,
-    require_free,
-    require_local,
-    require_own,
-    require_place,
-)
+from pagoda.disk_space import free_bytes, require_free, require_local, require_own, require_place
 from pagoda.errors import NoRoomError, StoreError
+from pagoda.file_space import allocate
 
 MIB = 1 << 20
 

@@ -194,9 +194,9 @@ def test_a_failed_setting_is_refused_with_its_reasons(tmp_path: Path) -> None:
         ("weights", lambda file: file["weights"].append("w2"), "checksum"),
         ("older", lambda file: file.update(version=VERSION - 1), "an older version"),
         ("newer", lambda file: file.update(version=VERSION + 1, surprise={}), "a newer version"),
-        ("format", lambda file: file.update(format="recipe"), "is no verdict"),
-        ("field", lambda file: file["results"][0].pop("bounds"), "is no verdict"),
-        ("null", lambda file: file["results"][0]["figures"]["kl"].update(high=None), "is no verdict"),
+        ("format", lambda file: file.update(format="recipe"), "is not a verdict"),
+        ("field", lambda file: file["results"][0].pop("bounds"), "is not a verdict"),
+        ("null", lambda file: file["results"][0]["figures"]["kl"].update(high=None), "is not a verdict"),
     ],
 )
 def test_a_changed_file_is_refused(tmp_path: Path, name: str, change: Edit, said: str) -> None:
@@ -219,7 +219,7 @@ def test_a_verdict_that_its_own_figures_contradict_is_refused(tmp_path: Path) ->
 )  # fmt: skip
 def test_bytes_that_are_no_verdict(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "w1.json").write_bytes(content)
-    assert "is no verdict of pagoda quality" in refusal(BLEND, tmp_path)
+    assert "is not a verdict of pagoda quality" in refusal(BLEND, tmp_path)
 
 
 def test_a_verdict_about_no_weights(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_places_that_have_no_verdict(tmp_path: Path) -> None:
     (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
     (tmp_path / "device.json").symlink_to("/dev/zero")
     (tmp_path / "directory.json").mkdir()
-    assert "w1.json: is no verdict of pagoda quality: no file" in refusal(BLEND, tmp_path)
+    assert "w1.json: is not a verdict of pagoda quality: not a file" in refusal(BLEND, tmp_path)
     for place, why in {
         "w1.json": "which cannot be read: Not a directory",
         "long" * 100: "which cannot be read: File name too long",
@@ -251,7 +251,7 @@ def test_places_that_have_no_verdict(tmp_path: Path) -> None:
         assert ("cannot be read" in said) is bool(why) and why in said
     for place in (tmp_path, tmp_path / "w1.json"):
         assert require_quality(BLEND, weights="w1", verdicts=place, unchecked=True).checked == "unchecked"
-    with pytest.raises(ConfigError, match="is no verdict"):
+    with pytest.raises(ConfigError, match="is not a verdict"):
         read_verdict(tmp_path / "w1.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_verdict("a\0b")
@@ -486,7 +486,7 @@ def test_a_link_to_a_verdict_stays_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "\udcff"])
 def test_names_that_no_verdict_can_have(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="is no name of weights"):
+    with pytest.raises(ConfigError, match="is not a name of weights"):
         written(tmp_path, result(), weights=("w1", name))
     path = write_verdict(tmp_path, model="\udcff", weights=["w1"], pagoda="0", results=[result()])
     assert read_verdict(path).model == "?"

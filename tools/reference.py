@@ -46,7 +46,7 @@ REASONS = {
     Reason.NOT_ADMITTED: "The policy expects the chunk to be less useful than what it would replace.",
     Reason.QUEUE_FULL: "`queue_chunks` chunks already wait for this tier: it is slower than the stores.",
     Reason.TOO_LARGE: "The chunk does not fit in a slot of this tier.",
-    Reason.STALE: "The bytes changed before they were written: the slot was evicted meanwhile.",
+    Reason.STALE: "The bytes changed before they were written: the slot was evicted meanwhile; or a tier was cleared while they waited in a buffer.",
     Reason.SUPERSEDED: "Another call stored the same chunk first.",
     Reason.CLOSED: "The cache or the tier is closed.",
     Reason.PIN_LIMIT: "A quarter of the slots is pinned already.",

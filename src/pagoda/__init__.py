@@ -1,21 +1,22 @@
 """PagodaKV: a KV cache in tiers for the attention keys and values that an LLM engine has computed.
 
-Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or torch. Packages, as data meets them:
+Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or torch. Packages, in the order in which
+data reaches them:
 
     connectors      Transformers, vLLM and SGLang
-    blend           documents that are reused wherever they are in a prompt
+    blend           reuse of documents at any position of a prompt
     cache           Cache, which knows all tiers
     transfer        moves KV between an engine's memory and slots
     tiers           host, disk, remote
-    kv_events       tells routers of requests what the tiers hold
+    kv_events       reports to routers of requests what the tiers hold
     ledger, slab    which chunk is in which slot of a local tier; the slots
     codec, policy   the header and checksum of a chunk; which chunk is evicted first
-    blocks, config, replay, migrate, serve, cli, testing    what is around them, and what users and operators call
+    blocks, config, replay, migrate, serve, cli, testing    the surroundings, and what users and operators call
 
 and the modules that all of them use: `keys` (tokens to keys), `layout` (the bytes of a chunk), `metrics` (reasons,
-counters, loggers), `errors`, `clock`, `threads`, `fork`, `finalizers`, `disk_space`, `file_lock`, `cgroup_memory`,
-`json_log`, `url_parts`, `serve_token_file`, `quality_verdict` (may an approximate feature start), `quality_bounds`
-(what it must keep).
+counters, loggers), `errors`, `clock`, `threads`, `fork`, `finalizers`, `disk_space`, `file_space`, `file_lock`,
+`cgroup_memory`, `json_log`, `url_parts`, `serve_token_file`, `quality_verdict` (may an approximate feature start),
+`quality_bounds` (what it must keep).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = [
     "__version__",
 ]
 
-# the module of each name
+# the module of each public name
 _HOME = dict.fromkeys(__all__, "pagoda.errors") | {
     "Cache": "pagoda.cache",
     "Hit": "pagoda.cache",

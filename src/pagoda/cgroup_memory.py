@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
-_UNLIMITED = 1 << 62  # what version 1 says instead of "max" is a little below 2**63
+# a larger limit means unlimited: version 1 writes a number a little below 2**63 instead of "max"
+_UNLIMITED = 1 << 62
 
 
 class _GroupFiles(NamedTuple):
-    """The files of a cgroup: its limit, and what it uses; and the line of memory.stat that says what can be dropped."""
+    """The files with a cgroup's limit and use, and the line of memory.stat that counts droppable pages."""
 
     limit: str
     used: str
@@ -53,13 +54,13 @@ def _limit_bytes(group: Path, files: _GroupFiles) -> int | None:
     """Return the limit of one group; None if there is none, or it cannot be read."""
     try:
         limit = int((group / files.limit).read_text())
-    except (OSError, ValueError):  # "max"
+    except (OSError, ValueError):  # ValueError: the file says "max"
         return None
     return limit if limit < _UNLIMITED else None
 
 
 def _groups(root: Path, process: Path) -> Iterator[tuple[Path, _GroupFiles]]:
-    """Yield this process's cgroups and their parents, of both versions; the root's if the process does not say."""
+    """Yield this process's cgroups and their parents, of both versions; the root's if its own are not known."""
     try:
         lines = process.read_text().splitlines()
     except OSError:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A slower device counts as hung. So this bounds how long the transfer of some bytes may take.
+# A slower device counts as hung. So this limits how long the transfer of some bytes may take.
 _SLOWEST_BYTES_PER_SECOND = 50e6
 _NEVER_NS = 2**63 - 1
 _LAST_SECONDS = 0.05
@@ -54,11 +54,11 @@ _MACHINE = Clock()
 
 
 class Deadline:
-    """A bound on the waits of one call. Thread-safe: `cancel` may come from any thread.
+    """A limit for the waits of one call. Thread-safe: any thread may call `cancel`.
 
-    A call may wait `patience_seconds` without progress, and in total that plus the time that `nbytes` take on the
-    slowest useful device (None: as long as there is progress); with `strict`, only `patience_seconds` in total. If
-    progress is never noted, `Deadline(seconds)` is simply that many seconds from now.
+    A call may wait `patience_seconds` without progress. Its total limit is that plus the time that `nbytes` take on the
+    slowest useful device (None: no total limit while there is progress); with `strict`, only `patience_seconds` in
+    total. If progress is never noted, `Deadline(seconds)` is simply that many seconds from now.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether the call may wait no longer."""
+        """Whether the deadline has passed: the call may no longer wait."""
         return self.remaining() == 0
 
     def progress(self) -> None:

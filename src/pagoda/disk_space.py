@@ -5,12 +5,8 @@ Called by the ledger, the slabs, the tiers and the configuration; calls the oper
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from pagoda.cgroup_memory import cgroup_free_bytes
@@ -32,10 +28,6 @@ _REMOTE = (
     "virtiofs",
 )
 _MEMINFO = Path("/proc/meminfo")
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 def require_local(directory: Path) -> None:
@@ -48,13 +40,25 @@ def require_local(directory: Path) -> None:
 
 
 def require_own(path: Path) -> None:
-    """Refuse a path that belongs to another user, and a symbolic link that another user (but root) made. StoreError."""
+    """Refuse a path of another user, and a symbolic link made by another user than root. Raises StoreError."""
     for what, allowed in ((os.lstat(path), {0, os.geteuid()}), (os.stat(path), {os.geteuid()})):
         if what.st_uid not in allowed:
             raise StoreError(
                 f"{path} belongs to user {what.st_uid}, not to user {os.geteuid()}: run this as that user, choose "
                 "another path or remove it"
             )
+
+
+def other_place(root: Path) -> str:
+    """Return what to do if this user cannot make a directory."""
+    return f"choose another path, or as root: install -d -m 700 -o {os.geteuid()} {root}"
+
+
+def require_umask() -> None:
+    """Refuse a umask with which this user could not open the files and directories that it makes. StoreError."""
+    found = re.search(r"^Umask:\s*(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if found and int(found[1], 8) & 0o700:
+        raise StoreError(f"the umask is {found[1]}: this user could not open what it makes; set it to 077")
 
 
 def require_place(root: Path, size_bytes: int, in_memory: bool) -> None:
@@ -67,7 +71,7 @@ def require_place(root: Path, size_bytes: int, in_memory: bool) -> None:
     if there == root:
         require_own(root)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise StoreError(f"{root} cannot be made: choose another path")
+        raise StoreError(f"{root} cannot be made: {other_place(root)}")
     require_local(there)
     if not any(file.lstat().st_blocks for file in root.glob("*/*")):
         require_free(there, size_bytes, in_memory)
@@ -89,7 +93,7 @@ def free_bytes(directory: Path, in_memory: bool) -> int:
 
 
 def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:
-    """Return what limits the space there: how many bytes are left, that in words, and how to get more."""
+    """Return the limits of the space there: for each the bytes left, the same in words, and how to get more."""
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
     remedy = "mount it with a larger size= (docker: --shm-size) or " if in_memory else "free some space or "
@@ -100,79 +104,6 @@ def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:
     if in_memory and (free_of_machine := _machine_free_bytes(directory)) is not None:
         found.append((free_of_machine, f"the machine has {free_of_machine:,} bytes of memory left", ""))
     return found
-
-
-@contextlib.contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
-    """Open a file, which only this user may use if it is made, and close it at the end. OSError."""
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def lengthen(path: Path, nbytes: int) -> None:
-    """Make the file at least `nbytes` long; the added part is a hole. Never shorten it: it may be mapped."""
-    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
-        if os.fstat(fd).st_size < nbytes:
-            os.ftruncate(fd, nbytes)
-
-
-def allocate_range(fd: int, offset: int, nbytes: int) -> bool:
-    """Reserve the blocks of a part of a file; return False, and reserve nothing, if the file system is full."""
-    try:
-        os.posix_fallocate(fd, offset, nbytes)
-    except OSError:
-        with contextlib.suppress(OSError):
-            punch(fd, offset, nbytes)
-        return False
-    return True
-
-
-def punch(fd: int, offset: int, nbytes: int) -> None:
-    """Free the blocks of a part of a file: it reads as zeros, the length stays. OSError."""
-    _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes)
-
-
-def reserve_beyond(fd: int, nbytes: int) -> None:
-    """Reserve the first bytes of a file without making it longer, so that appends need no more space. OSError."""
-    _fallocate(fd, _KEEP_SIZE, 0, nbytes)
-
-
-def _fallocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
-    while _libc.fallocate(fd, mode, offset, nbytes) != 0:
-        number = ctypes.get_errno()
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
-
-
-def data_ranges(fd: int, start: int, stop: int) -> list[tuple[int, int]]:
-    """Return the ranges with data between two offsets. Blocks that were never written may count as a hole."""
-    found: list[tuple[int, int]] = []
-    while start < stop:
-        try:
-            begin = os.lseek(fd, start, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:  # nothing but holes from here on
-                raise
-            break
-        start = min(os.lseek(fd, begin, os.SEEK_HOLE), stop)
-        if begin < stop:
-            found.append((begin, start))
-    return found
-
-
-def allocate(path: Path, nbytes: int) -> None:
-    """Make the file `nbytes` long with all blocks reserved: NoRoomError with the remedy, never a later SIGBUS."""
-    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as error:
-            raise NoRoomError(
-                f"no space for the {nbytes:,} bytes of {path} ({error.strerror}): "
-                "free some space or ask for a smaller size"
-            ) from error
 
 
 def _machine_free_bytes(directory: Path, meminfo: Path = _MEMINFO) -> int | None:
@@ -190,7 +121,7 @@ def _machine_free_bytes(directory: Path, meminfo: Path = _MEMINFO) -> int | None
 
 
 def _filesystem(path: Path) -> str:
-    """Return the type of the file system of `path`: of the longest mount point above it, the latest of equals."""
+    """Return the type of the file system of `path`: of the longest mount point above it (of equals, the last)."""
     best, kind = -1, ""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()

@@ -20,11 +20,11 @@ from typing import Self
 from pagoda.metrics import guarded_logger
 from pagoda.threads import Event, start_thread
 
-_LAST_SECONDS = 10.0  # at exit, for a close that has begun
+_LAST_SECONDS = 10.0  # how long to wait at exit for a close that has begun
 
 _log = guarded_logger("pagoda")
 
-# Its `put` is built in and reentrant. None: the end.
+# Its `put` is a reentrant built-in. None: the thread must end.
 _dropped: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
 _watched: dict[int, Finalizer] = {}  # by id, in the order of creation
 _starting = threading.RLock()  # a signal handler may drop an object at any line
@@ -40,7 +40,7 @@ class Finalizer(weakref.ref[object]):
     __slots__ = ("_close",)
 
     def __new__(cls, owner: object, _: Callable[[], object]) -> Self:
-        """Watch `owner`."""
+        """Make a finalizer that watches `owner`."""
         return super().__new__(cls, owner, _dropped.put)
 
     def __init__(self, owner: object, close: Callable[[], object]) -> None:
@@ -49,13 +49,13 @@ class Finalizer(weakref.ref[object]):
             _start()
 
     def __call__(self) -> None:
-        """Call `close`; the thread does this."""
+        """Call `close`. Only the thread calls this."""
         close = self._close
         self.detach()
         close()
 
     def detach(self) -> None:
-        """Cancel it."""
+        """Cancel the call of `close`."""
         self._close = _nothing
         _watched.pop(id(self), None)
 
@@ -77,7 +77,7 @@ def close_dropped(timeout: float) -> bool:
 
     For a caller that needs what such an object may still hold. Do not call it in a finalizer or with a lock held.
     """
-    gc.collect()  # objects that only a cycle holds
+    gc.collect()  # collects objects that only a cycle keeps
     _start()
     settled = Event()
     _dropped.put(settled.set)
@@ -92,7 +92,8 @@ def _start() -> None:
     global _thread
     with _starting:
         if _thread is None or not _thread.is_alive():
-            _thread = start_thread(_close_all, "pagoda-dropped")  # without a thread, the next open starts it
+            # if no thread can be started, the next call tries again
+            _thread = start_thread(_close_all, "pagoda-dropped")
 
 
 def _close_all() -> None:

@@ -5,11 +5,11 @@ In a child, the order is:
 1. the hooks of `metrics`, `threads` and `finalizers`, which are below this module: any reset may use them
 2. the objects of `reset_in_child`, in any order
 3. the functions of `call_in_child`, in the order in which their modules were imported. In the ledger this is `locks`,
-   `session`, `ledger`: no lock is tried before the child has given up its parent's, and a store that a thread of the
-   parent was closing is closed last
+   `session`, `ledger`: no lock is tried before the child has given up its parent's locks, and a store that a thread of
+   the parent was closing is closed last
 
-What must happen before a fork or in the parent (`ledger.session` closes its tables, `ledger.locks` counts) is no reset:
-these modules have hooks of their own for it.
+Steps before a fork or in the parent (`ledger.session` closes its tables, `ledger.locks` counts) are not resets:
+these modules have separate hooks for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Resettable(Protocol):
     """Something with locks or threads."""
 
     def reset(self) -> None:
-        """Create the locks, with no threads and nothing under way. In a child: called once, by its only thread.
+        """Create the locks, with no threads and no work in progress. In a child it is called once, by its only thread.
 
         The order is arbitrary, and the ledger is reset later: a reset uses neither a slab nor the ledger.
         """
@@ -48,7 +48,7 @@ def reset_now_and_in_child(thing: Resettable) -> None:
 
 
 def call_in_child(function: Callable[[], None]) -> Callable[[], None]:
-    """Decorate what resets the state of a module: it is called in every child, after the objects were reset."""
+    """Decorate a function that resets the state of a module: every child calls it after the resets of objects."""
     _functions.append(function)
     return function
 

@@ -1,4 +1,4 @@
-"""What PagodaKV logs on stderr: as JSON for log collectors (`log_format = "json"`), and without ever waiting."""
+"""PagodaKV's log lines on stderr: as JSON for log collectors (`log_format = "json"`), and without ever waiting."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ FIELDS = "pagoda"
 """The attribute of a log record, a mapping, whose entries become keys: `log.info(text, extra={FIELDS: {...}})`."""
 
 _KEYS = ("time", "level", "logger", "process", "message")
-_MOST_BYTES = 4000  # fit into a pipe that has room at all
+_MOST_BYTES = 4000  # so many bytes fit into a pipe that has any room
 _MOST_OF_EXCEPTION = 3000
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to stderr and never waits: a line that has no room there, because nobody reads it, is dropped."""
+    """Writes to stderr and never waits: a line is dropped if the pipe is full because no process reads it."""
 
     def __init__(self) -> None:
-        """Write to what is `sys.stderr` now."""
+        """Write to the present `sys.stderr`."""
         super().__init__(sys.stderr)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -35,7 +35,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
         try:
             if not select.select([], [self.stream], [], 0)[1]:
                 return
-        except (OSError, TypeError, ValueError):  # a stream of the program that is not a file
+        except (OSError, TypeError, ValueError):  # `sys.stderr` was replaced by an object that is not a file
             pass
         super().emit(record)
 
@@ -60,7 +60,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_json() -> None:
-    """Write what the loggers "pagoda..." say to stderr as JSON, from INFO on, in place of every other way.
+    """Write the lines of the loggers "pagoda..." to stderr as JSON, from INFO on, instead of to other handlers.
 
     A level that was set for the logger "pagoda" stays. Idempotent; other loggers are left alone.
     """

@@ -4,7 +4,7 @@
     key[i] = blake3(token bytes of chunk i + its multimodal items, key=key[i-1]), key[-1] = root
 
 Key i therefore names the whole prefix up to chunk i, on every machine and in every process. The hash is
-cryptographic because token ids are chosen by whoever sends the prompt.
+cryptographic because users choose the token ids of their prompts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def as_token_ids(tokens: TokenIds) -> Int32s:
     """Return token ids as a contiguous 1-D little-endian int32 array; changes nothing.
 
     An int32 array (numpy, torch on the CPU, array.array, any typed buffer) is wrapped without a copy, other
-    integer types are converted at once; only a list or tuple is walked, once. Raises ValueError for anything else.
+    integer types are converted by one call; only a list or tuple is walked, once. Raises ValueError for anything else.
     """
     if isinstance(tokens, list | tuple | range):
         found = _from_items(list(tokens) if isinstance(tokens, range) else tokens)
@@ -84,23 +84,23 @@ _MARSHALLED_HEADER_BYTES = 5  # the type code of the list, and its length
 def _from_items(tokens: list[int] | tuple[int, ...]) -> npt.NDArray[np.generic]:
     """Turn a list into an array.
 
-    `marshal` writes all items and their types in one call, in a third of the time that numpy takes for both. Whatever
-    it writes as anything else than an int of 32 bits takes the slow path, which knows numpy's integers and the errors.
+    `marshal` writes all items and their types in one call, in a third of the time that numpy takes for both. Any item
+    that it does not write as an int of 32 bits takes the slow path, which handles numpy's integers and errors.
     """
     try:
         written = marshal.dumps(tokens, 2)  # the last version without references
-    except ValueError:  # numpy's integers, or what is no token id
+    except ValueError:  # numpy's integers, or items that are not token ids
         return _from_mixed_items(tokens)
     if len(written) != _MARSHALLED_HEADER_BYTES + len(tokens) * _MARSHALLED_INT.itemsize:
         return _from_mixed_items(tokens)
     items = np.frombuffer(written, _MARSHALLED_INT, offset=_MARSHALLED_HEADER_BYTES)
-    if (items["code"] != ord("i")).any():  # True is "T", and numpy would take it for 1
+    if (items["code"] != ord("i")).any():  # True is written as "T"; numpy would read it as 1
         return _from_mixed_items(tokens)
     return items["number"]
 
 
 def _from_mixed_items(tokens: Sequence[int]) -> npt.NDArray[np.generic]:
-    """Turn any list into an array. The types are looked at first, because numpy would take True for 1."""
+    """Turn any list into an array. The types are checked first, because numpy would read True as 1."""
     kinds = set(map(type, tokens))
     wrong = [kind for kind in kinds if kind is not int and not issubclass(kind, np.integer)]
     if wrong:
@@ -133,7 +133,7 @@ def _from_buffer(tokens: object) -> npt.NDArray[np.generic]:
 
 
 class Item(NamedTuple):
-    """A multimodal item (an image, a sound) whose embeddings stand at token positions [start, stop)."""
+    """A multimodal item (an image, a sound) whose embeddings are at token positions [start, stop)."""
 
     start: int
     stop: int
@@ -141,7 +141,7 @@ class Item(NamedTuple):
 
 
 def chunk_keys(tokens: TokenIds, root: bytes, chunk_tokens: int, items: Iterable[Item] = ()) -> list[bytes]:
-    """Return the 32-byte keys of the whole chunks of `tokens` (a last part has none). Changes nothing.
+    """Return the 32-byte keys of the whole chunks of `tokens` (a last, partial chunk has no key). Changes nothing.
 
     Items may overlap each other and reach past the end of the tokens. Raises ValueError for bad ids or items.
     """
@@ -152,9 +152,9 @@ def chunk_keys(tokens: TokenIds, root: bytes, chunk_tokens: int, items: Iterable
 
 
 class KeyChain:
-    """The keys of a growing conversation: only what is new is hashed. Not thread-safe: one chain, one thread.
+    """The keys of a growing conversation: only new tokens are hashed. Not thread-safe: one chain, one thread.
 
-    `keys` and `num_tokens` describe all that was extended so far; the last, unfilled chunk's tokens are kept.
+    `keys` and `num_tokens` cover all tokens so far; the tokens of the last, partial chunk are kept.
     """
 
     def __init__(self, root: bytes, chunk_tokens: int) -> None:
@@ -162,8 +162,8 @@ class KeyChain:
         self.root = root
         self.chunk_tokens = chunk_tokens
         self._keys: list[bytes] = []
-        self._tail: Int32s = np.empty(0, dtype="<i4")  # always an own copy, always shorter than a chunk
-        self._items: list[Item] = []  # those that reach past the last whole chunk
+        self._tail: Int32s = np.empty(0, dtype="<i4")  # always a private copy, always shorter than a chunk
+        self._items: list[Item] = []  # items that reach past the last whole chunk
 
     @property
     def keys(self) -> list[bytes]:
@@ -172,13 +172,13 @@ class KeyChain:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far, those of the unfilled chunk included."""
+        """The number of tokens so far, including those of the partial chunk."""
         return len(self._keys) * self.chunk_tokens + len(self._tail)
 
     def extend(self, tokens: TokenIds, items: Iterable[Item] = ()) -> list[bytes]:
-        """Append `tokens` and return the keys of the chunks that this filled; items count from the first.
+        """Append `tokens` and return the keys of the chunks that they complete; items count from the first token.
 
-        Raises ValueError, and changes nothing, for bad ids or items, or an item in a chunk already hashed.
+        Raises ValueError, and changes nothing, for bad ids or items, or for an item in a chunk that is already hashed.
         """
         ids = as_token_ids(tokens)
         first, hashed = len(self._keys), len(self._keys) * self.chunk_tokens
@@ -209,7 +209,7 @@ def derive_keys(digests: Sequence[bytes], root: bytes) -> list[bytes]:
 
 
 def _chain(ids: Int32s, parent: bytes, chunk_tokens: int, trailers: Mapping[int, bytes]) -> list[bytes]:
-    """Hash the whole chunks of `ids`; `trailers`: chunk (0 = first of `ids`) -> what follows its tokens."""
+    """Hash the whole chunks of `ids`; `trailers`: chunk (0 = first of `ids`) -> bytes that follow its tokens."""
     view = ids.data.cast("B") if len(ids) else memoryview(b"")
     step = chunk_tokens * 4
     keys: list[bytes] = []
@@ -224,9 +224,9 @@ def _chain(ids: Int32s, parent: bytes, chunk_tokens: int, trailers: Mapping[int,
 
 
 def _trailers(items: Sequence[Item], first: int, last: int, chunk_tokens: int) -> dict[int, bytes]:
-    """Return, for chunks [first, last) that items overlap, what follows their tokens (0 = `first`).
+    """Return, for chunks [first, last) that items overlap, the bytes that follow their tokens (0 = `first`).
 
-    One record an item: start and stop relative to the chunk's first token as signed 64-bit, then the digest.
+    One record per item: start and stop relative to the chunk's first token as signed 64-bit, then the digest.
     They are not clipped to the chunk: one long item differs from two short ones, and a prefix keeps its keys.
     """
     found: dict[int, bytes] = {}
@@ -270,7 +270,7 @@ def _check_chain(root: bytes, chunk_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Namespace:
-    """All that KV depends on besides the tokens: a different field is a different key space. Immutable.
+    """Everything that KV depends on besides the tokens: a different value is a different key space. Immutable.
 
     `revision` is the model's version, `weights` a digest of its weights, `weights_epoch` counts updates in
     place, `layout` is a layout's fingerprint, `lora` names the adapter's content (not its path), `salt` keeps
@@ -312,13 +312,13 @@ class Namespace:
     @cached_property
     def root(self) -> bytes:
         """The 32-byte parent of every first key: a hash of all fields and of FORMAT_VERSION."""
-        # pairs in MessagePack are length-prefixed and typed: no two namespaces encode alike
+        # pairs in MessagePack are length-prefixed and typed: two namespaces never have the same encoding
         pairs = [("format", FORMAT_VERSION), *((name, getattr(self, name)) for name in self._named())]
         encoded = msgspec.msgpack.encode(pairs)
         return blake3(encoded, derive_key_context="PagodaKV namespace root").digest()
 
     def fields(self) -> dict[str, str]:
-        """Return every field as text for people to read, of the salt only the start of a digest."""
+        """Return every field as text for people to read, but only the start of a digest of the salt."""
         texts = {name: str(getattr(self, name)) for name in self._named()}
         if self.salt:
             digest = blake3(self.salt.encode(), derive_key_context="PagodaKV salt label")
@@ -339,7 +339,7 @@ class Namespace:
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def of_version(self, version: str) -> Namespace:
-        """Return the namespace of a named version of the weights that this one names; "" is these weights. Pure."""
+        """Return the namespace of a named version of these weights; "" is these weights themselves. Pure."""
         return self.with_(weights=json.dumps([self.weights, version])) if version else self
 
 

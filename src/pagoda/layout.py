@@ -20,7 +20,7 @@ __all__ = ["ITEMSIZE", "SLOT_ALIGN", "KVLayout", "Plane", "Rotary", "TokenOrder"
 SLOT_ALIGN = 4096  # a page; O_DIRECT needs it
 TokenOrder: TypeAlias = Literal["heads_first", "tokens_first"]
 
-# bytes an element; numpy has no name for half of these
+# bytes per element; numpy has no name for half of these
 ITEMSIZE = {
     "float64": 8,
     "float32": 4,
@@ -57,11 +57,11 @@ class Plane(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """The rotary embedding that K was given: with it K can be moved to another position. V has none."""
+    """The rotary embedding that K was given: it allows K to be moved to another position. V has none."""
 
     theta: float  # the base of the frequencies
     dims: int  # how many leading dims of a head are rotated, in two halves
-    scaling: str  # whatever else decides the angles, as text
+    scaling: str  # everything else that decides the angles, as text
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class KVLayout:
     layers: int = 0
     planes: tuple[Plane, ...] = ()
     token_order: TokenOrder = "heads_first"
-    rotary: Rotary | None = None  # named only where KV is moved to other positions
+    rotary: Rotary | None = None  # given only if KV is moved to other positions
 
     def __post_init__(self) -> None:
         _positive(chunk_tokens=self.chunk_tokens, chunk_bytes=self.chunk_bytes)
@@ -140,7 +140,7 @@ class KVLayout:
     ) -> KVLayout:
         """Return the layout of K and V per layer, each [kv_heads, chunk_tokens, head_dim] (or tokens first).
 
-        `scales` is the dtype of the scales, one a head and token, for K and then for V, after both.
+        `scales` is the dtype of the scales, one per head and token; they follow K and V, first those of K.
         For scales of other shapes use `of`.
         """
         dims = [head_dim, head_dim if v_head_dim is None else v_head_dim] if has_v else [head_dim]
@@ -151,7 +151,7 @@ class KVLayout:
 
     @classmethod
     def mla(cls, layers: int, latent_dim: int, dtype: str, chunk_tokens: int = 256) -> KVLayout:
-        """Return the layout of multi-head latent attention: one plane [chunk_tokens, latent_dim] a layer."""
+        """Return the layout of multi-head latent attention: one plane [chunk_tokens, latent_dim] per layer."""
         return cls.of(layers, [Plane(1, latent_dim, dtype)], chunk_tokens)
 
     @classmethod

@@ -23,7 +23,7 @@ from pagoda.clock import Clock
 class Reason(StrEnum):
     """Why a chunk was not served (a miss) or not stored (a drop). The value is the lower-case name."""
 
-    # mostly of misses
+    # mostly for misses
     ABSENT = auto()
     EVICTED = auto()
     CLEARED = auto()
@@ -38,7 +38,7 @@ class Reason(StrEnum):
     IO_ERROR = auto()
     SHORT_PROMPT = auto()
     TIER_SKIPPED = auto()
-    # mostly of drops
+    # mostly for drops
     FULL = auto()
     NOT_ADMITTED = auto()
     QUEUE_FULL = auto()
@@ -50,9 +50,10 @@ class Reason(StrEnum):
     REBUILDING = auto()
 
 
-TIER_KINDS = ("host", "disk", "remote")  # every tier that is neither of the first two counts as remote
-LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # upper edges of the buckets; one more is open
-# of each kind of tier: upper edge in seconds -> the counter of the calls that loaded from it in that time
+TIER_KINDS = ("host", "disk", "remote")  # every tier except the first two kinds counts as remote
+# upper edges of the buckets; one more bucket has no upper edge
+LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+# by kind of tier: upper edge in seconds -> the counter of calls that loaded from it in that time
 LOAD_BUCKETS: Mapping[str, Mapping[str, str]] = {
     kind: {edge: f"loads_{kind}_le_{edge}" for edge in (*map(str, LOAD_SECONDS), "inf")}
     for kind in TIER_KINDS
@@ -90,7 +91,7 @@ def by_reason(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
 
 
 def guarded_logger(name: str) -> logging.Logger:
-    """Return the logger of this name, which raises nothing: its filters and handlers are the program's. Thread-safe."""
+    """Return the logger of this name, which never raises, whatever its filters and handlers do. Thread-safe."""
     found = logging.getLogger(name)
     if "handle" not in vars(found):
         found.handle = partial(_handle, found.handle)  # type: ignore[method-assign]

@@ -1,15 +1,15 @@
-"""What a setting of an approximate feature must keep, and why it does not pass. Pure.
+"""The bounds that a setting of an approximate feature must keep, and the reasons why it does not pass. Pure.
 
-Called by `pagoda quality`, which measures, and by `quality_verdict`, which reads what it wrote.
+Called by `pagoda quality`, which measures, and by `quality_verdict`, which reads the results.
 
-The usual bounds say how much may change, and what for:
+The usual bounds, and what each one limits:
 
-    kl        nats a token; the perplexity of the model's own text rises by exp(kl). Blending: 10 %. Codecs: 1 %
+    kl        nats per token; the perplexity of the model's own text rises by exp(kl). Blending: 10 %. Codecs: 1 %
     top1      tokens that stay the same. Codecs: 99 %, the bar that papers on KV quantisation set. Blending: 93 %
-    answers   right answers beside exact KV. Blending: 93 %, what CacheBlend was seen to keep. Codecs: 99 %
+    answers   right answers, compared with exact KV. Blending: 93 %, as measured for CacheBlend. Codecs: 99 %
     prompts   50: if none of n prompts fails, 3 / n may still fail (the rule of three, 95 %): 6 % of 50
 
-Users may loosen them; then a start says so. Beyond `LOOSEST` nothing passes: such bounds say nothing of a model.
+Users may loosen them; a start then logs that. Beyond `LOOSEST` nothing passes, because such bounds exclude nothing.
 """
 
 from __future__ import annotations
@@ -26,32 +26,33 @@ class Interval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a setting must keep. An interval keeps a bound if its worse end does."""
+    """The bounds that a setting must keep. An interval keeps a bound if its worse end does."""
 
-    kl: float  # at most; nats a token: the log of how much the perplexity of the model's own text rises
+    # at most; nats per token: the log of the factor by which the perplexity of the model's own text rises
+    kl: float
     top1: float  # at least; share of tokens whose most likely successor is the same
     answers: float  # at least; right answers as a share of those with exact KV. Needs expected answers
-    prompts: int  # at least; fewer cannot tell
+    prompts: int  # at least; fewer prompts show nothing
 
 
 DEFAULT_BOUNDS = {
     "blend": Bounds(kl=0.095, top1=0.93, answers=0.93, prompts=50),
     "codec": Bounds(kl=0.01, top1=0.99, answers=0.99, prompts=50),
 }
-LOOSEST = Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=4)  # if none of 3 prompts fails, all others may
+LOOSEST = Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=4)  # even if none of 3 prompts fails, all others may
 _CONFIDENCE, _LEAST_CONFIDENCE = 0.95, 0.5
 
 
 class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured for one setting, beside exact KV."""
+    """The measured figures of one setting, compared with exact KV."""
 
     kl: Interval
     top1: Interval
     same_text: Interval  # share of prompts whose greedy text is the same
     # right answers as a share of those with exact KV; None if no answers were expected
     answers: Interval | None
-    ttft: Interval  # time to first token, as a share of that with exact KV computed
-    bytes: float  # of the KV as it is stored, as a share of the exact one
+    ttft: Interval  # time to first token, as a share of the time with computed exact KV
+    bytes: float  # bytes of the stored KV, as a share of exact KV
 
 
 def objections(
@@ -72,7 +73,7 @@ def objections(
 
 
 def too_loose(bounds: Bounds, confidence: float) -> list[str]:
-    """Return in plain words which bounds say nothing of a model, those that are no numbers included. Pure."""
+    """Return in plain words which bounds exclude nothing, including bounds that are not numbers. Pure."""
     limits = {
         f"a KL divergence of {bounds.kl:g} nats a token, at most {LOOSEST.kl:g}": bounds.kl <= LOOSEST.kl,
         f"{_percent(bounds.top1)} same tokens, at least {_percent(LOOSEST.top1)}": bounds.top1
@@ -93,13 +94,13 @@ def too_loose(bounds: Bounds, confidence: float) -> list[str]:
 
 
 def loosened(mine: Bounds, usual: Bounds, prompts: int, confidence: float, *, has_answers: bool) -> str:
-    """Return which bounds are looser than the usual ones, in plain words; empty: none is. Pure.
+    """Return which bounds are looser than the usual ones, in plain words; empty if none are. Pure.
 
     Args:
         mine: the bounds of a result.
-        usual: those of its feature.
-        prompts: how many there were.
-        confidence: of the intervals.
+        usual: the usual bounds of its feature.
+        prompts: the number of prompts.
+        confidence: that of the intervals.
         has_answers: whether answers were expected.
     """
     looser = {
@@ -116,7 +117,7 @@ def loosened(mine: Bounds, usual: Bounds, prompts: int, confidence: float, *, ha
 
 
 def is_surely_noticed(control: Figures, bounds: Bounds) -> bool:
-    """Return whether KV that is wrong surely breaks a bound: the better end of an interval does. Pure."""
+    """Return whether a control surely breaks a bound, that is, with the better end of an interval. Pure."""
     return (
         control.kl.low > bounds.kl
         or control.top1.high < bounds.top1
@@ -125,7 +126,7 @@ def is_surely_noticed(control: Figures, bounds: Bounds) -> bool:
 
 
 def _broken(figures: Figures, bounds: Bounds, confidence: float) -> list[str]:
-    """Return which figures break their bounds. A figure that is no number breaks any bound."""
+    """Return which figures break their bounds. A figure that is not a number breaks any bound."""
     found, sure = [], f"the {confidence * 100:g} % interval"
     kl, top1, answers = figures.kl, figures.top1, figures.answers
     if not kl.high <= bounds.kl:

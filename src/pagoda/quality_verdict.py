@@ -3,15 +3,15 @@
 Blending and lossy codecs change what a model computes. They start only with a verdict that was measured on the same
 weights with the same settings and kept its bounds, or with the option `unchecked`, which `stats` then shows.
 
-Written by `pagoda quality` (`pagoda.quality.write_verdict`); read by what has such a feature (`require_quality`), when
-it starts: `Cache` for its tiers with a lossy codec, `blend.BlendGate` for documents. It is in the lowest layer, because
-both call it. A verdict is a JSON file:
+Written by `pagoda quality` (`pagoda.quality.write_verdict`); read by the code of such a feature (`require_quality`),
+when it starts: `Cache` for its tiers with a lossy codec, `blend.BlendGate` for documents. It is in the lowest layer,
+because both call it. A verdict is a JSON file:
 
-    format, version, model, weights[], pagoda    what it is about; `weights` are names of the same weights
+    format, version, model, weights[], pagoda    the subject; `weights` are several names of the same weights
     results[]                                    for each setting: bounds, figures, controls, whether it passed
-    checksum                                     of all the rest
+    checksum                                     a hash of everything else
 
-The checksum detects damage and careless edits, not forgery: who may write the file may also set `unchecked`.
+The checksum detects damage and careless edits, not forgery: a user who may write the file may also set `unchecked`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ VERSION = 1  # raised when figures or bounds change their meaning: older verdict
 Option: TypeAlias = str | int | float | bool
 
 _MOST_BYTES = 16 << 20
-_MOST_FILES = 1000  # of a directory that are looked at
+_MOST_FILES = 1000  # so many files of a directory are read
 _BY_POSITION = {"blend": ("policy", "recompute"), "codec": ("codec",)}  # options that need no name in text
 _CHUNK = "chunk_tokens"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An approximate feature and all its options that change the values of KV. Two that are equal compute the same.
+    """An approximate feature and all its options that change the values of KV. Equal settings compute the same.
 
     `feature` is "blend" or "codec". `options` includes the feature's own "version", which is raised when the same
     options begin to compute something else.
@@ -82,19 +82,19 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     setting: Setting
     bounds: Bounds
     figures: Figures
-    controls: dict[str, bool]  # KV that is surely wrong, by what was done to it: whether it was found out
+    controls: dict[str, bool]  # for each control (KV that is surely wrong): whether it was detected
     prompts: int
     prompts_digest: str
     new_tokens: int  # of each answer, at most
-    confidence: float  # of the intervals, such as 0.95
+    confidence: float  # confidence of the intervals, such as 0.95
     seed: int
-    made: str  # when, in UTC
+    made: str  # the time of the measurement, in UTC
     passed: bool
     reasons: list[str]
 
     @property
     def loosened(self) -> str:
-        """Which bounds are looser than the usual ones, in plain words; empty: none is."""
+        """Which bounds are looser than the usual ones, in plain words; empty if none are."""
         if (usual := DEFAULT_BOUNDS.get(self.setting.feature)) is None:
             return ""
         answers = self.figures.answers is not None
@@ -120,7 +120,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: str = ""
 
     def digest(self) -> str:
-        """Return what `checksum` must be: a hash of all the rest."""
+        """Return the right `checksum`: a hash of everything else."""
         content = msgspec.json.encode(msgspec.structs.replace(self, checksum=""), order="sorted")
         return str(blake3(content, derive_key_context="PagodaKV quality verdict").hexdigest())
 
@@ -138,9 +138,9 @@ class QualityState(NamedTuple):
     """Why a feature runs with a setting, or no longer does; `stats` shows it."""
 
     setting: Setting
-    # "loosened": it passed bounds that are looser than the usual ones
+    # "loosened": the setting passed bounds that are looser than the usual ones
     # "exact": these options change nothing that the model computes, as the feature itself says
-    # "left out": it began with other weights, and is not used with the present ones
+    # "left out": the feature started with other weights, and is not used with the present ones
     checked: Literal["passed", "loosened", "unchecked", "exact", "left out"]
     detail: str
 
@@ -150,7 +150,7 @@ class QualityState(NamedTuple):
 
 
 class _Refusal(NamedTuple):
-    """Why a file does not help; the highest `rank` says most."""
+    """Why a file does not allow a setting; the highest `rank` is the most informative."""
 
     rank: int
     why: str
@@ -172,15 +172,15 @@ def require_quality(
 ) -> QualityState:  # fmt: skip
     """Return why a feature may start with these settings, or raise what is missing. Changes nothing.
 
-    Reads one small file, or those of a directory: remember the answer. Call it again when the weights change. In a
-    directory a result that failed counts, also beside one that passed. A start with loosened bounds is logged.
+    Reads one small file, or the files of a directory, so callers should keep the answer. Call it again when the weights
+    change. In a directory a failed result counts even if another result passed. A start with loosened bounds is logged.
     Thread-safe.
 
     Args:
         setting: the feature and its options.
-        weights: what names the weights, `Namespace.weights`.
-        weights_epoch: updates in place since then, `Namespace.weights_epoch`.
-        adapters: what names the active adapters, `Namespace.lora`: what was measured without them says nothing of them.
+        weights: the name of the weights, `Namespace.weights`.
+        weights_epoch: the number of updates in place, `Namespace.weights_epoch`.
+        adapters: the name of the active adapters, `Namespace.lora`; results without them do not apply to them.
         verdicts: a verdict file or a directory of them, `Config.quality_verdicts`; empty: `default_directory()`.
         unchecked: start without a passing verdict, `Config.unchecked`.
 
@@ -201,7 +201,7 @@ def require_quality(
         return QualityState(setting, "unchecked", f"used without a passing verdict: {found.why}")
     raise ConfigError(
         f"{setting} changes what the model computes, and nothing says that it is good enough: {found.why}; "
-        f"{_remedy(setting, name, adapters)}; or set unchecked = true to use it all the same"
+        f"{_remedy(setting, name, adapters)}; or set unchecked = true to use it anyway"
     )
 
 
@@ -215,13 +215,13 @@ def _remedy(setting: Setting, name: str, adapters: str) -> str:
 
 
 def default_directory() -> Path:
-    """Return where verdicts of this user are. Changes nothing; the directory need not be there."""
+    """Return the directory for this user's verdicts. Changes nothing; the directory need not exist."""
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(home, "pagoda", "quality")
 
 
 def weights_name(weights: str, weights_epoch: int = 0, adapters: str = "") -> str:
-    """Return the name of weights in a verdict: updated in place, or with active adapters, they are others. Pure."""
+    """Return the name of weights in a verdict: updated in place or with adapters, they have another name. Pure."""
     if not weights:
         return ""
     epoch = f"+epoch{weights_epoch}" if weights_epoch else ""
@@ -232,19 +232,19 @@ def read_verdict(path: str | Path) -> Verdict:
     """Return the verdict in a file, after all checks. Changes nothing.
 
     Raises:
-        ConfigError: it cannot be read, is no verdict or of another version, was damaged, or contradicts itself.
+        ConfigError: it cannot be read, is not a verdict, is of another version, was damaged, or contradicts itself.
     """
     content = _content(path)
     try:
         head = msgspec.json.decode(content, type=VerdictHead)
         if head.format != FORMAT:
-            raise ConfigError(f"{path}: is no verdict of pagoda quality")
+            raise ConfigError(f"{path}: is not a verdict of pagoda quality")
         if head.version != VERSION:
             age = "an older" if head.version < VERSION else "a newer"
             raise ConfigError(f"{path}: is of {age} version ({head.version}; this release reads {VERSION})")
         verdict = msgspec.json.decode(content, type=Verdict)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as trouble:
-        raise ConfigError(f"{path}: is no verdict of pagoda quality: {trouble}") from None
+        raise ConfigError(f"{path}: is not a verdict of pagoda quality: {trouble}") from None
     if verdict.checksum != verdict.digest():
         raise ConfigError(f"{path}: its checksum is not that of its content: it was damaged or edited")
     for number, result in enumerate(verdict.results):
@@ -261,12 +261,12 @@ def read_verdict(path: str | Path) -> Verdict:
 
 
 def _content(path: str | Path) -> bytes:
-    """Return what is in a file of a verdict's size. Waits for no pipe. Raises ConfigError."""
+    """Return the content of a file that is not too large for a verdict. Never waits for a pipe. Raises ConfigError."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
-                raise ConfigError(f"{path}: is no verdict of pagoda quality: no file, or too large")
+                raise ConfigError(f"{path}: is not a verdict of pagoda quality: not a file, or too large")
             return file.read(_MOST_BYTES)
     except (OSError, ValueError) as trouble:
         said = trouble.strerror if isinstance(trouble, OSError) else trouble
@@ -277,7 +277,7 @@ def _content(path: str | Path) -> bytes:
 
 
 def _looked_up(setting: Setting, name: str, place: Path) -> _Passed | _Refusal:
-    """Return the file with a passing result, if no other one failed; else the refusal that says most."""
+    """Return the file with a passing result, if no other file has a failed one; else the most informative refusal."""
     passed, worst = None, _Refusal(0, f"there is no verdict for the weights {name} in {place}")
     try:
         for path, is_asked in _candidates(place, name):
@@ -293,7 +293,7 @@ def _looked_up(setting: Setting, name: str, place: Path) -> _Passed | _Refusal:
 
 
 def _candidates(place: Path, name: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the files to look at, and whether each one is named for these weights; other files may be for others.
+    """Yield the files to look at, and whether each one is named for these weights; others may be for other weights.
 
     Raises OSError: the directory cannot be read.
     """
@@ -340,7 +340,7 @@ def _listed(results: Sequence[Result], setting: Setting) -> str:
 
 
 def _rounded(options: dict[str, Option]) -> dict[str, tuple[str, Option]]:
-    """Return options so that equal ones are equal: 1 and 1.0 are, 1 and True are not."""
+    """Return options in a form that compares correctly: 1 equals 1.0, but 1 does not equal True."""
     return {
         name: ("number", round(float(value), 6))
         if isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,6 +1,6 @@
 """Threads, pools and conditions that survive a refused thread start and the exceptions of signal handlers.
 
-The system limits the number of threads of a process: a thread that cannot be started is trouble at run time.
+The system limits the number of threads of a process: failing to start a thread is an error at run time.
 
 `with threading.Condition()` calls a Python function that takes the lock. If a signal handler raises an exception in
 that function, the lock stays taken and every other thread that needs it blocks. `threading.Event`,
@@ -48,14 +48,14 @@ def begin(thread: Thread) -> bool:
     try:
         thread.start()
     except RuntimeError as trouble:
-        if _REFUSED in str(trouble):  # not raised at the end of the interpreter
+        if _REFUSED in str(trouble):  # this message; the interpreter's end raises another one
             _lines.warn(_log, Reason.IO_ERROR, f"{thread.name}: {NO_THREAD}")
         return False
     return True
 
 
 def start_thread(target: Callable[..., object], name: str, *arguments: object) -> Thread | None:
-    """Start a daemon thread and return it; None if that is impossible, which `begin` logs."""
+    """Start a daemon thread and return it; None if that is impossible (`begin` logs it)."""
     thread = Thread(target=target, args=arguments, name=name, daemon=True)
     return thread if begin(thread) else None
 
@@ -76,9 +76,10 @@ class Condition(_RLock):  # type: ignore[misc]
         waiter.acquire()
         try:
             self._waiters.append(waiter)
-            held.extend(map(_RLock._release_save, (self,)))  # type: ignore[attr-defined]  # released and recorded in one step
+            # released and recorded in one step
+            held.extend(map(_RLock._release_save, (self,)))  # type: ignore[attr-defined]
             woken = waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
-        except BaseException:  # of a signal handler
+        except BaseException:  # raised by a signal handler
             if not self._is_owned():  # the handler may also have run before the release
                 self._acquire_restore(held[0])
             if waiter not in self._waiters:
@@ -109,7 +110,7 @@ class Condition(_RLock):  # type: ignore[misc]
             try:
                 self._waiters[0].release()
                 n -= 1
-            except RuntimeError:  # an interrupted call woke it and did not reach the next line
+            except RuntimeError:  # an interrupted call woke this thread but did not reach the next line
                 pass
             self._waiters.popleft()
 
@@ -155,7 +156,7 @@ class Answer(Future[T]):
     """Replace `concurrent.futures.Future`. Thread-safe."""
 
     def __init__(self) -> None:
-        # as Python's, without its condition: a third of the cost
+        # the same as Python's, but without its condition, at a third of the cost
         self._condition = Condition()
         self._state = PENDING
         self._result = self._exception = None
@@ -175,10 +176,11 @@ def wait(futures: Iterable[Future[T]], timeout: float | None = None) -> None:
 
 
 def complete(step: Callable[[], object]) -> None:
-    """Call `step` until it returns, however often a signal handler raises in it; raise the last exception then.
+    """Call `step` until it returns, however often a signal handler raises in it; then raise the last exception.
 
-    For waits on what uses memory of the caller: `step` can be repeated. A step that fails by itself ends after 10,000
-    attempts. A handler may also raise before the first statement here: a caller repeats the call in an outer `finally`.
+    For waits on work that uses memory of the caller. `step` must be repeatable. A step that always fails ends after
+    10,000 attempts. A handler may also raise before the first statement here, so callers repeat the call in an outer
+    `finally`.
     """
     raised: BaseException | None = None
     for _ in range(_ATTEMPTS):
@@ -203,7 +205,8 @@ def _raised_by(step: Callable[[], object]) -> BaseException | None:
     return None
 
 
-def if_free(lock: threading.RLock, work: Callable[[], object], timeout: float = 0.0) -> None:  # type: ignore[valid-type, unused-ignore]
+# type: ignore[valid-type, unused-ignore]
+def if_free(lock: threading.RLock, work: Callable[[], object], timeout: float = 0.0) -> None:
     """Call `work` with the lock held; do nothing if another thread keeps the lock for `timeout` seconds."""
     try:
         if lock.acquire(timeout=timeout):
@@ -216,32 +219,32 @@ def if_free(lock: threading.RLock, work: Callable[[], object], timeout: float = 
 
 
 class DeferredCall:
-    """A call that a daemon thread does a moment after it was requested, once for all requests until then.
+    """A call that a daemon thread makes a moment after a request, once for all requests so far.
 
     Callers of `request` take turns. The thread starts with the first request, and again with the first in a forked
     child; if none can be started, the next request tries again.
     """
 
     def __init__(self, call: Callable[[], object], name: str, pause_seconds: float) -> None:
-        """`call`, a method that never raises, begins `pause_seconds` after the first request that it is to serve."""
-        self._call = weakref.WeakMethod(call)  # its object may hold this one
+        """`call`, a method that never raises, begins `pause_seconds` after the first request that it serves."""
+        self._call = weakref.WeakMethod(call)  # weak, since its object may refer to this one
         self._name, self._pause_seconds = name, pause_seconds
         self.reset()
 
     def reset(self) -> None:
-        """Begin without requests and without a thread: those before a fork are the parent's."""
+        """Begin without requests and without a thread; requests before a fork are left to the parent."""
         self._requested, self._ending = Event(), Event()
         self._thread: Thread | None = None
 
     def request(self) -> None:
-        """Have the call done soon."""
+        """Request that the call be made soon."""
         if not self._requested.is_set():
             self._requested.set()
         if self._thread is None and not self._ending.is_set():
             self._thread = start_thread(self._run, self._name)
 
     def close(self, timeout: float) -> bool:
-        """Do the call a last time, on its thread, and end that; wait for it up to `timeout` seconds. Idempotent.
+        """Make the call a last time, on its thread, and end the thread; wait up to `timeout` seconds. Idempotent.
 
         Returns False if it has not ended.
         """
@@ -258,14 +261,14 @@ class DeferredCall:
             self._requested.wait()
             self._ending.wait(self._pause_seconds)
             self._requested.clear()
-            ends = self._ending.is_set()  # before the call: what was requested during it is done once more
+            ends = self._ending.is_set()  # read first: a request during the call leads to one more call
             if (call := self._call()) is not None:
                 call()
             del call
 
 
 class _Work(Generic[T]):
-    """One queued call. `future.cancel()` removes it for good unless it has begun."""
+    """One queued call. `future.cancel()` removes it permanently unless it has begun."""
 
     def __init__(self, call: Callable[[], T], future: Future[T]) -> None:
         self._parts = [(call, future)]
@@ -278,7 +281,7 @@ class _Work(Generic[T]):
 
     def __call__(self, done: Callable[[], object]) -> None:
         """Do the call; then call `done`, and only then set the result."""
-        call, future = self._parts.pop()  # from here on only this frame refers to them
+        call, future = self._parts.pop()  # from here on, only this frame refers to them
         if not future.set_running_or_notify_cancel():
             done()
             return
@@ -310,14 +313,16 @@ class Pool(Executor):
         self._most, self._name, self.exit_seconds = most, name, exit_seconds
         self._renew()
         _pools.add(self)
-        atexit.unregister(_at_exit)  # runs before older hooks: those of the libraries that calls use
+        # registered again, so that it runs before older hooks, which may belong to libraries that calls use
+        atexit.unregister(_at_exit)
         atexit.register(_at_exit)
 
     def _renew(self) -> None:
         """Start with no thread and an empty queue; also called in a forked child."""
         self._lock = threading.RLock()
         self._calls: _Calls = queue.SimpleQueue()
-        self._idle: deque[None] = deque()  # one entry per waiting thread; a missing one costs one more thread
+        # one entry per waiting thread; if one is missing, only an extra thread is started
+        self._idle: deque[None] = deque()
         self._threads: list[Thread] = []
         self._open: set[Future[object]] = set()
         self._closed = False
@@ -325,7 +330,7 @@ class Pool(Executor):
 
     @property
     def under_way(self) -> int:
-        """Return the number of calls that have not ended, queued ones included."""
+        """Return the number of calls that have not ended, including queued ones."""
         return len(self._open)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -348,10 +353,10 @@ class Pool(Executor):
                     raise RuntimeError(NO_THREAD)
                 self._open.add(cast("Future[object]", future))
                 self._calls.put(cast("_Work[object]", _Work(call, future)))
-        except BaseException:  # also of a signal handler: the caller does not get the future
+        except BaseException:  # also raised by a signal handler: the caller does not get the future
             try:
                 _withdraw(future)
-            finally:  # a second signal
+            finally:  # in case of a second signal
                 _withdraw(future)
             raise
         return future
@@ -360,7 +365,7 @@ class Pool(Executor):
         """Return whether a thread will take one more call; start one if none is idle. Called with the lock."""
         if self._idle:
             self._idle.pop()
-            return True  # also a thread that an interrupted call started without recording it
+            return True  # also true for a thread that an interrupted call started without recording it
         if len(self._threads) < self._most:
             arguments = self._gone, self._lock, self._calls, self._idle
             thread = start_thread(_take_calls, f"{self._name}_{len(self._threads)}", *arguments)
@@ -376,7 +381,7 @@ class Pool(Executor):
         """End the threads after the last call; with `cancel_futures`, cancel the calls that have not begun."""
         with self._lock:
             self._closed = True
-        if cancel_futures:  # without the lock: the callbacks of the futures take other locks
+        if cancel_futures:  # without the lock, because callbacks of the futures take other locks
             with suppress(queue.Empty):
                 while True:
                     if isinstance(work := self._calls.get_nowait(), _Work):
@@ -397,7 +402,7 @@ def _take_calls(
     following: deque[object] = deque()
 
     def look_on() -> None:
-        """Take the next call, or be idle: who has a result sees a thread that is free."""
+        """Take the next call or become idle, before the result is set: so its receiver finds a free thread."""
         with lock:
             try:
                 following.append(calls.get_nowait())
@@ -407,13 +412,13 @@ def _take_calls(
     look_on()
     while isinstance(call := following.pop() if following else calls.get(), _Work):
         call(look_on)
-        del call  # a waiting thread must not keep alive what the call used
+        del call  # a waiting thread must not keep the call's objects alive
     calls.put(None)
 
 
 def _withdraw(future: Future[T]) -> None:
     if not future.cancel():
-        complete(partial(wait, [future]))  # it has begun, and uses memory of the caller
+        complete(partial(wait, [future]))  # the call has begun, and uses memory of the caller
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
@@ -435,13 +440,13 @@ def _renew_in_child() -> None:
 
 
 def _lose(future: Future[object]) -> None:
-    """End a call whose thread a forked child lacks: a signal handler may have forked while this thread waits for it.
+    """End a call whose thread does not exist in a forked child: a handler may have forked while this one waits.
 
     Its callbacks are not called: they belong to the parent.
     """
     changed = cast("Condition", future._condition)
     if not changed._is_owned():
-        changed._at_fork_reinit()  # the lost thread may have held it
+        changed._at_fork_reinit()  # the lost thread may have held its lock
     if not future.done():
         future._exception = RuntimeError("the thread of this call does not exist in a forked child")
         future._state = FINISHED

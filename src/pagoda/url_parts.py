@@ -11,9 +11,9 @@ _PLACE = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::(\d*))?")
 
 
 def split_url(url: str) -> SplitResult:
-    """Return a URL in parts, also one of several hosts.
+    """Return a URL in parts; it may have several hosts.
 
-    Since its releases of 2025 Python's own function refuses an IPv6 address in brackets that is not the first of them.
+    Python's own function, in releases since 2025, refuses an IPv6 address in brackets if it is not the first host.
     """
     scheme, mark, rest = url.partition("://")
     place = re.split("[/?#]", rest, maxsplit=1)[0] if mark and "," in rest else ""
@@ -21,7 +21,7 @@ def split_url(url: str) -> SplitResult:
 
 
 def place_of(host: str, default_port: int) -> str:
-    """Return the `host`, `host:port` or `[address]:port` of a URL in one spelling of several. ValueError: it is none.
+    """Return the `host`, `host:port` or `[address]:port` of a URL in a standard spelling. ValueError: it is invalid.
 
     Case, the dot at the end of a name, `localhost`, zeros of an IPv6 address and a default port make no difference.
     """

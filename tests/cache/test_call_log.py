@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
+from pagoda.cache.call_log import log_opened
 from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
@@ -64,6 +66,17 @@ def test_a_size_is_what_the_tier_may_hold(shm_root: Path, caplog: pytest.LogCapt
     said = [one.getMessage() for one in caplog.records if "PagodaKV opened" in one.getMessage()]
     sizes = ("4.00 MiB = 65,536", "2.00 MiB = 32,768", "1.00 MiB = 16,384")
     assert all(f"host {size} tokens" in line for size, line in zip(sizes, said, strict=True)), said
+
+
+def test_a_directory_that_was_removed_meanwhile_prevents_no_opening(
+    shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(shm_root / "host", tmp_path / "disk") as cache:
+        shutil.rmtree(shm_root / "host")
+        shutil.rmtree(tmp_path / "disk")
+        caplog.set_level(logging.INFO, "pagoda")
+        log_opened(cache.namespace, LAYOUT, cache._tiers, 30.0)
+    assert "tiers: host 4." in caplog.text
 
 
 def test_no_line_below_its_level(shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from pagoda.ledger import admin
 from pagoda.metrics import Reason
-from tests.cache.kit import NAMESPACE, blank, cache_at, kv_of, prompt, served, stored
+from pagoda.tiers import Chunk, Done
+from tests.cache.kit import NAMESPACE, blank, cache_at, keys_of, kv_of, on_disk, prompt, served, stored
 
 
 def test_every_tier_is_cleared_and_counted(shm_root: Path, tmp_path: Path) -> None:
@@ -89,6 +92,34 @@ def test_a_tier_that_fails_is_named_and_the_others_are_cleared(
         cleared = cache.clear()
         assert not cleared.ok and cleared.chunks["disk"] == 5
         assert "out of order" in cleared.failed["host"]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_waits_in_a_staging_buffer_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """Without a host slot, a chunk waits in a buffer until the disk takes it, also while another cache clears."""
+    with cache_at(None, tmp_path) as cache, cache_at(None, tmp_path) as other:
+        [disk] = cache._tiers.lower
+        save, waits, may_save = disk.save, threading.Event(), threading.Event()
+
+        def save_later(
+            chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
+        ) -> list[Future[Done]]:
+            waits.set()
+            assert may_save.wait(60)
+            return save(chunks, namespace, stamp=stamp)
+
+        monkeypatch.setattr(disk, "save", save_later)
+        storing = cache.store_future(prompt(4), kv_of(prompt(4)).transfer)
+        assert waits.wait(60)
+        assert (cache if own else other).clear().ok
+        may_save.set()
+        storing.result(60)
+        assert cache.flush(60)
+        assert [other.holders(key) for key in keys_of(cache, prompt(4))] == [[]] * 4
+        stored(cache, prompt(4))
+        assert on_disk(other, prompt(4)) == 4
 
 
 def test_a_store_that_began_before_does_not_come_back(shm_root: Path, tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ def test_a_flush_drops_nothing_while_chunks_in_buffers_wait(
     with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
         cache.store(tokens, kv_of(tokens).transfer)
         assert cache.flush(100) and _on_disk(cache) == 100
+        (queue,) = cache._resources.writeback
+        assert queue._waiting == queue._buffered == 0, "else the queue has no bound from now on"
 
 
 def test_what_goes_below_lies_behind_its_head_there(shm_root: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -243,6 +243,19 @@ def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:
         assert "not a list of token ids" in refused("explain", shm_root, "--tokens", "-", stdin=text)
     assert "holds no token ids" in refused("explain", shm_root, "--tokens", "-", stdin="[]")
     assert "--chunk-tokens" in refused("explain", shm_root, "--tokens", "-", "--chunk-tokens", "0", stdin="1")
+
+
+@pytest.mark.parametrize("form", [" ".join, ",".join, ", ".join, lambda ids: f"[{', '.join(ids)}]"])
+def test_token_ids_are_given_directly_or_in_a_file(
+    shm_root: Path, tmp_path: Path, form: Callable[[list[str]], str]
+) -> None:
+    put(host(shm_root), LLAMA, PROMPT)
+    text = form([str(token) for token in PROMPT])
+    (tmp_path / "file").write_text(text)
+    found = [answer("explain", shm_root, "--tokens", given) for given in (text, tmp_path / "file")]
+    assert found[0] == found[1] and found[0]["answers"][0]["num_tokens"] > 0  # type: ignore[index]
+    assert "holds no token ids" in refused("explain", shm_root, "--tokens", "[]")
+    assert "not a list of token ids" in refused("explain", shm_root, "--tokens", "[1, 2")
 
 
 def test_reasons_are_those_of_the_metrics() -> None:

@@ -25,6 +25,7 @@ from pagoda.tiers.remote.redis import RedisNames
 from pagoda.tiers.remote.store_client import PutRequest, PutResult
 from testbed.servers import Server, free_port, redis_cluster, redis_server
 from tests.cli.shelf import RUN, answer, pagoda, refused, run_here
+from tests.remote.proxy import Fault, proxy_to
 from tests.serve.kit import LAYOUT, ODD, Bytes, engine, keys_of, payload_of, value_of
 
 ROOT = Namespace("served", layout=LAYOUT.fingerprint).root
@@ -58,12 +59,16 @@ def host(shm_root: Path) -> Iterator[HostTier]:
     tier.close()
 
 
-def share(url: str, chain: int, chunks: int, *, damaged: Sequence[int] = ()) -> list[bytes]:
-    """Store a prompt's chunks as another machine does; return their keys."""
+def share(
+    url: str, chain: int, chunks: int, *, damaged: Sequence[int] = (), parents: bool = True
+) -> list[bytes]:
+    """Store a prompt's chunks as another machine does, or an older version of it; return their keys."""
     connection = parse(url).engine().connection().open(time.monotonic() + 30)
     keys = keys_of(ROOT, chain, chunks)
     for position, key in enumerate(keys):
-        value = np.frombuffer(value_of(ROOT, key, position, payload_of(chain, position)), np.uint8).copy()
+        parent = keys[position - 1] if position and parents else b""
+        made = value_of(ROOT, key, position, payload_of(chain, position), parent=parent)
+        value = np.frombuffer(made, np.uint8).copy()
         value[HEADER_BYTES + 100] ^= position in damaged
         page, stored = value[:HEADER_BYTES], value[HEADER_BYTES:]
         done = connection.put(PutRequest(ROOT, key, page, stored, lambda: True), time.monotonic() + 30)
@@ -132,14 +137,33 @@ def test_parents_come_before_their_children(
     assert last_use == sorted(last_use, reverse=True)  # a tail never outlives its head
 
 
-def test_seconds_within_one_request_do_not_divide_a_prompt(
+@pytest.mark.parametrize(
+    ("head", "tail", "parents"),
+    [(2, 0, False), (2, 0, True), (65, 62, True), (129, 126, True), (5000, 0, True)],
+)
+def test_a_prompt_is_brought_from_its_head_on(
+    where: dict[str, str], host: HostTier, server: Server, url: str, head: int, tail: int, parents: bool
+) -> None:
+    """Its head was used some seconds before its tail. Older versions do not tell what a chunk continues."""
+    keys, other = share(url, 1, 8, parents=parents), share(url, 2, 3)
+    for brings in (4, 8):
+        use(server, url, keys[:5], idletime=head)
+        use(server, url, keys[5:], idletime=tail)
+        use(server, url, other, idletime=10_000)
+        assert brought("--bytes", 4 * SIZE, **where) == (4, 0, "bytes")
+        assert positions(host, keys) == list(range(brings)) and positions(host, other) == []
+
+
+def test_what_no_request_could_use_is_left_out(
     where: dict[str, str], host: HostTier, server: Server, url: str
 ) -> None:
-    keys = share(url, 1, 8)
-    use(server, url, keys[:5], idletime=2)  # its head was stored two seconds before its tail
-    use(server, url, keys[5:], idletime=0)
-    assert brought("--bytes", 4 * SIZE, **where) == (4, 0, "bytes")
-    assert positions(host, keys) == [0, 1, 2, 3]
+    """Redis has evicted a chunk; what continues a prompt that is here is brought."""
+    keys, mine = share(url, 1, 6), share(url, 2, 4)
+    truth, names = client.Redis(port=server.port), RedisNames(parse(url).prefix)
+    truth.delete(names.chunk(ROOT, keys[2]), *(names.chunk(ROOT, key) for key in mine[:2]))
+    assert put(host, 2, 2) == mine[:2]
+    assert brought("--bytes", 4 * SIZE, **where) == (4, 0, "all")
+    assert positions(host, keys) == [0, 1] and positions(host, mine) == [0, 1, 2, 3]
 
 
 def test_damaged_values_are_left_out(where: dict[str, str], host: HostTier, server: Server, url: str) -> None:
@@ -149,8 +173,8 @@ def test_damaged_values_are_left_out(where: dict[str, str], host: HostTier, serv
     page[50] ^= 1
     truth.hset(names.chunk(ROOT, keys[4]), "h", bytes(page))
     truth.set(names.chunk(ROOT, keys[5]), "no chunk")
-    assert brought(**where) == (3, 2, "all")
-    assert positions(host, keys) == [0, 1, 3]
+    assert brought(**where) == (2, 2, "all")
+    assert positions(host, keys) == [0, 1]
 
 
 def test_chunks_of_other_layouts_are_left_alone(where: dict[str, str], host: HostTier, url: str) -> None:
@@ -328,3 +352,29 @@ def test_the_rule_of_the_documentation_is_enough(
     url = server.url.replace("://", "://pagoda:PASSWORD@")
     share(url, 1, 3)
     assert brought(**where | {"PAGODA_REMOTE": url}) == (3, 0, "all")
+
+
+@pytest.mark.parametrize("at", [1, 100, 30_000, 100_000, 250_000])
+def test_a_connection_that_breaks_midway(
+    where: dict[str, str], host: HostTier, server: Server, url: str, at: int
+) -> None:
+    """What came stays, and the next run brings the rest."""
+    keys = share(url, 1, 6)
+    with proxy_to(server.port) as proxy:
+        proxy.down = Fault(cut_at=at)
+        broken = url.replace(f":{server.port}/", f":{proxy.port}/")
+        code, _, err = run_here("warm", **where | {"PAGODA_REMOTE": broken})
+    assert code == 1 and err.count("\n") == 1 and "closed the connection" in err
+    came = positions(host, keys)
+    assert came == list(range(len(came))) and brought(**where) == (6 - len(came), 0, "all")
+
+
+def test_a_server_that_writes_nothing(where: dict[str, str], host: HostTier) -> None:
+    """A replica is read; what it cannot do is said without a hint at rights."""
+    with redis_server() as replica:
+        keys = share(replica.url, 1, 3)
+        client.Redis(port=replica.port).execute_command("REPLICAOF", "127.0.0.1", free_port())
+        where["PAGODA_REMOTE"] = replica.url
+        assert brought(**where) == (3, 0, "all") and positions(host, keys) == [0, 1, 2]
+        code, _, err = run_here("clear", "--yes", **where)
+    assert code == 1 and err.count("\n") == 1 and "READONLY" in err and "password" not in err

@@ -127,6 +127,27 @@ def test_a_directory_of_another_user_is_refused_with_the_remedy(theirs: Path) ->
 
     said = apart(work).splitlines()
     assert len(said) == 4 and all("/roots" in line and "another path" in line for line in said), said
+    assert all(f"install -d -m 700 -o {STRANGER} {roots / 'below'}" in line for line in said[2:]), said
+
+
+@pytest.mark.parametrize("mask", [0, 0o77, 0o277, 0o777])
+def test_any_umask(theirs: Path, mask: int) -> None:
+    """What this user could not open is not made: the next start, with another umask, finds nothing in its way."""
+    imported_late()
+
+    def work() -> str:
+        become_stranger(None)
+        os.umask(mask)
+        if mask & 0o700:
+            with pytest.raises(StoreError, match=f"umask is {mask:04o}.*set it to 077"):
+                used(theirs / "deep")
+            assert not (theirs / "deep").exists()
+            os.umask(0o22)
+        return used(theirs / "deep")
+
+    assert "host" in apart(work)
+    disk = theirs / "deep" / "disk"
+    assert not [path for path in (disk, *disk.rglob("*")) if path.stat().st_mode & 0o077]
 
 
 def test_what_the_system_refuses_is_one_line(theirs: Path) -> None:

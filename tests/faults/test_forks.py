@@ -23,7 +23,7 @@ from pagoda.ledger.locks import Gate
 from pagoda.ledger.session import Session
 from pagoda.ledger.store_state import TABLES
 from tests.cache.kit import cache_at
-from tests.children import in_child
+from tests.children import in_child, in_light_process
 from tests.faults.support import NAMESPACE, PATIENT_SECONDS, Store, keys, memory_spec, python, succeeded
 
 OUTLIVES = """
@@ -175,11 +175,9 @@ def test_what_was_open_at_a_fork_can_be_closed(shm_root: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240, method="thread")
-def test_a_child_that_a_signal_handler_forks_in_a_transaction_leaves_the_tables_alone(shm_root: Path) -> None:
-    """It returns into the middle of the parent's call: a commit in both processes would damage the tables."""
-    store, parent, random = Store(shm_root, slots=64), os.getpid(), Random(0)
+def forks_in_transactions(root: Path) -> None:
+    """Call a ledger while a signal handler forks, at random moments."""
+    store, parent, random = Store(root, slots=64), os.getpid(), Random(0)
     ledger, children = store.ledger, list[int]()
 
     def fork(*_: object) -> None:
@@ -212,8 +210,14 @@ def test_a_child_that_a_signal_handler_forks_in_a_transaction_leaves_the_tables_
     admin.reap(ledger)
     admin.check(ledger)
     ledger.close()
-    again = Ledger.open(memory_spec(shm_root, 64))  # and not a new store
+    again = Ledger.open(memory_spec(root, 64))  # and not a new store
     assert again.directory == ledger.directory and admin.gauges(again)["ready"]
+
+
+@pytest.mark.slow
+def test_a_child_that_a_signal_handler_forks_in_a_transaction_leaves_the_tables_alone(shm_root: Path) -> None:
+    """It returns into the middle of the parent's call: a commit in both processes would damage the tables."""
+    in_light_process(forks_in_transactions, shm_root)
 
 
 def test_a_child_that_is_forked_while_the_tables_are_opened_writes_nothing(

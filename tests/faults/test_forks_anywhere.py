@@ -22,7 +22,7 @@ import pagoda.ledger
 from pagoda.ledger import Ledger, Reserved, admin
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, STATE, TABLES
-from tests.children import child, wait
+from tests.children import child, in_light_process, wait
 from tests.faults.support import NAMESPACE, Store, keys
 
 LEDGER = str(Path(pagoda.ledger.__file__).parent)
@@ -133,16 +133,20 @@ def one_place(store: Store, n: int) -> None:
         os._exit(1)
 
 
+def every_place(root: Path, part: int) -> None:
+    """Fork at every place of this part."""
+    store, n = Store(root, slots=32), part
+    while (code := wait(child(partial(one_place, store, n)))) != NO_MORE:
+        assert code == 0, f"place {n}"
+        n += PARTS
+    assert n > 100, n
+    admin.check(store.ledger)
+    store.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_child_that_a_signal_handler_forks_anywhere_writes_nothing_of_its_parents_call(
     shm_root: Path, part: int
 ) -> None:
-    store, wrong, n = Store(shm_root, slots=32), 0, part
-    while (code := wait(child(partial(one_place, store, n)))) != NO_MORE:
-        wrong += code != 0
-        n += PARTS
-    assert n > 100, n
-    assert not wrong, f"{wrong} places of {n // PARTS}"
-    admin.check(store.ledger)
-    store.close()
+    in_light_process(every_place, shm_root, part)

@@ -93,6 +93,13 @@ def test_an_adapter_that_is_unknown_again_and_again_is_taken_back_once(engine: E
         assert engine.told() == 0
 
 
+def test_adapters_that_change_for_ever_are_forgotten(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.kv_events.stored_events._FEW_ROOTS", 4)
+    for n in range(20):
+        engine.events.name_adapter("an adapter", engine.root(f"version {n}"))
+    assert list(engine.events._gone) == [engine.root(f"version {n}") for n in range(15, 19)]
+
+
 def test_tenants_of_which_nothing_is_held_are_forgotten_until_they_come_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from pagoda.metrics import Reason
 from tests.children import child, in_child, wait
 from tests.ledger.support import (
     OTHER,
+    PATIENT_SECONDS,
     TENANT,
     Other,
     gate_taken,
@@ -554,3 +555,28 @@ def test_closing_ends_in_time_while_another_sits_in_the_gate(shm_root: Path) -> 
     gauges = admin.gauges(again)
     assert gauges["reserved"] == 0 and gauges["members"] == 1
     again.close()
+
+
+def test_what_another_thread_opens_during_a_fork_can_be_opened_in_the_child(
+    shm_root: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB lets a process open a file once; what the parent's thread opened could not be closed in the child."""
+    hold, opens = session.Session.before_fork, list[threading.Thread]()
+
+    def slowly(held: session.Session, until: float) -> None:
+        if not opens:
+            opens.append(threading.Thread(target=lambda: opened(shm_root / "other")))
+            opens[0].start()
+            opens[0].join(1.0)
+        hold(held, until)
+
+    def work() -> None:
+        assert put(opened(shm_root / "other"), keys(1))
+
+    monkeypatch.setattr(session.Session, "before_fork", slowly)
+    in_child(work)
+    opens[0].join(PATIENT_SECONDS)
+    other = opened(shm_root / "other")
+    assert len(other.match_prefix(keys(1)).slots) == 1
+    for _ in range(2):
+        other.close()

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import redis as client
 
+from pagoda import codec
 from pagoda.cache import Cache
+from pagoda.config.remote_urls import parse
 from pagoda.keys import Namespace
 from pagoda.metrics import Reason
 from testbed.servers import BUCKET, Server, emptied_s3, redis_server
@@ -126,6 +128,17 @@ def test_a_remote_tier_alone(url: str) -> None:
         assert cache.stats()["staging_buffers"] == 0
         longer = prompt(25)
         assert served(cache, longer)[0].num_tokens == 320
+
+
+def test_a_header_names_the_chunk_before_it(shm_root: Path, redis: Server, url: str) -> None:
+    """`pagoda warm` needs that."""
+    tokens, truth = prompt(4), client.Redis(port=redis.port)
+    with cache_over(url, shm_root) as cache:
+        stored(cache, tokens)
+        keys = keys_of(cache, tokens)
+    pages = [truth.hget(name, "h") for name in truth.scan_iter(f"{parse(url).prefix}:*")]
+    found = sorted((page.position, page.parent) for page in map(codec.parse, pages))  # type: ignore[arg-type,union-attr]
+    assert found == list(enumerate([b"", *keys[:3]]))
 
 
 def test_compressed_and_plain_chunks_in_one_store(shm_root: Path, url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pagoda.layout import KVLayout
 from pagoda.tiers.remote.redis import RedisClient
 from testbed.servers import need, redis_server
 from tests.cache.kit import LAYOUT, NAMESPACE, config_of, prompt, run_all, served, stored
+from tests.children import in_light_process
 from tests.remote.chunks import (
     LARGE,
     PATIENT_SECONDS,
@@ -28,8 +30,14 @@ from tests.remote.chunks import (
 redis = pytest.importorskip("redis")
 need("redis-server")
 
-SPAWN = multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("fork")  # in a light process: eight others would import everything again
 MACHINES, CHUNKS = 8, 48
+
+
+def all_machines(work: Callable[..., None], *arguments: object) -> None:
+    """Do this in eight processes at once."""
+    gate = FORK.Barrier(MACHINES)
+    run_all([FORK.Process(target=work, args=(*arguments, gate)) for _ in range(MACHINES)])
 
 
 def store(url: str, layout: KVLayout, gate: Barrier) -> None:
@@ -44,14 +52,8 @@ def store(url: str, layout: KVLayout, gate: Barrier) -> None:
 @pytest.mark.parametrize(("layout", "commands"), [(SMALL, 1), (LARGE, 4)], ids=["small", "large"])
 def test_eight_processes_send_each_chunk_once(layout: KVLayout, commands: int) -> None:
     """`commands`: how many HSET move one chunk."""
-    gate = SPAWN.Barrier(MACHINES)
     with redis_server() as server, redis.Redis.from_url(server.url) as client:
-        children = [SPAWN.Process(target=store, args=(server.url, layout, gate)) for _ in range(MACHINES)]
-        for child in children:
-            child.start()
-        for child in children:
-            child.join(4 * PATIENT_SECONDS)
-        assert [child.exitcode for child in children] == [0] * MACHINES
+        in_light_process(all_machines, store, server.url, layout)
         assert client.info("commandstats")["cmdstat_hset"]["calls"] <= 1.1 * commands * CHUNKS
         assert client.dbsize() == CHUNKS, "no claim or draft is left"
         with tier_on(RedisClient(server.url), layout, deadline_seconds=PATIENT_SECONDS) as tier:
@@ -68,7 +70,6 @@ def retrieve(url: str, memory: Path, gate: Barrier) -> None:
 
 @pytest.mark.slow
 def test_eight_processes_of_one_machine_load_each_chunk_once(shm_root: Path) -> None:
-    gate = SPAWN.Barrier(MACHINES)
     with redis_server() as server, redis.Redis.from_url(server.url) as client:
         with Cache(
             config_of(shm_root / "other", None, remote=server.url), namespace=NAMESPACE, layout=LAYOUT
@@ -76,6 +77,6 @@ def test_eight_processes_of_one_machine_load_each_chunk_once(shm_root: Path) -> 
             stored(cache, prompt(CHUNKS))
         assert client.dbsize() == CHUNKS
         client.config_resetstat()
-        run_all([SPAWN.Process(target=retrieve, args=(server.url, shm_root, gate)) for _ in range(MACHINES)])
+        in_light_process(all_machines, retrieve, server.url, shm_root)
         fields = 5  # are asked for with each load: the header page and four pieces
         assert client.info("commandstats")["cmdstat_hget"]["calls"] <= 1.1 * fields * CHUNKS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,10 +17,11 @@ from pagoda.replay.fleet import _Router
 from pagoda.tiers.remote.redis import RedisClient
 from testbed.live_cache import Live
 from testbed.servers import redis_server
-from tests.cache.kit import SPAWN
+from tests.children import in_light_process
 from tests.replay.traces import request, sample
 
 MACHINES, HOST, SOME = 8, 60, 300
+FORK = multiprocessing.get_context("fork")  # in a light process: eight others would import everything again
 PATIENT_SECONDS = 200.0
 
 
@@ -113,8 +115,8 @@ def machines(root: Path, url: str, second_sight: bool) -> Iterator[list[Connecti
     with ExitStack() as ends:
         lines = []
         for number in range(MACHINES):
-            mine, its = SPAWN.Pipe()
-            process = SPAWN.Process(target=_machine, args=(root / str(number), url, second_sight, its))
+            mine, its = FORK.Pipe()
+            process = FORK.Process(target=_machine, args=(root / str(number), url, second_sight, its))
             process.start()
             ends.callback(process.join, PATIENT_SECONDS)
             ends.callback(mine.send, None)
@@ -133,32 +135,43 @@ def played(lines: Sequence[Connection], requests: Sequence[Request], route: str)
     return sum(served.values(), Counter())
 
 
+def _over_one_redis(root: Path, url: str, route: str, writes: str) -> None:
+    requests = [asked for asked in sample() if len(asked.hash_ids) <= HOST][:SOME]
+    done = fleet(requests, MACHINES, HOST, 100_000, route, writes)
+    with machines(root, url, writes == "second_sight") as lines:
+        served = played(lines, requests, route)
+        assert len(Redis.from_url(url).keys("*}")) == done.kept, "chunks, without marks"
+    _assert_alike(served, done)
+
+
+def _over_a_redis_that_evicts(root: Path, url: str) -> None:
+    requests = [asked for asked in sample() if len(asked.hash_ids) <= HOST][: 4 * SOME // 3]
+    with machines(root, url, False) as lines:
+        served = played(lines, requests, "round-robin")
+        stored, evicted = Redis.from_url(url).dbsize(), Redis.from_url(url).info()["evicted_keys"]
+    assert evicted > stored / 2
+    _assert_alike(served, fleet(requests, MACHINES, HOST, stored))
+
+
+def _assert_alike(served: Counter[str], done: FleetOutcome) -> None:
+    rates = {tier: count / done.accesses for tier, count in hits(done).items()}
+    real = {"host": served["host"] / done.accesses, "remote": served["redis"] / done.accesses}
+    assert real == pytest.approx(rates, abs=0.01), f"{real}, not {rates}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "writes"),
     [("round-robin", "write_through"), ("prefix", "write_through"), ("round-robin", "second_sight")],
 )
 def test_eight_machines_over_one_redis(shm_root: Path, route: str, writes: str) -> None:
-    requests = [asked for asked in sample() if len(asked.hash_ids) <= HOST][:SOME]
-    done = fleet(requests, MACHINES, HOST, 100_000, route, writes)
-    with redis_server() as redis, machines(shm_root, redis.url, writes == "second_sight") as lines:
-        served = played(lines, requests, route)
-        assert len(Redis(port=redis.port).keys("*}")) == done.kept, "chunks, without marks"
-    rates = {tier: count / done.accesses for tier, count in hits(done).items()}
-    real = {"host": served["host"] / done.accesses, "remote": served["redis"] / done.accesses}
-    assert real == pytest.approx(rates, abs=0.01)
+    with redis_server() as redis:
+        in_light_process(_over_one_redis, shm_root, redis.url, route, writes)
 
 
 @pytest.mark.slow
 def test_eight_machines_over_a_redis_that_evicts(shm_root: Path) -> None:
     """By the lives that rank its chunks; the simulator gets as many chunks as the Redis had room for."""
-    requests = [asked for asked in sample() if len(asked.hash_ids) <= HOST][: 4 * SOME // 3]
     room = "--maxmemory 22mb --maxmemory-policy volatile-ttl --maxmemory-samples 64"
-    with redis_server(*room.split()) as redis, machines(shm_root, redis.url, False) as lines:
-        served = played(lines, requests, "round-robin")
-        stored, evicted = Redis(port=redis.port).dbsize(), Redis(port=redis.port).info()["evicted_keys"]
-    assert evicted > stored / 2
-    done = fleet(requests, MACHINES, HOST, stored)
-    rates = {tier: count / done.accesses for tier, count in hits(done).items()}
-    real = {"host": served["host"] / done.accesses, "remote": served["redis"] / done.accesses}
-    assert real == pytest.approx(rates, abs=0.01)
+    with redis_server(*room.split()) as redis:
+        in_light_process(_over_a_redis_that_evicts, shm_root, redis.url)

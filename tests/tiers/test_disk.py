@@ -18,7 +18,7 @@ from pagoda.metrics import Reason
 from pagoda.slab import FileSlab
 from pagoda.testing import Fault
 from pagoda.tiers import DiskTier, Done, disk
-from pagoda.tiers.io_queue import WriteRequest
+from pagoda.tiers.io_queue import ReadRequest, WriteRequest
 from tests.tiers.tools import (
     LAYOUT,
     ROOT,
@@ -101,6 +101,21 @@ def test_what_is_queued_is_found_and_read(tmp_path: Path) -> None:
     assert all(is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True))
     assert all(oks(saving))
     assert slab.calls["read"] == 0
+    tier.close()
+
+
+def test_a_read_of_a_queued_chunk_does_not_outlive_its_write(tmp_path: Path) -> None:
+    """When a save has ended its payload belongs to the caller again, who fills it with another chunk."""
+    tier, _ = open_faulty(tmp_path)
+    (key,) = keys_of(1)
+    write = WriteRequest(*chunks_of([key]), ROOT, 1)
+    read = ReadRequest(key, 0, ROOT, room(), write)  # it found the chunk in the queue ...
+    assert all(oks(tier.save([write.chunk], ROOT)))
+    write.future.set_result(Done(True))
+    write.chunk.payload.fill(0xEE)
+    tier._pool.queue.add_read(read)  # ... and has its turn only now
+    assert read.future.result(SECONDS).ok
+    assert is_right(key, read.buffer)
     tier.close()
 
 

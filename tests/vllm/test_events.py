@@ -477,7 +477,7 @@ def test_notes_that_are_torn_or_cannot_be_written_cost_only_events(
     notes.unlink()
     notes.mkdir()
     engine.stored(request_of(1, 5))
-    assert run(request_of(1, 5)) in engine.take() and "routers will not hear" in caplog.text
+    assert run(request_of(1, 5)) in engine.take() and "not reported to routers" in caplog.text
 
 
 def test_vllm_can_send_them_and_hashes_are_what_its_own_pool_sends(

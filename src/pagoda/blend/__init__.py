@@ -1,15 +1,15 @@
-"""Documents that are reused wherever they are in a prompt: what every engine that blends them needs. Imports no torch.
+"""Blending: documents are reused at any position of a prompt. The parts that every engine needs. Imports no torch.
 
-In the order in which a request meets them:
+Modules, in the order in which a request reaches them:
 
-    document_cache  Document, a chain of its own with a padded tail; the cache of documents
-    blend_gate      BlendGate: whether a setting may be used, by the verdict of `pagoda quality`
+    document_cache  Document, a separate chain with a padded tail; the cache of documents
+    blend_gate      BlendGate: whether a setting may be used, by a verdict of `pagoda quality`
     rotary_move     RotaryMove: K at another position
-    blend_policies  which tokens are computed again
+    blend_policies  the policies that choose which tokens are computed again
     blended_prompt  BlendedPrompt: which tokens of a prompt are exact, computed again and reused
 
-An engine loads each document's chain, computes what is missing as if the document began a prompt, and stores that. Then
-it moves K to the place of the document, computes the chosen tokens over everything before them, and the question.
+An engine loads each document's chain, computes missing chunks as if the document began a prompt, and stores them. Then
+it moves K to the position of the document, and computes the chosen tokens and the question over everything before them.
 `connectors.transformers.blending` does it in the caches of Transformers, `examples/paged_engine/blend.py` in blocks.
 
 Sources: CacheBlend (EuroSys 2025), EPIC (ICML 2025).

@@ -1,4 +1,4 @@
-"""Whether documents may be blended: by the verdict of `pagoda quality`, or unchecked. Engines ask at each request."""
+"""Whether documents may be blended: by a verdict of `pagoda quality`, or unchecked. Engines ask at each request."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pagoda.cache import Cache
 from pagoda.keys import Namespace
 from pagoda.quality_verdict import QualityState, Setting, require_quality
 
-_MOST_STATES = 1024  # settings, weights and adapters whose verdict is remembered
+_MOST_STATES = 1024  # so many answers, by setting, weights and adapters, are remembered
 
 
 class BlendGate:
-    """What is known of the settings of blending, for the present weights of one cache. Thread-safe.
+    """Decides whether settings of blending may be used, for the present weights of one cache. Thread-safe.
 
     It remembers its answers, for each version of the weights and each adapter.
     """
@@ -22,7 +22,7 @@ class BlendGate:
 
     @property
     def states(self) -> list[QualityState]:
-        """The settings that the present weights were used with; one for all adapters of which the same is known."""
+        """The settings used with the present weights; adapters with the same answer have one entry."""
         present = self._prompts.present_namespace()
         found: dict[tuple[str, str], QualityState] = {}
         for (setting, _, weights), state in list(self._states.items()):
@@ -33,12 +33,12 @@ class BlendGate:
     def state_of(
         self, setting: Setting, unchecked: bool = False, adapters: str | None = None
     ) -> QualityState:
-        """Return why a setting may be used: reads verdicts the first time.
+        """Return why a setting may be used; read verdicts the first time.
 
         Args:
             setting: `blend_setting(policy, recompute)`.
             unchecked: use it without a passing verdict, as the option `unchecked` of the cache says for all requests.
-            adapters: what names the active adapters, as `lora` of the cache's calls.
+            adapters: the name of the active adapters, like `lora` of the cache's calls.
 
         Raises:
             ConfigError: there is no passing verdict; one sentence that says what to do.

@@ -1,4 +1,4 @@
-"""Which tokens of reused documents are computed again: the policies, by name. Imports no torch.
+"""The policies that choose which tokens of reused documents are computed again. Imports no torch.
 
 Engines call `choose_positions`. To add a policy, write a class with the three members of `SelectionPolicy` and enter it
 in `POLICIES`.
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pagoda.quality_verdict import Option, Setting
 
-_VERSION = 1  # of what blending computes for a setting: raised when that changes
+_VERSION = 1  # the version of blending's results: raised when a setting begins to compute something else
 
 Positions = npt.NDArray[np.int64]
 
@@ -26,7 +26,8 @@ class Candidates(NamedTuple):
 
     documents: Sequence[range]  # positions of each document in the prompt
     recompute: float  # the share of these tokens that may be chosen
-    deviation: npt.NDArray[np.float32] | None  # of K, one value per token in this order; None if `layer` is 0
+    # deviation of K, one value per token in this order; None if `layer` is 0
+    deviation: npt.NDArray[np.float32] | None
 
     @property
     def positions(self) -> Positions:
@@ -51,7 +52,7 @@ class SelectionPolicy(Protocol):
 
 @dataclass(frozen=True)
 class FirstK:
-    """The first tokens of each document, an equal share of each; costs nothing but their computation.
+    """The first tokens of each document, an equal share of each; its only cost is their computation.
 
     Source: EPIC (LegoLink), ICML 2025: the first tokens of a document draw attention only because it began there.
     """
@@ -70,9 +71,9 @@ class FirstK:
 
 @dataclass(frozen=True)
 class Deviation:
-    """The tokens whose K, computed in this prompt up to `layer`, differs most from the reused one.
+    """The tokens whose K, computed in this prompt up to `layer`, differs most from the reused K.
 
-    It costs the computation of all tokens through `layer` layers, whose K and V are then exact for all tokens.
+    Its cost is the computation of all tokens through `layer` layers, whose K and V are then exact for all tokens.
 
     Source: CacheBlend, EuroSys 2025 (high KV deviation).
     """
@@ -85,7 +86,7 @@ class Deviation:
             raise ValueError(f"layer is {self.layer!r}: at least 1, because K of layer 0 never deviates")
 
     def choose(self, candidates: Candidates) -> Positions:
-        """Return the tokens of the largest deviation; of equal ones the first."""
+        """Return the tokens of the largest deviation; with equal deviation, the first ones."""
         assert candidates.deviation is not None
         count = round(candidates.recompute * len(candidates.deviation))
         order = np.argsort(-candidates.deviation, kind="stable")[:count]
@@ -99,8 +100,8 @@ POLICIES: dict[str, type[FirstK] | type[Deviation]] = {"first_k": FirstK, "devia
 def policy_named(policy: str | SelectionPolicy) -> SelectionPolicy:
     """Return the policy of that name, or the policy itself.
 
-    Raises ValueError for an unknown name, and for an object that is no policy or has the name of another one: a verdict
-    names a policy, so it must not cover two.
+    Raises ValueError for an unknown name, and for an object that is not a policy or has the name of another one: a
+    verdict names a policy, so it must not cover two.
     """
     if not isinstance(policy, str):
         _check_policy(policy)
@@ -121,12 +122,12 @@ def _check_policy(policy: SelectionPolicy) -> None:
     if name in POLICIES and type(policy) is not POLICIES[name]:
         raise ValueError(
             f"policy {type(policy).__name__} has the name {name!r} of another one, whose verdict would be taken for "
-            "it: give it a name of its own"
+            "it: give it its own name"
         )
 
 
 def compared_layer(policy: SelectionPolicy, recompute: float, starts: Sequence[int], layers: int) -> int:
-    """Return the layer at which K will be compared; 0: nowhere, or all or nothing is chosen. Pure.
+    """Return the layer at which K will be compared; 0: nowhere, or all or no tokens are chosen. Pure.
 
     Arguments as for `choose_positions`. Raises ValueError if a model of `layers` layers does not have it: ask before a
     request begins.
@@ -146,18 +147,18 @@ def choose_positions(
     deviation: Callable[[int, range], npt.NDArray[np.float32]],
     min_tokens: int = 0,
 ) -> Positions:
-    """Return the tokens of all documents but the first that are to be computed again, ascending.
+    """Return the tokens of all documents but the first that must be computed again, ascending.
 
     Args:
         policy: chooses them, unless all or none are wanted.
-        recompute: the share of these tokens.
+        recompute: the share of these tokens to compute again.
         starts: the first position of each document, then of the question.
-        layers: of the model.
+        layers: the number of layers of the model.
         deviation: called with a layer and with these tokens if the policy compares K. It computes them up to K and V of
             that layer, which replace the reused ones, and returns how far K moved: one value per token.
-        min_tokens: all tokens of documents with fewer are computed, beside that share.
+        min_tokens: all tokens of documents with fewer are computed, in addition to that share.
 
-    Raises ValueError as `compared_layer`, and for a policy that chooses what are no candidates.
+    Raises ValueError like `compared_layer`, and for a policy that chooses positions that are not candidates.
     """
     candidates = range(starts[1], starts[-1])
     if recompute == 1.0:
@@ -182,7 +183,7 @@ def checked_positions(policy: SelectionPolicy, chosen: object, candidates: range
     except ValueError:  # rows of several lengths
         found = np.asarray(None)
     if found.ndim == 1 and (found.dtype.kind in "iu" or not found.size):
-        positions = found.astype(np.int64)  # unsigned numbers have no negative difference
+        positions = found.astype(np.int64)  # converted, because unsigned numbers have no negative difference
         within = (positions >= candidates.start) & (positions < candidates.stop)
         if within.all() and (np.diff(positions) > 0).all():
             return positions
@@ -208,7 +209,7 @@ def checked_min_tokens(min_tokens: object) -> int:
 def blend_setting(
     policy: str | SelectionPolicy = "deviation", recompute: float = 0.15, min_tokens: int = 0
 ) -> Setting:
-    """Return what a verdict of `pagoda quality` names: all that decides which values blending computes. Pure."""
+    """Return the setting that a verdict of `pagoda quality` names: all that decides blending's results. Pure."""
     policy = policy_named(policy)
     options: dict[str, Option] = {
         "version": _VERSION,

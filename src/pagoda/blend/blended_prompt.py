@@ -1,4 +1,4 @@
-"""Which tokens of a blended prompt are exact: what an engine answers beside the text. Pure."""
+"""Which tokens of a blended prompt are exact: an engine returns this beside the text. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TokenMasks(NamedTuple):
             starts: the first position of each document, then of the question.
             total: tokens of the whole prompt.
             chosen: the positions of later documents that are computed again.
-            first_is_exact: whether the first document has the KV that the model computes; not from a lossy tier.
+            first_is_exact: whether the first document has the KV that the model computes, not KV from a lossy tier.
         """
         reused = np.zeros(total, np.bool_)
         reused[starts[1] : starts[-1]] = True
@@ -47,7 +47,7 @@ class TokenMasks(NamedTuple):
 class BlendedPrompt:
     """Which tokens of one prompt of documents are exact. Each position is in one of three masks. Immutable.
 
-    Exact is what a full prefill computes: everything before the first reused token, or the first from a lossy tier.
+    Exact tokens have the KV of a full prefill: all tokens before the first that is reused or comes from a lossy tier.
     Recomputed tokens were computed in this prompt, over a context that is approximate. Reused ones were computed with
     their document alone.
     """

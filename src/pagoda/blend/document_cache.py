@@ -1,7 +1,8 @@
-"""Documents as chains of their own, in a cache beside that of a model's prompts. Engines call it; it calls `Cache`.
+"""Documents as separate chains, in a cache beside that of a model's prompts. Engines call it; it calls `Cache`.
 
-A document is stored as the model computes it where it begins a prompt. Its last, partial chunk is padded. The layout of
-that cache names the rotary embedding, so no prompt finds a document, and no document is moved by other angles.
+A document is stored as the model computes it at the beginning of a prompt. Its last, partial chunk is padded. The
+layout of that cache names the rotary embedding, so no prompt finds a document, and no document is moved by wrong
+angles.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _PADDING = blake3(b"", derive_key_context="PagodaKV padding after a document").d
 
 
 class Document(NamedTuple):
-    """A document as a chain: what to pass to `retrieve`, `store` and `prefetch` of the cache of documents.
+    """A document as a chain, for `retrieve`, `store` and `prefetch` of the cache of documents.
 
-    `cache.retrieve(document.tokens, kv, items=document.items)`; `kv` has room for all of `tokens`.
+    `cache.retrieve(document.tokens, kv, items=document.items)`; `kv` must have room for all of `tokens`.
     """
 
     tokens: Int32s  # whole chunks: padded with zeros
-    items: list[Item]  # name the padding, and with it the document's length, in the last key
+    items: list[Item]  # put the padding, and so the document's length, into the last key
     num_tokens: int  # without the padding
 
     @classmethod
@@ -43,7 +44,7 @@ class Document(NamedTuple):
         return cls(padded, items, len(ids))
 
     def without_padding(self, hit: Hit) -> Hit:
-        """Return a hit of the padded chain as one of the document's own tokens. Pure."""
+        """Return a hit of the padded chain as a hit of the document's own tokens. Pure."""
         extra = hit.num_tokens - self.num_tokens
         if extra <= 0:
             return replace(hit, mask=hit.mask[: self.num_tokens])
@@ -56,11 +57,11 @@ class Document(NamedTuple):
 def open_documents(prompts: Cache, rotary: Rotary) -> Cache:
     """Open the cache of the documents of a model, over the tiers of the same configuration; the caller closes it.
 
-    What `weights_changed` tells one of the two caches is valid for both.
+    `weights_changed` on one of the two caches is valid for both.
 
     Args:
         prompts: the cache of the model's prompts, open.
-        rotary: the embedding that K of the model was given.
+        rotary: the rotary embedding of the model's K.
 
     Raises what `Cache` raises, and ValueError if the layout has no K that can be moved.
     """

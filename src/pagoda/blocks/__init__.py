@@ -1,15 +1,15 @@
 """Device blocks for authors of engines: a pool, a prefix tree over it, and the manager of both.
 
-The modules, in the order in which a request passes them:
+Modules, in the order in which a request passes through them:
 
     manager          BlockManager: the calls of an engine, and pins
     request_state    a request's tokens, keys and blocks
     admission        matches a waiting request and gives it blocks
     tree             the prefix tree over the device blocks
-    lower_tiers      the host tier and the tiers below it, as the manager asks them
+    lower_tiers      the host tier and the tiers below it, as the manager uses them
     allocator        the free blocks, eviction to make room, and the state that the modules share
     moves            the copies in flight between blocks and host slots
-    completion       what happens when their tickets end
+    completion       what is done when their tickets end
     manager_results  the values that the manager returns
 """
 

@@ -1,4 +1,4 @@
-"""Gives a waiting request its blocks: those that its prefix hits, those loaded from the host, and new ones."""
+"""Admission of a waiting request: it gets blocks that its prefix hits, blocks loaded from the host, and new ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AdmissionControl:
         return PrefixMatch(*(blocks * request.block_tokens for blocks in (device, host, storage)))
 
     def prefetch(self, request: RequestState) -> Future[Hit] | None:
-        """Begin to load to the host what the device lacks."""
+        """Begin to load into the host tier what the device lacks."""
         self._rehash_if_changed(request)
         keys, device = request.matchable_keys(), len(self._device_path(request))
         if self._lower_tiers.paused:
@@ -63,7 +63,7 @@ class AdmissionControl:
     def _device_path(self, request: RequestState, alone: bool = False) -> list[Node]:
         """Return the nodes that the request would share. Changes nothing.
 
-        They may end inside an item if the host has the rest of it, unless `alone`.
+        Unless `alone`, they may end inside an item if the host has the rest of it.
         """
         keys = request.matchable_keys()
         path = self._tree.path(keys)
@@ -92,7 +92,7 @@ class AdmissionControl:
     def _wanted(
         self, request: RequestState, device: int, most_tokens: int, chunk_tokens: int | None
     ) -> tuple[int, int]:
-        """Return how many new blocks it needs after `device` hits, and how many it could use now."""
+        """Return how many new blocks the request needs after `device` hits, and how many it could use now."""
         most = least = blocks_for(most_tokens, request.block_tokens) - device
         if chunk_tokens is not None:
             chunk, keys = blocks_for(chunk_tokens, request.block_tokens), request.matchable_keys()[device:]
@@ -103,9 +103,9 @@ class AdmissionControl:
     def _try_admit(
         self, request: RequestState, path: list[Node], most_tokens: int, evict: bool, chunk_tokens: int | None
     ) -> Admitted | Waiting | NoRoom | None:
-        """Give a request its blocks after a path. A refusal changes nothing.
+        """Give a request its path and the blocks after it. A refusal changes nothing.
 
-        None: the path ends inside an item, and the rest was not loaded; the request waits again.
+        None: the path ends inside an item whose rest was not loaded; the request waits again.
         """
         began = time.perf_counter()
         least, most = self._wanted(request, len(path), most_tokens, chunk_tokens)
@@ -141,7 +141,7 @@ class AdmissionControl:
             self._moves.wait_for(request, loading)
 
     def _plan_load(self, request: RequestState) -> Plan | None:
-        """Plan to load the blocks after the path from the host, as far as the host has them and holds them."""
+        """Plan to load the blocks after the path from the host, as far as the host has and holds them."""
         keys, device = request.matchable_keys(), request.num_in_tree
         if device == len(keys) or self._lower_tiers.paused:
             return None
@@ -173,7 +173,7 @@ class AdmissionControl:
     def _admitted(self, request: RequestState, device: int, plan: Plan | None) -> Admitted:
         request.computed_tokens = request.num_in_tree * request.block_tokens
         below = self._lower_tiers.by_tier(request, request.num_in_tree - device)
-        request.fetch = None  # it was made for this admission
+        request.fetch = None  # the prefetch was for this admission
         by_tier = {"device": device * request.block_tokens, **below} if device else below
         counts = self._allocator.counts
         counts["requests"] += 1

@@ -42,7 +42,7 @@ class BlockPool:
         if used := [block for block in range(num_blocks, self.total) if self._used[block]]:
             raise ValueError(f"blocks {used} are in use: free them before the pool gets {num_blocks} blocks")
         new = range(num_blocks - 1, self.total - 1, -1)
-        # the lowest first, from the end
+        # the lowest block is at the end and is allocated first
         self._free = [*new, *(block for block in self._free if block < num_blocks)]
         self._used = self._used[:num_blocks] + bytearray(max(0, num_blocks - self.total))
 
@@ -66,7 +66,7 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Free blocks. Raises ValueError, and frees none, if one is free already, named twice or not of this pool."""
+        """Free blocks. Raises ValueError, and frees none, if one is already free, given twice or not of this pool."""
         if foreign := [block for block in blocks if not 0 <= block < len(self._used)]:
             raise ValueError(f"blocks {foreign} are not of this pool of {len(self._used)}")
         if len({block for block in blocks if self._used[block]}) < len(blocks):
@@ -90,7 +90,7 @@ class BlockPool:
 class BlockAllocator:
     """The state of one manager: pool, prefix tree, moves, requests and lower tiers. Not thread-safe.
 
-    Its methods are what admission, completion and the manager have in common: allocate, evict for that, and unlock.
+    Its methods are shared by admission, completion and the manager: allocate, evict to make room, and unlock.
     """
 
     def __init__(self, num_blocks: int, lower_tiers: LowerTiers) -> None:
@@ -115,7 +115,7 @@ class BlockAllocator:
         return NoRoom(blocks, available)
 
     def _held_by_moves(self, path: Sequence[Node]) -> int:
-        """Return how many blocks only the moves in flight need, without those being evicted."""
+        """Return how many blocks are held only by moves in flight, without those being evicted."""
         locks: dict[Node, int] = {}
         for end in self.moves.locked_nodes():
             for node in upward(end):
@@ -126,7 +126,7 @@ class BlockAllocator:
         return len(kept) + sum(move.size for move in self.moves.loads() if move.cancelled)
 
     def available(self, path: Sequence[Node], evict: bool) -> int:
-        """Return how many blocks are or can be free, now or after the evictions in flight, without evicting `path`."""
+        """Return how many blocks are free or can be freed, also after evictions in flight, without evicting `path`."""
         if not evict:
             return self.pool.free
         tail = takewhile(lambda node: not node.locks, reversed(path))
@@ -135,7 +135,7 @@ class BlockAllocator:
         return self.pool.free + self.tree.evictable - unlocked + self.tree.evicting - evicting
 
     def make_room(self, blocks: int) -> Waiting | None:
-        """Make `blocks` blocks free, after `shortage` was None; returns Waiting if copies have to end first."""
+        """Make `blocks` blocks free, after `shortage` was None; return Waiting if copies must end first."""
         short = blocks - self.pool.free
         if short <= 0:
             return None
@@ -170,7 +170,7 @@ class BlockAllocator:
                     self.counts["cancelled_moves"] += 1
 
     def requeue(self, request: RequestState) -> None:
-        """Undo the admission of a request, if it has one, except that its path counts as used: it waits again."""
+        """Undo a request's admission, if it has one; it waits again. Its path still counts as used."""
         self.pool.release(request.own_blocks)
         self.unlock(request.last_node, self.tree.now())
         request.reset()

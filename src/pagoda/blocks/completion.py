@@ -1,4 +1,4 @@
-"""Completion of moves: settles tickets, for the tree and for the requests that waited for them."""
+"""Completion of moves: settle tickets, for the tree and for the requests that waited for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagoda.blocks.tree import Node
 
 
 class Completion:
-    """Settles tickets. An error is a shorter result, never a missing answer; the length is the minimum over ranks.
+    """Settles tickets. An error gives a shorter result, never a missing one; the length is the minimum over the ranks.
 
     Not thread-safe.
     """
@@ -30,7 +30,7 @@ class Completion:
         return bool(self._lost)
 
     def report(self, ticket: int, rank: int, blocks: int | None) -> Settled:
-        """Note that `rank` has ended a ticket; its first `blocks` copies (None: all) are good. Raises ValueError."""
+        """Note that `rank` has ended a ticket; its first `blocks` copies (None: all) are valid. Raises ValueError."""
         self._check_rank(rank)
         move = self._moves.in_flight.get(ticket)
         if move is None or rank in move.reports:
@@ -70,7 +70,7 @@ class Completion:
             settled = self._finish_load(move, good)
         return settled._replace(freed=self._allocator.pool.free - free)
 
-    # ---- down
+    # ---- to the host
 
     def _finish_store(self, move: StoreMove, good: int) -> None:
         evicting, stored = move.evicting(), self._moves.finish_store(move, good)
@@ -79,7 +79,7 @@ class Completion:
         self._allocator.pool.release(self._tree.remove_evicted(evicting))
         self._allocator.unlock(move.lock)
 
-    # ---- up
+    # ---- to the device
 
     def _finish_load(self, move: LoadMove, good: int) -> Settled:
         right = self._moves.finish_load(move, good)
@@ -109,12 +109,12 @@ class Completion:
         return Settled(ready=tuple(ready), shortened=shortened, again=tuple(again))
 
     def _sharers(self, move: LoadMove, node: Node) -> list[RequestState]:
-        """Return the requests that wait for a move and have this node of it in their paths."""
+        """Return the requests that wait for a move and have this node of the move in their paths."""
         at = node.position
         return [r for r in move.waiting() if r.num_in_tree > at and r.keys[at] == node.key]
 
     def _align_to_items(self, move: LoadMove, right: int) -> int:
-        """Return the longest run of at most `right` blocks that ends inside no multimodal item of its requests."""
+        """Return the longest run of at most `right` blocks that does not end inside a multimodal item of a request."""
         if right == len(move.nodes):
             return right
         first, at = move.nodes[right], move.nodes[right].position
@@ -122,7 +122,7 @@ class Completion:
         return max(0, right - (at - whole))
 
     def _truncate(self, move: LoadMove, right: int) -> tuple[list[str], dict[str, int]]:
-        """Remove the nodes from `right` on, not loaded: one request gets their blocks, the others wait again."""
+        """Remove the nodes from `right` on, which were not loaded: one request gets their blocks, others wait again."""
         missing = move.nodes[right:]
         first, at = missing[0], missing[0].position
         sharing = self._sharers(move, first)
@@ -142,7 +142,7 @@ class Completion:
         return [request.request_id for request in others], shortened
 
     def _shorten(self, request: RequestState, first: Node) -> None:
-        """Let the request's own blocks begin at the position of `first`."""
+        """Make the request's own blocks begin at the position of `first`."""
         if first.parent is not None:
             self._tree.lock(first.parent)
         self._allocator.unlock(request.last_node)
@@ -150,10 +150,11 @@ class Completion:
         request.computed_tokens = first.position * request.block_tokens
 
     def _cancel_dependents(self, missing: list[Node]) -> None:
-        """Cancel the loads that depend on missing nodes: they have no parent in the tree; their requests wait again."""
+        """Cancel the loads that depend on missing nodes, which have no parent in the tree; requests wait again."""
         gone = set(map(id, missing))
         dependents: list[LoadMove] = []
-        for move in self._moves.loads():  # by ticket: a move comes after those that it depends on
+        # in order of tickets: a move comes after the moves that it depends on
+        for move in self._moves.loads():
             if not move.cancelled and id(move.nodes[0].parent) in gone:
                 dependents.append(move)
                 gone.update(map(id, move.nodes))
@@ -185,7 +186,7 @@ class Completion:
         return [request.request_id for request in rolled]
 
     def abandon_all(self) -> None:
-        """End all moves, which were cancelled, at once: no copy runs any more."""
+        """End all moves now. They were cancelled, and no copy is running any more."""
         for move in list(self._moves.in_flight.values()):
             if isinstance(move, StoreMove):
                 self._finish_store(move, 0)
@@ -196,8 +197,8 @@ class Completion:
 def _successor(sharing: list[RequestState], move: LoadMove, missing: list[Node]) -> RequestState | None:
     """Return the request that keeps the blocks of a run that was not loaded: the owner, or one whose path ends in it.
 
-    Not a request whose path continues in another move, whose copies are still written. Nor one with an item that was
-    loaded in part: it would have to compute from the middle of the item.
+    Not a request whose path continues in another move, whose copies are still being written. Also not a request with an
+    item that was loaded in part: it would have to compute from the middle of the item.
     """
     at = missing[0].position
     fitting = [one for one in sharing if one.last_node in missing and one.align_to_items(at) == at]

@@ -1,4 +1,4 @@
-"""The tiers below the device: the host slots and the lower tiers of a cache, as the block manager asks them."""
+"""The tiers below the device: the host slots and the lower tiers of a cache, as the block manager uses them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NOTHING = Match(np.empty(0, np.int64), np.empty(0, np.uint64), None)
 
 
 class LowerTiers:
-    """The tiers below the device, none without a cache. Not thread-safe. A failure there is a shorter result."""
+    """The tiers below the device; without a cache there are none. Not thread-safe. A failure gives a shorter result."""
 
     def __init__(self, cache: Cache | None) -> None:
         self._cache = cache
         self.slots = None if cache is None else cache.slots
         self.min_hit_tokens = 0 if cache is None else cache.config.min_hit_tokens
         self._lower = () if cache is None else cache.tiers[0 if self.slots is None else 1 :]
-        self.paused = False  # nothing is found or loaded, and no new moves are planned
+        self.paused = False  # while True, nothing is found or loaded, and no new moves are planned
         self._epoch = 0  # without a cache: how often the weights have changed
         self._fetches: dict[bytes, tuple[frozenset[bytes], Future[Hit]]] = {}  # by the last key of the run
         self.host_seconds = 0.0
@@ -44,11 +44,11 @@ class LowerTiers:
 
     @staticmethod
     def lasting_root(lora: str | None, salt: str | None) -> bytes:
-        """Return a root that is the same under any weights, for pins, which are found again after a change."""
+        """Return a root that is the same for all weights, so that pins are found after a change of weights."""
         return _root(lora, salt, 0)
 
     def weights_changed(self, version: str) -> None:
-        """Change every root, permanently; to that of a version if it is not empty."""
+        """Change every root permanently; with a non-empty version, to the roots of that version."""
         self._epoch += 1
         if self._cache is not None:
             self._cache.weights_changed(version)
@@ -105,7 +105,7 @@ class LowerTiers:
         self._fetches[keys[-1]] = (frozenset(keys[start:]), future)
         return future
 
-    # ---- both
+    # ---- host and lower tiers
 
     def where(self, key: bytes) -> Place:
         """Return the place of a key that is not on the device. Changes nothing."""
@@ -118,7 +118,7 @@ class LowerTiers:
         return Place.STORAGE if self._cache.holders(key) else Place.FREED
 
     def by_tier(self, request: RequestState, blocks: int) -> dict[str, int]:
-        """Return the tokens of so many blocks in host slots, by the tier that had them before the prefetch."""
+        """Return the tokens of `blocks` blocks in host slots, by the tier that had them before the prefetch."""
         rest, tokens = blocks * request.block_tokens, dict[str, int]()
         if request.fetch is not None and request.fetch.done() and not request.fetch.cancelled():
             for tier, brought in request.fetch.result().by_tier.items():

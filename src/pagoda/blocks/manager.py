@@ -4,7 +4,7 @@
               ▲                   │
               └──── preempt ──────┘          finish and preempt leave what was computed in the prefix tree
 
-It copies no bytes. Copies are handed out as plans; the engine does them and reports their end by ticket.
+It copies no bytes. It returns copies as plans; the engine does them and reports their end by ticket.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _COUNTERS = (
 class BlockManager:
     """Pool, prefix tree and moves of the device blocks of one engine, over the host tier and the tiers below it.
 
-    Not thread-safe: one scheduler thread calls it, also for the reports of other ranks. Every wrong use is a
+    Not thread-safe: one scheduler thread calls it, also for the reports of other ranks. Wrong use is a
     ValueError and changes nothing; a failure in the tiers is a shorter result.
 
     Example:
@@ -98,7 +98,7 @@ class BlockManager:
         self._requests = allocator.requests
         self._admission = AdmissionControl(allocator, prefix_caching)
         self._completion = Completion(allocator, ranks)
-        # By the key of its last block under a root that new weights do not change: each pin's last node.
+        # The last nodes of pins, by the key of the last block under a root that does not change with the weights.
         self._pinned: dict[bytes, list[Node]] = {}
 
     # ---- a request's tokens
@@ -113,9 +113,9 @@ class BlockManager:
         salt: str | None = None,
         exact_tokens: int | None = None,
     ) -> None:
-        """Add a request: hashes its whole blocks, allocates and pins nothing. ValueError if it exists already.
+        """Add a request: hashes its whole blocks, allocates and pins nothing. ValueError if it already exists.
 
-        `exact_tokens`: the KV of what follows so many tokens will be approximate. Its blocks have no keys: nothing is
+        `exact_tokens`: the KV after this many tokens will be approximate. Blocks with such KV have no keys: nothing is
         found for them, no other request finds them, and no tier gets them. None: all KV is exact.
         """
         if request_id in self._requests:
@@ -150,7 +150,7 @@ class BlockManager:
         return self._admission.match(self._waiting(request_id))
 
     def prefetch(self, request_id: str) -> Future[Hit] | None:
-        """Begin to load what lower tiers have of a waiting request to the host; None if there is nothing to do.
+        """Begin to load a waiting request's chunks from lower tiers into the host tier; None if there is nothing to do.
 
         Only `admit` allocates blocks, once the length is known. Requests for the same run share one future.
         """
@@ -166,12 +166,12 @@ class BlockManager:
     def admit(
         self, request_id: str, *, reserve_tokens: int = 0, chunk_tokens: int | None = None, evict: bool = True
     ) -> Admitted | Waiting | NoRoom:
-        """Give a waiting request blocks for its tokens and `reserve_tokens` more; its prefix's hits are shared.
+        """Give a waiting request blocks for its tokens and `reserve_tokens` more; its prefix hits are shared.
 
-        With `chunk_tokens` (chunked prefill) there need not be room for all: it gets what is on the device, blocks for
-        what the host has and for that many tokens more, as far as there is room, and at least for that many tokens;
-        `extend` gives the rest as the prompt is computed. NoRoom: nothing has changed; Waiting: blocks are being freed,
-        and the request still waits.
+        With `chunk_tokens` (chunked prefill) not all blocks need to be free: the request gets the blocks on the device,
+        blocks for what the host has, and blocks for at least `chunk_tokens` more tokens, as far as there is room;
+        `extend` gives the rest while the prompt is computed. NoRoom: nothing has changed. Waiting: blocks are being
+        freed, and the request still waits.
         """
         reserve = _count("reserve_tokens", reserve_tokens)
         if chunk_tokens is not None and chunk_tokens < 1:
@@ -181,7 +181,7 @@ class BlockManager:
     # ---- while it runs
 
     def extend(self, request_id: str, num_tokens: int, *, evict: bool = True) -> Extended | Waiting | NoRoom:
-        """Give an admitted request blocks for `num_tokens` tokens in all. All or nothing, as `admit`."""
+        """Give an admitted request blocks for `num_tokens` tokens in total. All or nothing, like `admit`."""
         request = self._admitted_request(request_id)
         new = blocks_for(_count("num_tokens", num_tokens), self.block_tokens) - len(request.table)
         if new <= 0:
@@ -198,7 +198,7 @@ class BlockManager:
         return Extended(list(request.table), new)
 
     def computed(self, request_id: str, num_tokens: int) -> None:
-        """Report that the first `num_tokens` tokens have their KV: whole blocks of the prompt can be hit now."""
+        """Report that the first `num_tokens` tokens have their KV: whole blocks can be hit from now on."""
         request = self._admitted_request(request_id)
         room = min(request.num_tokens, len(request.table) * self.block_tokens)
         if request.waits:
@@ -218,7 +218,8 @@ class BlockManager:
         for i in range(request.num_in_tree, min(num_tokens // self.block_tokens, len(request.keys))):
             key, last_node = request.keys[i], request.last_node
             node = self._tree.nodes.get(key)
-            if node is not None and node.parent is not last_node:  # it is being evicted and cannot be reached
+            # that node is being evicted and cannot be reached
+            if node is not None and node.parent is not last_node:
                 node = None
             if node is None:
                 node = self._tree.insert(key, request.root, last_node, request.table[i])
@@ -249,7 +250,7 @@ class BlockManager:
         return plan
 
     def preempt(self, request_id: str) -> None:
-        """Release an admitted request's blocks; it waits again, and a match finds what it had computed, output too."""
+        """Release an admitted request's blocks; it waits again, and a match finds all that it has computed."""
         request = self._admitted_request(request_id)
         if not request.waits:
             self._insert_computed(request, request.computed_tokens)
@@ -258,7 +259,7 @@ class BlockManager:
     def release(self, request_id: str, *, discard: bool = False) -> None:
         """End a request, waiting or admitted.
 
-        `discard`: blocks that it computed since its admission, and no other request uses, are freed, not demoted.
+        `discard`: blocks that it computed since its admission and that no other request uses are freed, not demoted.
         """
         request = self._request(request_id)
         inserted = request.inserted if discard else []
@@ -290,7 +291,7 @@ class BlockManager:
     ) -> Plan | None:
         """Plan to store the whole blocks of `tokens`, in blocks `table`, that the host lacks.
 
-        By keys alone, for the decoder of a producer/decoder split: the blocks stay the caller's, and must not change
+        By keys alone, for the decoder of a producer/decoder split: the caller keeps the blocks, which must not change
         until the ticket has ended. Raises ValueError unless there is one block per key.
         """
         root = self._lower_tiers.root(lora, salt)
@@ -308,13 +309,14 @@ class BlockManager:
         return self._moves.plan_store(sources[have:]).plan
 
     def demote(self, num_blocks: int) -> Plan | None:
-        """Begin to free up to `num_blocks` blocks ahead of need; those that need no copy are free on return."""
+        """Begin to free up to `num_blocks` blocks in advance; blocks that need no copy are free on return."""
         return self._allocator.evict(_count("num_blocks", num_blocks))
 
     def completed(self, ticket: int, *, rank: int = 0, blocks: int | None = None) -> Settled:
-        """Report that the copies of a plan have ended, and that the first `blocks` of them (None: all) are good.
+        """Report that the copies of a plan have ended, and that the first `blocks` of them (None: all) are valid.
 
-        It is settled, by the minimum, when every rank has reported. A late or unknown ticket changes nothing.
+        The ticket is settled when every rank has reported, with the minimum of their numbers. A late or unknown ticket
+        changes nothing.
         """
         return self._completion.report(ticket, rank, blocks)
 
@@ -339,7 +341,7 @@ class BlockManager:
         return self._lower_tiers.paused
 
     def pause(self) -> None:
-        """Plan no new moves: evicted blocks are dropped, the host is not asked. Drained when `in_flight` is 0."""
+        """Plan no new moves: evicted blocks are dropped. All earlier moves have ended when `in_flight` is 0."""
         self._lower_tiers.paused = True
 
     def resume(self) -> None:
@@ -402,11 +404,11 @@ class BlockManager:
             self._completion.abandon_all()
 
     def weights_changed(self, version: str = "") -> tuple[str, ...]:
-        """Report that the model's weights were updated in place: nothing of the old ones hits again, in any tier.
+        """Report that the model's weights were updated in place: KV of the old weights never hits again, in any tier.
 
         `version` names the new weights for all machines, as in `Cache.weights_changed`.
-        Admitted requests keep their blocks, and their KV is never cached; preempt them to start again. Returns
-        those that waited for a move: they wait to be admitted again. Raises StoreError as `Cache.weights_changed`.
+        Admitted requests keep their blocks, and their KV is never cached; preempt them to start them again. Returns the
+        requests that waited for a move: they wait to be admitted again. Raises StoreError like `Cache.weights_changed`.
         """
         self._lower_tiers.weights_changed(version)
         again = self._completion.cancel_all()
@@ -434,10 +436,10 @@ class BlockManager:
         return self._pool.free
 
     def resize(self, num_blocks: int) -> None:
-        """Set the number of blocks, as engines know it only after profiling or give some of them back.
+        """Set the number of blocks, because engines know it only after profiling, or give some blocks back.
 
-        What is cached in blocks that go, or hangs below it, is dropped without a copy: `demote` before keeps it. Raises
-        ValueError, and changes nothing, if one of those is in use, pinned or in flight.
+        Blocks cached in removed blocks, or below them in the tree, are dropped without a copy; `demote` before to keep
+        them. Raises ValueError, and changes nothing, if one of those is in use, pinned or in flight.
         """
         self._pool.check_size(num_blocks)
         gone = self._tree.subtree([node for node in self._tree.nodes.values() if node.block >= num_blocks])
@@ -453,12 +455,12 @@ class BlockManager:
         self._pool.resize(num_blocks)
 
     def has_room(self, num_blocks: int, *, evict: bool = False) -> bool:
-        """Whether so many blocks are free or, with `evict`, could be made free. Changes nothing."""
+        """Whether `num_blocks` blocks are free or, with `evict`, can be made free. Changes nothing."""
         blocks = _count("num_blocks", num_blocks)
         return not isinstance(self._allocator.shortage(blocks, evict=evict), NoRoom)
 
     def stats(self) -> dict[str, int | float]:
-        """Gauges, and counters since the beginning; times in seconds."""
+        """Return gauges, and counters since the start; times in seconds."""
         return {
             **_gauges(self._allocator),
             "pinned": len(self._pinned_nodes()),
@@ -475,7 +477,7 @@ class BlockManager:
         """
         _check(self._allocator, self._pinned_nodes())
 
-    # ---- inner
+    # ---- helpers
 
     def _pinned_nodes(self) -> list[Node]:
         """Return the last node of each pinned prefix."""
@@ -543,7 +545,7 @@ def _check(state: BlockAllocator, pinned: Sequence[Node]) -> None:
 
 
 def _check_locks(state: BlockAllocator, pinned: Sequence[Node]) -> None:
-    """Check that each node has a lock for each request, move and pin whose path ends there, and locked child."""
+    """Check that each node has one lock for each request, move and pin that ends there, and for each locked child."""
     ends = [request.last_node for request in state.requests.values()]
     owners = Counter[Node]()
     for end in (*ends, *state.moves.locked_nodes(), *pinned):

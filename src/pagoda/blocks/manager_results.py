@@ -11,7 +11,7 @@ class Place(StrEnum):
 
     DEVICE = auto()
     TO_HOST = auto()  # its device block still holds it; a hit cancels the eviction
-    TO_DEVICE = auto()  # its device block is being filled from a host slot; a hit waits for the same move
+    TO_DEVICE = auto()  # its device block is being filled from a host slot; a hit waits for that move
     HOST = auto()
     LOADING = auto()  # loading from a lower tier to the host
     STORAGE = auto()
@@ -30,11 +30,12 @@ class Copy(NamedTuple):
 
     block: int
     slot: int
-    generation: int  # of the slot's reservation: the slot holds the chunk's bytes as long as its generation is this one
+    # of the slot's reservation: the slot holds the chunk's bytes as long as its generation is this one
+    generation: int
 
 
 class Plan(NamedTuple):
-    """Copies to do, in any order, and the ticket by which their end is reported. A ticket is never used twice."""
+    """Copies to do, in any order, and the ticket for reporting their end. A ticket is never used twice."""
 
     ticket: int
     direction: Direction
@@ -50,15 +51,15 @@ class PrefixMatch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """All of them."""
+        """The cached tokens of all tiers."""
         return self.device_tokens + self.host_tokens + self.storage_tokens
 
 
 class Admitted(NamedTuple):
     """A request has its blocks.
 
-    `table[:shared]` belongs to the prefix tree: other requests may read it too, so it must not be written; the rest is
-    the request's own. The KV of tokens [0, computed_tokens) is complete when all tickets in `waits` have ended.
+    `table[:shared]` belongs to the prefix tree: other requests may read it too, so it must not be written to; the rest
+    is the request's own. The KV of tokens [0, computed_tokens) is complete when all tickets in `waits` have ended.
     """
 
     table: list[int]
@@ -84,7 +85,7 @@ class Waiting(NamedTuple):
 
 
 class NoRoom(NamedTuple):
-    """There are not enough blocks, whatever is evicted. Nothing was changed."""
+    """There are not enough blocks, even after all possible evictions. Nothing was changed."""
 
     needed: int
     available: int

@@ -1,6 +1,7 @@
-"""Moves in flight: copies that were handed out as plans, and what has to be done when their tickets end.
+"""Moves in flight: copies that were returned as plans, and what must be done when their tickets end.
 
-A move is reported by its ticket, never by node or request, and a ticket is never used twice: a late one finds nothing.
+A move is reported by its ticket, never by node or request, and a ticket is never used twice: a late report finds
+nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class PlannedStore(NamedTuple):
     """The result of planning to store blocks on the host."""
 
     plan: Plan | None
-    uncopied: list[Source]  # the host has them already, or gets them from another process, or has no room
+    uncopied: list[Source]  # the host already has them, gets them from another process, or has no room
     refused: int  # how many of those the host has no room for
-    lock: Node | None = None  # to lock for the move: the last node that is copied and stays
+    lock: Node | None = None  # the node to lock for the move: the last one that is copied and stays
 
 
 class Source(NamedTuple):
@@ -35,7 +36,7 @@ class Source(NamedTuple):
     position: int
     parent: bytes | None
     block: int
-    node: Node | None  # is evicted with this move; None: the block stays
+    node: Node | None  # the node that is evicted with this move; None: the block stays
 
     @classmethod
     def of(cls, node: Node, *, evicted: bool) -> Source:
@@ -45,10 +46,10 @@ class Source(NamedTuple):
 
 @dataclass
 class Move:
-    """One plan in flight. `cancelled`: its purpose is gone, only its end is waited for."""
+    """One plan in flight. `cancelled`: it is no longer needed, and only its end is waited for."""
 
     ticket: int
-    reports: dict[int, int] = field(default_factory=dict, kw_only=True)  # rank -> how many copies were good
+    reports: dict[int, int] = field(default_factory=dict, kw_only=True)  # rank -> how many copies were valid
     cancelled: bool = field(default=False, kw_only=True)
 
 
@@ -69,7 +70,7 @@ class StoreMove(Move):
         return [source.node for source, _ in self.copies if source.node is not None and self.keeps(source)]
 
     def keeps(self, source: Source) -> bool:
-        """Whether the bytes copied from `source` are those of its key: the block was not reused meanwhile."""
+        """Whether the bytes copied from `source` are those of its key, that is, the block was not reused meanwhile."""
         if self.cancelled:
             return False
         node = source.node
@@ -78,16 +79,16 @@ class StoreMove(Move):
 
 @dataclass
 class LoadMove(Move):
-    """Held host slots that are copied to blocks whose nodes are in the tree already."""
+    """Held host slots that are copied to blocks whose nodes are already in the tree."""
 
     nodes: list[Node]
     slots: writeback.Slots
     generations: writeback.Generations
     owner: str  # the request that it was planned for
     depends_on: int  # the ticket of the move that loads the parent of its first node; 0: none
-    # how many of its copies are good, if they have ended and the move that it depends on has not
+    # how many of its copies are valid, if they have ended but the move that it depends on has not
     copied: int | None = None
-    # By id: the requests that waited for it; some may wait no longer.
+    # The requests that waited for it, by id; some may no longer wait.
     waiters: dict[str, RequestState] = field(default_factory=dict)
 
     @property
@@ -121,7 +122,7 @@ class Moves:
         locked = [move.lock for move in self.stores() if move.lock is not None]
         return locked + [move.nodes[-1] for move in self.loads() if not move.cancelled]
 
-    # ---- down
+    # ---- to the host
 
     def plan_store(self, sources: Sequence[Source], path: Sequence[Node] = ()) -> PlannedStore:
         """Plan to store the blocks that the host lacks and has room for; without a host nothing is planned.
@@ -133,7 +134,8 @@ class Moves:
         chosen: list[tuple[Source, Reserved]] = []
         others: list[Source] = []
         refused = 0
-        waited = False  # the ledger was busy: wait for it once, whatever the number of runs
+        # whether the ledger was busy and was waited for: that happens once, whatever the number of runs
+        waited = False
         for run in _runs(sources):
             keys = [one.key for one in run]
             outcomes: list[Outcome] = [Refused(key, Reason.LEDGER_BUSY) for key in keys]
@@ -174,7 +176,7 @@ class Moves:
         self.slots.abort(dropped)
         return sum(self.slots.commit(written)) if written else 0
 
-    # ---- up
+    # ---- to the device
 
     def plan_load(self, move: LoadMove) -> Plan:
         """Plan to load the blocks of a new move's nodes from the slots that are held for it."""

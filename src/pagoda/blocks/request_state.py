@@ -50,7 +50,7 @@ class RequestState:
     def reset(self) -> None:
         """Return to the waiting state: no blocks, no nodes of the tree."""
         self.admitted = False
-        self.stale = False  # the weights have changed since: its KV must not enter the tree
+        self.stale = False  # the weights have changed since its admission: its KV must not enter the tree
         self.table: list[int] = []
         self.last_node: Node | None = None  # the last node of its path, with one lock for this request
         self.num_in_tree = 0
@@ -61,7 +61,7 @@ class RequestState:
 
     @property
     def own_blocks(self) -> list[int]:
-        """The blocks that only this request has, and the tree has not."""
+        """The blocks that belong to this request and not to the tree."""
         return self.duplicates + self.table[self.num_in_tree :]
 
     def append(self, tokens: TokenIds, items: Iterable[Item] = ()) -> None:
@@ -89,5 +89,5 @@ class RequestState:
         return blocks
 
     def matchable_keys(self) -> Sequence[bytes]:
-        """Return the keys that may hit: whole blocks, such that at least one token is left to compute."""
+        """Return the keys that may hit: whole blocks, with at least one token left to compute."""
         return self.keys[: max(0, self.num_tokens - 1) // self.block_tokens]

@@ -1,4 +1,4 @@
-"""The prefix tree over chained keys: which device block holds which block of which prompt, and which is evicted first.
+"""The prefix tree over chained keys: which device block holds which block of a prompt, and which is evicted first.
 
 A key names a whole prefix, so a dict of keys is the tree and namespaces cannot mix. A node's parent is in the tree;
 HOST and STORAGE are not in it: the manager asks the ledger and the tiers for those.
@@ -10,8 +10,8 @@ HOST and STORAGE are not in it: the manager asks the ledger and the tiers for th
     (nothing) ────────▶ TO_DEVICE ── settled: loaded ───▶ DEVICE ── remove ───────┤
                           └──────── not loaded ───────────────────────────────────┘
 
-Locks propagate upwards: a locked node has locked ancestors, so a request locks only the last node of its path. Recency
-propagates too, when a child is evicted: using a path is using all of it.
+Locks propagate upwards: a locked node has locked ancestors, so a request only locks the last node of its path. Recency
+propagates too when a child is removed: a use of a path is a use of all its nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from pagoda.blocks.manager_results import Place
 
-_SPARE = 1024  # stale entries that the heap may hold besides one stale entry per candidate
+_SPARE = 1024  # the heap may hold so many stale entries, besides one per candidate
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -31,16 +31,16 @@ class Node:
     """One block of one prefix. Changed by its tree only."""
 
     key: bytes
-    root: bytes  # of its namespace
+    root: bytes  # the root of its namespace
     parent: Node | None
     position: int
     block: int
     place: Place
     last_use: int
-    children: int = 0  # on the device or loading; those being evicted are not counted
-    locks: int = 0  # requests, moves and pins that end here, and locked children
+    children: int = 0  # on the device or loading; not counting those that are being evicted
+    locks: int = 0  # number of requests, moves and pins that end here, and of locked children
     entry: int = 0  # the number of its valid entry in the heap; 0: not a candidate
-    ticket: int = 0  # of the move that it is in, or was in before its eviction was cancelled
+    ticket: int = 0  # the ticket of its move, or of its last move if the eviction was cancelled
     detached: bool = False  # no longer found; its block is freed with the last lock
 
     @property
@@ -66,11 +66,11 @@ class Tree:
 
     @property
     def evictable(self) -> int:
-        """The blocks that eviction could free: nodes on the device without a lock below them."""
+        """The number of blocks that eviction could free: nodes on the device with no lock on or below them."""
         return self.on_device - (self.locked - self.loading)
 
     def now(self) -> int:
-        """Return a time later than all before."""
+        """Return a time that is later than all earlier ones."""
         self._now += 1
         return self._now
 
@@ -81,7 +81,7 @@ class Tree:
         path: list[Node] = []
         parent, evicting = None, self.evicting
         for node in map(self.nodes.get, keys):
-            # a node whose parent was evicted before it cannot be reached
+            # a node whose parent was evicted earlier cannot be reached
             if node is None or (evicting and node.place is Place.TO_HOST and node.parent is not parent):
                 break
             path.append(node)
@@ -91,7 +91,7 @@ class Tree:
     # ---- growing
 
     def insert(self, key: bytes, root: bytes, parent: Node | None, block: int) -> Node:
-        """Insert a block whose KV is complete, below `parent`; it has one lock, that of `parent`'s owner."""
+        """Insert a block whose KV is complete, below `parent`; it takes over one lock of `parent`."""
         node = self._new_node(key, root, parent, block, Place.DEVICE)
         self.on_device += 1
         self.locked += 1
@@ -129,7 +129,7 @@ class Tree:
             self._add_candidate(node)
 
     def remove_loading(self, nodes: Sequence[Node]) -> None:
-        """Remove loading nodes, from one of a run to its end; their blocks are the caller's."""
+        """Remove the loading nodes at the end of a run; the caller gets their blocks."""
         for node in reversed(nodes):
             assert not node.locks, f"a node that was not loaded has {node.locks} locks"
             self.loading -= 1
@@ -148,7 +148,7 @@ class Tree:
             self._drop_candidate(up)
 
     def unlock(self, node: Node, now: int) -> list[int]:
-        """End one lock, used until `now`. Returns the blocks of detached nodes without locks."""
+        """End one lock, whose node was used until `now`. Returns the blocks of detached nodes without locks."""
         node.last_use = max(node.last_use, now)
         freed: list[int] = []
         up: Node | None = node
@@ -168,7 +168,7 @@ class Tree:
     # ---- removing
 
     def evict(self, count: int) -> list[Node]:
-        """Choose up to `count` blocks to evict, least recently used leaves first; they are TO_HOST then.
+        """Choose up to `count` blocks to evict, least recently used leaves first; their place is then TO_HOST.
 
         Leaf-first LRU; the heap has stale entries, which are skipped (as in vLLM's and SGLang's radix caches).
         """
@@ -254,7 +254,7 @@ class Tree:
         self._child_removed(node)
 
     def _child_removed(self, node: Node) -> None:
-        """Note that a child is removed: its parent counts as used as recently, and may be the next candidate."""
+        """Note that a child is removed: its parent counts as used at the same time, and may become a candidate."""
         parent = node.parent
         if parent is not None:
             parent.children -= 1

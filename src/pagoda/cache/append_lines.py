@@ -9,17 +9,17 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagoda.disk_space import opened
 from pagoda.file_lock import lock_file
+from pagoda.file_space import opened
 
-_LOCK_SECONDS = 1.0  # a process that is stopped with the lock is not waited for longer
+_LOCK_SECONDS = 1.0  # the longest wait for the lock: a stopped process may hold it
 _TAIL = 1 << 16
 
 
 def append_lines(path: Path, lines: Sequence[bytes]) -> tuple[int, OSError | None]:
-    """Append lines (with their ends), each in one write; return how many, and the error that prevented the others.
+    """Append lines (with their line ends), each in one write; return how many, and the error that stopped the rest.
 
-    A partial line of a killed process is cut off; this call leaves none. Safe beside other processes and threads that
+    Cuts off a partial line of a killed process, and leaves none. Safe beside other processes and threads that
     do the same; with no lines, it only repairs the file.
     """
     count, locked = 0, False
@@ -34,7 +34,7 @@ def append_lines(path: Path, lines: Sequence[bytes]) -> tuple[int, OSError | Non
                     _append(fd, line, locked)
                     count += 1
             finally:
-                if locked:  # a child that was forked meanwhile also has the descriptor
+                if locked:  # unlock explicitly: a child that was forked meanwhile also has the descriptor
                     fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
         return count, error

@@ -55,16 +55,17 @@ from pagoda.transfer import Transfer
 log = guarded_logger("pagoda.cache")
 
 _CLOSE_SECONDS = 5.0
-_OPEN_SECONDS = 120.0  # for another thread that opens a cache; each tier has its own deadline
+# how long to wait for another thread that opens a cache; each tier has its own deadline
+_OPEN_SECONDS = 120.0
 
-_changed = Condition()  # of the three tables below; never held while a cache is opened or closed
+_changed = Condition()  # guards the three tables below; never held while a cache is opened or closed
 _caches: weakref.WeakValueDictionary[str, Cache] = weakref.WeakValueDictionary()
-_kept: dict[str, Cache] = {}  # those of `Cache.open`, which stay until they are closed
-_opening: dict[object, str] = {}  # by the call that opens
+_kept: dict[str, Cache] = {}  # caches made by `Cache.open`, which stay until they are closed
+_opening: dict[object, str] = {}  # names of caches, by the call that opens them
 
 
 class NameTaken(ValueError):
-    """Two caches of one process cannot have one name."""
+    """Another cache of this process has the name."""
 
 
 class Cache:
@@ -74,7 +75,7 @@ class Cache:
     a `Reason`, a counter and one rate-limited log line. ValueError means wrong use. After `close` each call is a miss.
 
     Store, lookup and retrieve also have a form that returns a future and one for asyncio; `prefetch` always returns a
-    future. ValueErrors for wrong use are raised by the call itself. The call of a future begins when one of a few
+    future. ValueErrors for wrong use are raised by the call itself. A call with a future begins when one of a few
     threads is free; its deadline starts with the call. A cancelled await first ends its call: when CancelledError is
     raised, nothing writes into the KV any more and nothing stays reserved.
 
@@ -111,7 +112,7 @@ class Cache:
             layout: the form of the KV of one chunk.
             name: `Cache.get` finds the cache by this name for as long as something refers to the cache.
             tiers: from the top down; they are closed with the cache.
-            weights_of: another cache of the same model and config: what `weights_changed` tells one is valid for both.
+            weights_of: another cache of the same model and config: `weights_changed` on one of them is valid for both.
             key_scheme: how keys are made; the default is that of every PagodaKV process.
             clock: for tests.
             overrides: options of `Config`; they take precedence over `config`, environment and file.
@@ -228,57 +229,57 @@ class Cache:
     def store_future(
         self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]
     ) -> Future[Stored]:
-        """Do as `store`, on another thread. The KV must not change until the future is done."""
+        """Do the same as `store`, on another thread. The KV must not change until the future is done."""
         return self._resources.executor.submit(self._store_call(tokens, kv, options))
 
     async def astore(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Stored:
-        """Do as `store`, awaited."""
+        """Do the same as `store`, awaited."""
         return await self._resources.executor.run_async(self._store_call(tokens, kv, options))
 
     def lookup(self, tokens: TokenIds | None, *, counted: bool = True, **options: Unpack[CallOptions]) -> Hit:
-        """Say how many leading tokens are cached and where; copy nothing, keep them from eviction for a moment.
+        """Return how many leading tokens are cached and where; copy nothing, protect them from eviction for a moment.
 
-        A caller that looks up and then retrieves the same prompt leaves one of the two uncounted, or hits count twice.
+        A caller that looks up and then retrieves the same prompt must pass `counted=False` to one of the two calls.
         """
         return self._lookup_call(tokens, counted, options).run()
 
     def lookup_future(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Future[Hit]:
-        """Do as `lookup`, on another thread."""
+        """Do the same as `lookup`, on another thread."""
         return self._resources.executor.submit(self._lookup_call(tokens, True, options))
 
     async def alookup(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Hit:
-        """Do as `lookup`, awaited."""
+        """Do the same as `lookup`, awaited."""
         return await self._resources.executor.run_async(self._lookup_call(tokens, True, options))
 
     def retrieve(
         self, tokens: TokenIds | None, kv: Transfer, *, counted: bool = True, **options: Unpack[CallOptions]
     ) -> Hit:
-        """Fill `kv` with the leading chunks that are cached; say which. Only validated chunks are in the hit.
+        """Fill `kv` with the leading chunks that are cached; return which. Only validated chunks are in the hit.
 
-        A hit may cover the whole prompt: pass `tokens[:-1]` if the engine has to compute the last one. Uncounted, it
-        loads what a look-up has promised, even if computing has turned out to be faster since.
+        A hit may cover the whole prompt: pass `tokens[:-1]` if the engine has to compute the last one. With
+        `counted=False` it loads what a lookup has promised, even if computing has turned out to be faster since then.
         """
         return self._retrieve_call(tokens, kv, counted, options).run()
 
     def retrieve_future(
         self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]
     ) -> Future[Hit]:
-        """Do as `retrieve`, on another thread."""
+        """Do the same as `retrieve`, on another thread."""
         return self._resources.executor.submit(self._retrieve_call(tokens, kv, True, options))
 
     async def aretrieve(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Hit:
-        """Do as `retrieve`, awaited."""
+        """Do the same as `retrieve`, awaited."""
         return await self._resources.executor.run_async(self._retrieve_call(tokens, kv, True, options))
 
     def prefetch(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Future[Hit]:
-        """Begin to bring leading chunks up to the host tier, at most half of it; return at once, count nothing.
+        """Begin to load leading chunks into the host tier, at most half of it; return at once, count nothing.
 
-        The result says what is there then. An error is a reason in it; none is raised.
+        The result says what is there afterwards. An error becomes its `reason`; no error is raised.
         """
         return self._resources.executor.submit(self._prefetch_call(tokens, options))
 
     async def aprefetch(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Hit:
-        """Do as `prefetch`, awaited."""
+        """Do the same as `prefetch`, awaited."""
         return await self._resources.executor.run_async(self._prefetch_call(tokens, options))
 
     def keys(
@@ -329,8 +330,8 @@ class Cache:
         kind: CallKind | None = None,
         counted: bool = True,
     ) -> CacheRequest:
-        """Return the request that these options describe; record a call of a `kind`. Wrong use is a ValueError."""
-        # one epoch for both: tiers of other machines know no other weights
+        """Return the request that these options describe; record a call that has a `kind`. ValueError for wrong use."""
+        # read together: the remote tiers may only be used with the namespace of the same epoch
         namespace, tiers = self._weights.scope(
             options.get("lora"), options.get("salt"), options.get("weights_version")
         )
@@ -350,7 +351,7 @@ class Cache:
     # ---- the calls of people
 
     def explain(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Hit:
-        """Say what a lookup would, with the reason found thoroughly; touch and count nothing."""
+        """Return what a lookup would return, with a thorough search for the reason; touch and count nothing."""
         request = self._checked(tokens, options)
         work = partial(run_explain, self._resources, request)
         return Call("explain", work, request.miss, request.deadline, self._resources.counters).run()
@@ -362,11 +363,11 @@ class Cache:
     def pin(
         self, tokens: TokenIds | None, *, owner: str = "pagoda", **options: Unpack[CallOptions]
     ) -> dict[str, int]:
-        """Keep the leading chunks that a local tier has from eviction there, in the name of `owner`.
+        """Protect the leading chunks that each local tier has from eviction there, in the name of `owner`.
 
-        Returns how many tokens are pinned now, by tier: at most a quarter of its slots. Pins last until `unpin` or
-        `clear`; in the host tier a reboot ends them. Raises StoreError if a tier's ledger cannot be changed, ValueError
-        for wrong use.
+        Returns how many tokens are pinned now, by tier; at most a quarter of a tier's slots can be pinned. Pins last
+        until `unpin` or `clear`; in the host tier a reboot ends them. Raises StoreError if a tier's ledger cannot be
+        changed, ValueError for wrong use.
         """
         request = self._checked(tokens, options)
         pinned = {}
@@ -381,7 +382,7 @@ class Cache:
     def unpin(
         self, tokens: TokenIds | None = None, *, owner: str = "pagoda", **options: Unpack[CallOptions]
     ) -> dict[str, int]:
-        """End the pins of `owner` on the chunks of `tokens`, or on all; return of how many chunks, by tier.
+        """End the pins of `owner` on the chunks of `tokens`, or on all; return the number of chunks, by tier.
 
         Raises StoreError if a tier's ledger cannot be changed, ValueError for wrong use.
         """
@@ -391,9 +392,9 @@ class Cache:
         return {tier: admin.unpin(ledger, keys, owner) for tier, ledger in tiers.ledgers()}
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Report how long the engine took to compute `tokens`: loading has to be faster.
+        """Report how long the engine took to compute `tokens`: chunks are only loaded where that is faster.
 
-        All processes that share the lowest local tier learn it, for this namespace, also those that start later.
+        The measurement is shared, for this namespace, by all processes of the lowest local tier, also later ones.
         """
         self._resources.load_cost.record_prefill(tokens, seconds)
         if tokens > 0 and seconds > 0:
@@ -405,11 +406,11 @@ class Cache:
 
         With a `version`, which must name the new weights for all machines ("run 7, step 100": the same step of another
         run is other weights), this cache shares its chunks, in all tiers, with every cache of the same namespace that
-        was told the same version. It is valid for this cache only: each process names its own weights.
+        was given the same version. It is valid for this cache only: each process names its own weights.
 
-        Without one, no other machine gets or has their KV. Returns the epoch. It is valid on this machine,
-        permanently, and for every process that has the model's cache open from its next call on. A local tier whose
-        directory cannot record it, not even in its reserved space, loses all its chunks. Raises StoreError if no
+        Without a version, no other machine gets or has their KV. Returns the epoch. It is valid on this machine,
+        permanently; every process that has the model's cache open uses it from its next call on. A local tier whose
+        directory cannot record the epoch, not even in its reserved space, loses all its chunks. Raises StoreError if no
         directory can record it and there are remote tiers, because other processes would continue to use them.
         """
         return self._weights.change(version)
@@ -417,26 +418,28 @@ class Cache:
     def present_namespace(self, lora: str | None = None) -> Namespace:
         """Return the namespace of the present weights, with an adapter instead of the namespace's; changes nothing.
 
-        It is another one after `weights_changed`, here or in another process of this machine. Its `weights`,
-        `weights_epoch` and `lora` are what a verdict of `pagoda quality` names. Costs one stat a local tier.
+        It changes with `weights_changed`, here or in another process of this machine. Its `weights`, `weights_epoch`
+        and `lora` are what a verdict of `pagoda quality` names. Costs one stat per local tier.
         """
         return self._weights.present(lora)
 
     def publish_events(self, endpoint: str, *, topic: str = "", rank: int | None = None) -> str:
-        """Tell routers of requests, over ZMQ, which chunks this machine's host memory and disk hold for this cache.
+        """Publish to routers, over ZMQ, which chunks this machine's host memory and disk hold for this cache.
 
         The messages are those of vLLM's KV events, so that routers made for vLLM understand them: a block is a chunk,
-        host memory is the medium CPU, the disk STORAGE. Everything is told once a router subscribes, also what other
-        processes stored or evicted, and then each change within a moment. Chunks of a salt are told without tokens,
-        those of multimodal prompts not at all. vLLM publishes its events itself (--kv-events-config).
+        host memory is the medium CPU, the disk STORAGE. When a router subscribes, everything is published once, also
+        chunks that other processes stored or evicted; after that, each change within a moment. Chunks of a salt are
+        published without tokens, chunks of multimodal prompts not at all. vLLM publishes its own events
+        (--kv-events-config).
 
         Args:
-            endpoint: where to listen, "tcp://*:5557"; with "tcp://127.0.0.1:*" a free port is taken. Whoever reaches
+            endpoint: where to listen, "tcp://*:5557"; with "tcp://127.0.0.1:*" a free port is taken. Any client that
+            reaches
                 it reads the token ids of prompts.
             topic: the first frame of each message.
             rank: the data-parallel rank of this engine, for routers.
 
-        Returns the endpoint with its port. It ends with the cache; a forked child does not go on with it. Raises
+        Returns the endpoint with its port. Publishing ends with the cache; a forked child does not continue it. Raises
         ConfigError if the endpoint is taken, pyzmq is missing, or there is no local tier; ValueError the second time,
         ClosedError after `close`.
         """
@@ -444,14 +447,15 @@ class Cache:
         from pagoda.kv_events.publisher import EventPublisher
         from pagoda.kv_events.stored_events import MEDIA, largest_message
 
-        resources, weights = self._resources, self._weights  # nothing here keeps a cache that was dropped
+        # not `self`: the publisher must not keep a dropped cache alive
+        resources, weights = self._resources, self._weights
         ledgers = {name: ledger for name, ledger in self._tiers.ledgers() if name in MEDIA}
         if resources.closed:
             raise ClosedError("the cache is closed")
         if resources.events is not None:
-            raise ValueError(f"this cache tells its events already, at {resources.events.endpoint}")
+            raise ValueError(f"this cache already publishes its events, at {resources.events.endpoint}")
         if not ledgers:
-            raise ConfigError("KV events tell of host memory and the disk: set host_size or disk_size")
+            raise ConfigError("KV events report host memory and the disk: set host_size or disk_size")
         chunk_tokens = self.layout.chunk_tokens
         publisher = EventPublisher(endpoint, topic, rank, message_bytes=largest_message(chunk_tokens))
         resources.events = RequestEvents(
@@ -460,28 +464,29 @@ class Cache:
         return resources.events.endpoint
 
     def clear(self, *, lora: str | None = None, salt: str | None = None, everything: bool = False) -> Cleared:
-        """Remove the chunks of this namespace (of an adapter, of a tenant), or of all, from every tier.
+        """Remove the chunks of this namespace (with an adapter or a tenant), or of all namespaces, from every tier.
 
-        Chunks that are being written at that moment do not return. A tier that fails, or cannot be changed for five
-        seconds, is named in the result: its chunks are still there.
+        Chunks that are being written at that moment do not return. A tier that fails, or that cannot be changed for
+        five seconds, is named in the result: its chunks are still there.
         """
         root = None if everything else self._weights.scope(lora, salt)[0].root
         chunks, failed = dict.fromkeys(self._tiers.names, 0), dict[str, str]()
-        # down, so that nothing cleared is written down again; then up, for what was brought up meanwhile
+        # top down, so that no cleared chunk is written down again; then bottom up, for chunks that were loaded
+        # meanwhile
         for tier in (*self._tiers.all, *reversed(self._tiers.all[:-1])):
             if tier.name in failed:
                 continue
             try:
                 chunks[tier.name] += tier.clear(root)
-            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers are cleared all the same
+            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be cleared
                 failed[tier.name] = f"{type(error).__name__}: {error}"
         return Cleared(chunks, failed)
 
     def stats(self) -> CacheStats:
         """Return gauges and counters of every tier, hit rate, misses and drops by reason, and measured rates.
 
-        A tier that does not answer within `config.deadline_seconds` is empty, and named under "failed"; with the first
-        local tier, "counters" are then those of this process alone.
+        A tier that does not answer within `config.deadline_seconds` is empty, and named under "failed"; if it is the
+        first local tier, "counters" are those of this process alone.
         """
         resources = self._resources
         if resources.closed:
@@ -490,7 +495,7 @@ class Cache:
         for tier in self._tiers.all:
             try:
                 tiers[tier.name] = dict(tier.stats())
-            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers are shown all the same
+            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be shown
                 tiers[tier.name], failed[tier.name] = {}, f"{type(error).__name__}: {error}"
         counters = resources.counters.read(0.0 if failed else self.config.deadline_seconds)
         recorder, host = resources.recorder, self._tiers.host
@@ -514,7 +519,7 @@ class Cache:
         return stats
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until the lower tiers have what was queued for them; False if `timeout` seconds were not enough.
+        """Wait until the queued chunks are in the lower tiers; False if `timeout` seconds were not enough.
 
         Also writes the prompts that wait to be logged for `pagoda explain`.
         """
@@ -526,7 +531,7 @@ class Cache:
         return all(flushed)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
-        """Write what is queued, as far as `timeout` seconds allow, and end; False if some was left. Idempotent."""
+        """Write what is queued, as far as `timeout` seconds allow, and close; False if some was left. Idempotent."""
         forget(self)
         self._finalizer.detach()
         return self._resources.close(timeout)
@@ -538,7 +543,7 @@ class Cache:
         return f"Cache({named}model={self.namespace.model!r}, tiers={', '.join(self.tiers)})"
 
     def __enter__(self) -> Cache:
-        """Return itself; leaving the block closes it."""
+        """Return the cache itself; leaving the block closes it."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -551,7 +556,7 @@ class Cache:
 
     @property
     def slots(self) -> HostSlots | None:
-        """The slots of the host tier, for engines that copy into and out of them themselves; None without one."""
+        """The slots of the host tier, for engines that copy into and out of them; None without a host tier."""
         return self._slots
 
     @property
@@ -582,9 +587,9 @@ def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str,
 
 
 def _completed(namespace: Namespace, layout: KVLayout, config: Config, codecs: Sequence[str]) -> Namespace:
-    """Return the namespace with the layout, because two layouts never share a key, and with the configured epoch.
+    """Return the namespace with the layout and the configured epoch. So two layouts never share a key.
 
-    With lossy codecs it says so: what they have changed is never found under a key of exact KV.
+    It also names lossy codecs: KV that they changed is never found under a key of exact KV.
     """
     if not isinstance(namespace, Namespace):
         raise ValueError(f"namespace is {namespace!r}: build one, such as Namespace(model='my-model')")
@@ -636,7 +641,7 @@ def _quality_again(
 
 
 def forget(cache: Cache) -> None:
-    """Give up the name of a cache that is about to be closed: a call that opens that name now gets another cache."""
+    """Release the name of a cache that is about to be closed: a call that opens that name now gets a new cache."""
     with _changed:
         if cache.name is not None and _caches.get(cache.name) is cache:
             del _caches[cache.name]
@@ -656,7 +661,7 @@ def _wait_for_opening(name: str, deadline: Deadline) -> Cache | None:
 
 @contextmanager
 def _name_taken(name: str | None, cache: Cache) -> Iterator[None]:
-    """Reserve the name for `cache`, which is opened within; afterwards the name finds it while something refers to it.
+    """Reserve the name for `cache`, which is opened inside; the name finds it as long as something refers to it.
 
     Raises NameTaken (a ValueError) if another cache has it. Does nothing without a name.
     """
@@ -673,11 +678,11 @@ def _name_taken(name: str | None, cache: Cache) -> Iterator[None]:
                     f"a cache {name!r} is open already: use Cache.get({name!r}), or close it first"
                 )
             _opening[me] = name
-        yield  # without the lock: calls that close other caches need it too
+        yield  # without the lock, which calls that close other caches need too
         with _changed:
             _caches[name] = cache
     finally:
-        _opening.pop(me, None)  # built in: no exception of a signal handler comes before it
+        _opening.pop(me, None)  # a built-in: no exception of a signal handler can come before it
         with _changed:
             _changed.notify_all()
 

@@ -1,8 +1,9 @@
 """One call of an engine: its options, checked and made a request, and the boundary where an error becomes a miss.
 
-`Cache` builds the `CacheRequest` of a prompt and a `Call` over it, which runs at once, on another thread, or awaited;
-`HostSlots` makes a `Call` of each of its own. Calls and copies are named ranges for profilers, switched on by
-`Config.profile`; switched off they cost a function call. `Config.otel` makes a span of each call that has ended.
+`Cache` builds the `CacheRequest` of a prompt and a `Call` for it, which runs at once, on another thread, or awaited;
+`HostSlots` makes a `Call` for each of its methods. Calls and copies are named ranges for profilers, switched on by
+`Config.profile`; while they are off, they cost one function call. `Config.otel` makes a span of each call that has
+ended.
 """
 
 from __future__ import annotations
@@ -36,34 +37,34 @@ T = TypeVar("T")
 # -- the request -----------------------------------------------------------------------------------------------------
 
 Mask: TypeAlias = "Sequence[bool] | npt.NDArray[np.bool_]"
-# from the first chunk of the prompt on, or as `Cache.keys` gives them (start, end, key)
+# the keys from the first chunk of the prompt on, or tuples (start, end, key) as `Cache.keys` gives them
 Keys: TypeAlias = "Sequence[bytes] | Sequence[tuple[int, int, bytes]]"
 # tokens, root, chunk_tokens, items -> the key of every whole chunk
 KeyScheme: TypeAlias = Callable[[TokenIds, bytes, int, Iterable[Item]], list[bytes]]
 
 
 class CallOptions(TypedDict, total=False):
-    """What every call takes by keyword."""
+    """The options that every call takes by keyword."""
 
     start_tokens: int  # skips the chunks before this token: a multiple of chunk_tokens
     mask: Mask | None  # the same as one bool per token: False...False True...True
     keys: Keys | None  # instead of hashing the tokens (which may then be None)
-    # with `keys`: find them wherever in a prompt they were stored; only the keys say what they are
+    # with `keys`: find them at any position of a prompt; only the keys identify the chunks
     any_position: bool
     items: Sequence[Item]  # multimodal items at their token positions
     lora: str | None  # instead of the namespace's
     salt: str | None  # instead of the namespace's: keeps tenants apart
-    # instead of the one that `weights_changed` named; "": the namespace's weights
+    # instead of the version that `weights_changed` named; "": the namespace's weights
     weights_version: str | None
     tiers: Iterable[str] | None  # only these
-    deadline_seconds: float | None  # of the whole call; default: config.deadline_seconds without progress
+    deadline_seconds: float | None  # for the whole call; default: config.deadline_seconds without progress
 
 
 _OPTIONS = CallOptions.__optional_keys__
 
 
 class CacheRequest(NamedTuple):
-    """Chunks [first, first + len(keys)) of a prompt of `length_tokens` tokens: from which tiers, and until when."""
+    """Chunks [first, first + len(keys)) of a prompt of `length_tokens` tokens, with the tiers and the deadline."""
 
     namespace: Namespace
     tiers: TierStack  # that the call may use
@@ -91,7 +92,7 @@ class CacheRequest(NamedTuple):
         return self.keys[index - 1] if index else self.parent
 
     def hit(self, by_tier: Mapping[str, int], reason: Reason | None = None, detail: str = "") -> Hit:
-        """Return the answer: leading chunks by tier, and why not more."""
+        """Return the answer: leading chunks by tier, and the reason why not more."""
         tokens = {tier: chunks * self.chunk_tokens for tier, chunks in by_tier.items() if chunks}
         start, served = self.first * self.chunk_tokens, sum(tokens.values())
         mask = np.zeros(self.length_tokens, np.bool_)
@@ -116,13 +117,13 @@ def build_request(
 ) -> CacheRequest:  # fmt: skip
     """Return the request for the whole chunks of `tokens` that `options` ask for.
 
-    `namespace` and `tiers`: of the present weights; `deadline_seconds`: if the options have none; `bounded`: by the
-    bytes of the chunks, too.
+    `namespace` and `tiers` are those of the present weights; `deadline_seconds` counts if the options have none;
+    `bounded`: the deadline also depends on the bytes of the chunks.
 
     `keys` replace hashing. Raises ValueError for an option that does not exist, a mask that is not False...False
     True...True, a start that is not a multiple of a chunk, keys that do not fit the tokens, and an unknown tier.
     """
-    if not options.keys() <= _OPTIONS:  # a misspelt salt would share a tenant's chunks
+    if not options.keys() <= _OPTIONS:  # otherwise a misspelt `salt` would share a tenant's chunks
         raise ValueError(
             f"{', '.join(options.keys() - _OPTIONS)}: no such option; there are {', '.join(sorted(_OPTIONS))}"
         )
@@ -203,7 +204,7 @@ def _mask_start(mask: Mask, length_tokens: int, start_tokens: int) -> int:
 
 # -- the boundary ----------------------------------------------------------------------------------------------------
 
-# the context of a call or a copy, by its name: of torch.profiler if ranges are on
+# makes the context of a call or a copy from its name; torch.profiler's if ranges are on
 _profiler_range: Callable[[str], AbstractContextManager[object]] = nullcontext
 
 
@@ -238,7 +239,7 @@ class TransferMisuse(Exception):
 
 
 class CheckedTransfer:
-    """A transfer whose ValueErrors are told apart from errors at run time. As thread-safe as the transfer."""
+    """A transfer whose ValueErrors are distinguished from errors at run time. As thread-safe as the transfer."""
 
     def __init__(self, kv: Transfer, layout: KVLayout) -> None:
         if not hasattr(kv, "layout"):
@@ -252,11 +253,12 @@ class CheckedTransfer:
             )
         self.layout = layout
         self.device_index: int | None = getattr(kv, "device_index", None)  # None: in CPU memory
-        self.at_once: bool = getattr(kv, "at_once", False)  # wants all chunks of the host tier in one call
+        # the transfer wants all chunks of the host tier in one call
+        self.at_once: bool = getattr(kv, "at_once", False)
         self._kv = kv
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Do as the transfer does; raise TransferMisuse for its ValueError."""
+        """Call the transfer; raise TransferMisuse for its ValueError."""
         try:
             with _profiler_range("pagoda.copy_down"):
                 self._kv.to_slots(starts, slots)
@@ -264,7 +266,7 @@ class CheckedTransfer:
             raise TransferMisuse(error) from error
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Do as the transfer does; raise TransferMisuse for its ValueError."""
+        """Call the transfer; raise TransferMisuse for its ValueError."""
         try:
             with _profiler_range("pagoda.copy_up"):
                 self._kv.from_slots(starts, slots)

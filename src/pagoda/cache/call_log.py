@@ -1,4 +1,4 @@
-"""What a cache logs of itself: five lines when it is opened, at INFO, and one line per call, at DEBUG.
+"""The log lines of a cache: five when it is opened, at INFO, and one per call, at DEBUG.
 
 `Cache` calls `log_opened`, `Call` calls `log_call`. No line has a token of a prompt, a salt or a password.
 """
@@ -23,7 +23,7 @@ _LOOK = "`pagoda stats` shows what is stored and what hits, `pagoda explain` why
 
 
 def log_opened(namespace: Namespace, layout: KVLayout, tiers: TierStack, deadline_seconds: float) -> None:
-    """Log which tiers a cache has, how large they are, what was found there, and where to look. Five lines, once."""
+    """Log which tiers a cache has, their sizes, what they contain already, and where to look. Five lines, once."""
     if not log.isEnabledFor(logging.INFO):
         return
     tokens, ledgers = layout.chunk_tokens, dict(tiers.ledgers())
@@ -69,7 +69,7 @@ def _found(ledger: Ledger, deadline_seconds: float) -> int | None:
 
 
 def log_call(name: str, answer: object, seconds: float) -> None:
-    """Log a call and its answer in one line; called at DEBUG only. Calls with other answers are parts of a request."""
+    """Log a call and its answer in one line; called at DEBUG only. Calls with other kinds of answers are not logged."""
     known: dict[str, object]
     if isinstance(answer, Hit):
         tiers = ", ".join(f"{tier} {tokens}" for tier, tokens in answer.by_tier.items())

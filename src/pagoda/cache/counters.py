@@ -16,13 +16,14 @@ from pagoda.ledger import Ledger, admin
 from pagoda.metrics import COUNTERS, LOAD_BUCKETS, LOAD_SECONDS, TIER_KINDS, RateLimitedLog, Reason
 
 _KNOWN = frozenset(COUNTERS)
-_BUCKETS = {kind: tuple(LOAD_BUCKETS[kind].values()) for kind in TIER_KINDS}  # a bucket by its number
+# the counter of each bucket, by its number
+_BUCKETS = {kind: tuple(LOAD_BUCKETS[kind].values()) for kind in TIER_KINDS}
 _HIT_TOKENS = {kind: f"hit_tokens_{kind}" for kind in TIER_KINDS}
 _MICROSECONDS = {kind: f"load_microseconds_{kind}" for kind in TIER_KINDS}
 
 
 class CacheCounters:
-    """Counts by name, and writes rate-limited log lines. Thread-safe; never raises, never waits for another process."""
+    """Count by name, and write rate-limited log lines. Thread-safe; never raises, never waits for another process."""
 
     def __init__(self, ledger: Ledger | None, clock: Clock, approximate: bool = False) -> None:
         """`approximate`: the cache has a lossy codec."""
@@ -37,7 +38,7 @@ class CacheCounters:
         self._lock = threading.Lock()
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Add to some counters; ignore names that the vocabulary lacks."""
+        """Add to some counters; ignore unknown names."""
         known = {name: number for name, number in counts.items() if number and name in _KNOWN}
         ledger = self._ledger
         if ledger is None:
@@ -50,10 +51,10 @@ class CacheCounters:
         self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None, namespace: bytes,
         *, miss_counted: bool = False, more: Mapping[str, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Count one request for that many tokens and its answer, and remember it among the last ones.
+        """Count one request for that many tokens and its answer, and remember it among the last requests.
 
-        `reason`: why it got no more. `miss_counted`: by a tier. `namespace`: the root, empty if it is not known.
-        `more`: further counters to add, such as those of its loads.
+        `reason`: why it got no more. `miss_counted`: a tier has already counted the miss. `namespace`: the root, empty
+        if it is not known. `more`: further counters to add, such as those of the request's loads.
         """
         hit_tokens = sum(by_tier.values())
         counts = {"lookups": 1, "asked_tokens": num_tokens, **more}
@@ -74,7 +75,7 @@ class CacheCounters:
 
     @staticmethod
     def load_counts(chunks: int, nbytes: int, seconds: Mapping[str, float]) -> dict[str, int]:
-        """Return the counters of one call: what it copied out of host slots, and how long each tier took to load."""
+        """Return the counters of one call: the bytes copied out of host slots, and the load time of each tier."""
         counts = {"loaded_chunks": chunks, "loaded_bytes": nbytes}
         for tier, spent in seconds.items():
             kind = tier if tier in TIER_KINDS else "remote"
@@ -88,7 +89,7 @@ class CacheCounters:
         self._ledger = None
 
     def read(self, deadline_seconds: float) -> dict[str, int]:
-        """Return all counters of all processes that share the tier; this process's alone if that takes too long."""
+        """Return all counters of all processes that share the tier; only this process's if that takes too long."""
         if (ledger := self._ledger) is not None:
             try:
                 return admin.counters(ledger, deadline_seconds)

@@ -2,7 +2,8 @@
 
 reserve -> copy into `view(slot)` -> commit | abort     match_prefix -> hold -> copy out -> still_valid -> release
 
-Where several ranks write a chunk, one reserves it with as many parts; each adopts its part, copies and commits it.
+If several ranks write a chunk, one rank reserves it with that many parts; each rank adopts, copies and commits its
+part.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ T = TypeVar("T")
 
 
 class HostSlots:
-    """The host tier's slots by its ledger, with what the cache does around a copy: count, and write back.
+    """The host tier's slots and ledger, with what the cache does around a copy: counting and write-back.
 
     Thread-safe. An error at run time is a value: a shorter match, False, Refused. After the cache is closed every call
-    is a miss; copies must have ended before, because then the slots may hold other chunks.
+    is a miss. All copies must have ended before the close, because the slots may hold other chunks afterwards.
     """
 
     def __init__(self, resources: Resources, weights: PresentWeights, host: HostTier) -> None:
@@ -49,7 +50,7 @@ class HostSlots:
 
     @property
     def ledgers(self) -> dict[str, Ledger]:
-        """The ledgers of the local tiers by name, this one's first: for reports of what they hold."""
+        """The ledgers of the local tiers by name, the host tier's first: for reports of what they hold."""
         return dict(self._resources.tiers.ledgers())
 
     def namespace(
@@ -70,14 +71,14 @@ class HostSlots:
         return self.views((slot,))[0]
 
     def views(self, slots: Sequence[int]) -> list[Bytes]:
-        """Return the bytes of some slots, as `view`; cheaper than one by one."""
+        """Return the bytes of some slots, like `view`; cheaper than one call for each."""
         try:
             return self._host.slab.views(slots)
         except ClosedError:
             return [np.zeros(self._host.slot_bytes, np.uint8) for _ in slots]
 
     def use_device(self, device_index: int) -> None:
-        """Register the slots with the GPUs, in the background: before the first copy between them and one. Cheap."""
+        """Register the slots with the GPUs, in the background; before the first copy to or from a GPU. Cheap."""
         self._run("use_device", lambda _: self._host.use_device(device_index), lambda *_: None)
 
     # ---- out of slots
@@ -100,14 +101,14 @@ class HostSlots:
     def count_request(
         self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None, namespace: bytes = b""
     ) -> None:
-        """Count what an engine requested and what it got, as a look-up does: tokens, and why not more.
+        """Count what an engine requested and what it got, like a lookup: tokens, and why not more.
 
         `namespace`: its root, for the list of the last requests; empty if it is not known.
         """
         self._resources.counters.count_request(num_tokens, by_tier, reason, namespace)
 
     def count_dropped(self, reason: Reason, chunks: int) -> None:
-        """Count chunks that an engine computed and does not store."""
+        """Count chunks that an engine computed but does not store."""
         self._resources.counters.add({f"drop_{reason}": chunks})
 
     @property
@@ -125,9 +126,10 @@ class HostSlots:
     def log_prompt(
         self, namespace: bytes, keys: Sequence[bytes], tokens: TokenIds, chunk_tokens: int = 0
     ) -> None:
-        """Log a prompt of text alone that was stored, for `pagoda explain`: `keys` of its chunks from the first one.
+        """Log a stored prompt of text only, for `pagoda explain`; `keys` are those of its chunks from the first one on.
 
-        `chunk_tokens`: of its chunks, if not the layout's. Does nothing if prompts are not logged; never raises.
+        `chunk_tokens`: the size of its chunks, if not the layout's. Does nothing if prompts are not logged; never
+        raises.
         """
         if (prompts := self._resources.prompt_log) is not None:
             size = chunk_tokens or self._resources.layout.chunk_tokens
@@ -136,7 +138,8 @@ class HostSlots:
     def hold(self, slots: Slots, generations: Generations) -> list[bool]:
         """Keep chunks from eviction until `release` or the end of this process; False where a chunk is not there.
 
-        No byte of a held slot changes. What is removed or cleared meanwhile is neither matched nor `still_valid`.
+        No byte of a held slot changes. A chunk that is removed or cleared meanwhile is no longer matched or
+        `still_valid`.
         """
         missed = [False] * len(slots)
         return self._run(
@@ -147,24 +150,25 @@ class HostSlots:
 
     def release(self, slots: Slots, generations: Generations) -> None:
         """End one hold on each of these chunks."""
-        with suppress(ClosedError):  # not `_run`: holds outlive this cache if another has the ledger open
+        # not by `_run`: holds outlive this cache if another cache has the ledger open
+        with suppress(ClosedError):
             self._ledger.release(slots, generations)
 
     def still_valid(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
-        """Say of each slot whether the bytes copied out of it until now were those of the chunk that was matched."""
+        """Return for each slot whether the bytes copied out of it until now are those of the matched chunk."""
         gone = np.zeros(len(slots), np.bool_)
         return self._run("valid", lambda _: self._ledger.still_valid(slots, generations), lambda *_: gone)
 
     def ready(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
-        """Say of each slot whether the chunk that was reserved or matched there is committed and still there.
+        """Return for each slot whether the chunk that was reserved or matched there is committed and still there.
 
-        A hint, for reporting what is stored: `still_valid` judges what is copied out. Takes no lock.
+        A hint, for reports of what is stored; check copied bytes with `still_valid`. Takes no lock.
         """
         gone = np.zeros(len(slots), np.bool_)
         return self._run("ready", lambda _: self._ledger.is_ready(slots, generations), lambda *_: gone)
 
     def note_access(self, namespace: bytes, read: Sequence[ChunkRef]) -> None:
-        """Note that these chunks were copied out, validly: they are counted, and written back if they are hit often."""
+        """Note that these chunks were copied out and valid: count them, and write them back if they are hit often."""
 
         def work(_: Deadline) -> None:
             nbytes = len(read) * self._host.chunk_bytes
@@ -184,11 +188,12 @@ class HostSlots:
         self, keys: Sequence[bytes], *, namespace: bytes, start: int, parent: bytes | None, stamp: int | None = None,
         parts: int = 1, deadline_seconds: float | None = None,
     ) -> list[Outcome]:  # fmt: skip
-        """Promise each key a slot to copy into, evicting as needed: `Ledger.reserve` for any number of keys.
+        """Reserve for each key a slot to copy into, evicting as needed: `Ledger.reserve` for any number of keys.
 
-        Reserves in windows under one stamp; the first window with a refusal is the last. A chunk of several `parts` is
-        visible when all are committed; until it is adopted a part belongs to this process. Takes no longer than the
-        deadline, by default the host tier's. Raises ValueError for a malformed key, or for fewer parts than one.
+        Reserves in windows under one stamp; after the first window with a refusal no other is tried. A chunk of several
+        `parts` is visible when all are committed; a part belongs to this process until another process adopts it. Takes
+        no longer than the deadline, by default the host tier's. Raises ValueError for a malformed key or for less than
+        one part.
         """
         if parts < 1:
             raise ValueError(f"parts must be at least 1, got {parts}")
@@ -203,7 +208,8 @@ class HostSlots:
 
         def work(deadline: Deadline) -> list[Outcome]:
             one = self.stamp() if stamp is None else stamp
-            admit_all = bool(self._weights.scope()[1].written)  # which get only chunks that have a slot here
+            # lower tiers, which get only chunks that have a slot here
+            admit_all = bool(self._weights.scope()[1].written)
             while (at := len(made)) < len(keys):
                 window, before = keys[at : at + self._ledger.window], keys[at - 1] if at else parent
                 made.extend(self._ledger.reserve(
@@ -219,9 +225,9 @@ class HostSlots:
         return self._run("reserve", work, rest, deadline_seconds)
 
     def adopt(self, reserved: Sequence[Reserved], part: int) -> list[bool]:
-        """Become the writer of one part of chunks that another process reserved: before the first byte is copied.
+        """Become the writer of one part of chunks that another process reserved, before the first byte is copied.
 
-        False where that part is not there to be written any more; then nothing may be copied. An adopted part must be
+        False where that part can no longer be written; then nothing may be copied. An adopted part must be
         committed or aborted; if this process dies before, the chunk never becomes visible and its slot is freed.
         """
         missed = [False] * len(reserved)
@@ -232,12 +238,13 @@ class HostSlots:
         )
 
     def commit(self, written: Mapping[bytes, Sequence[ChunkRef]], part: int = 0) -> list[bool]:
-        """Say that the bytes of one part of chunks are in their slots; with its last part a chunk becomes visible.
+        """Report that the bytes of one part of chunks are in their slots; with its last part a chunk becomes visible.
 
-        `written`: by the root of their namespace, each run in order. One answer a chunk; False: not stored, and the
-        slot is given up as far as it belongs to this process. Chunks that become visible by this call are counted and
-        written back by the cache's policy: of one chunk by one process, the one whose part was the last. Raises
-        ValueError for a negative part; a part that the chunks do not have is False.
+        `written`: the chunks by the root of their namespace, each run in order. Returns one answer per chunk; False:
+        not stored, and this process's claim on the slot is given up. Chunks that become visible by this call are
+        counted and written back by the cache's policy; for each chunk this happens in one process, the one that
+        committed the last part. Raises ValueError for a negative part; for a part that the chunks do not have, the
+        answer is False.
         """
         if part < 0:
             raise ValueError(f"part must not be negative, got {part}")
@@ -247,7 +254,7 @@ class HostSlots:
         def work(deadline: Deadline) -> list[bool]:
             results = self._ledger.commit(reserved, part, deadline.remaining())
             good.extend(map(bool, results))
-            # Not all that are good: a reserved slot has its generation already, so half a chunk would count as valid.
+            # Not PART: a reserved slot already has its generation, so a chunk with missing parts would count as valid.
             visible = [one for one, how in zip(reserved, results, strict=True) if how is CommitResult.WHOLE]
             self._resources.counters.add({"stored_bytes": len(visible) * self._host.chunk_bytes})
             kept = {(one.slot, one.generation) for one in visible}
@@ -267,7 +274,7 @@ class HostSlots:
         return self._run("commit", work, missed)
 
     def abort(self, reserved: Sequence[Reserved]) -> None:
-        """Give up reserved slots into which nothing is copied any more."""
+        """Give up reserved slots. Nothing may be copying into them any more."""
         with suppress(ClosedError):  # as in `release`
             self._ledger.abort(reserved)
 
@@ -281,7 +288,7 @@ class HostSlots:
         self, name: str, work: Callable[[Deadline], T], miss: Callable[[Reason, str], T],
         deadline_seconds: float | None = None,
     ) -> T:  # fmt: skip
-        """Do `work` as a `Call`: every error is a miss, counted and logged."""
+        """Run `work` as a `Call`: every error is a miss, counted and logged."""
         seconds = self._host.deadline_seconds if deadline_seconds is None else deadline_seconds
         deadline = Deadline(seconds, strict=True, clock=self._resources.clock)
 

@@ -1,7 +1,7 @@
 """Whether loading a chunk is expected to be faster than computing it again.
 
-What is measured is in a table that all processes of the machine share: one process may decide what another one has
-measured, and an engine that starts knows what the last one has learned.
+Measurements are in a table that all processes of the machine share: a process may decide by what another process has
+measured, and an engine that starts knows what the previous one has learned.
 """
 
 from __future__ import annotations
@@ -21,39 +21,40 @@ from pagoda.clock import Clock
 from pagoda.fork import reset_now_and_in_child
 from pagoda.ledger.columns import map_or_private
 
-_FEWEST = 3  # measurements of a tier: a single copy during which the process was paused proves nothing
+# so many measurements of a tier are needed: a single copy during which the process was paused proves nothing
+_FEWEST = 3
 # after a measurement the tier is tried, and measured, again; doubled while it stays slow
 _PROBE_NS = 1_000_000_000
 _LATEST_PROBE_NS = 60 * _PROBE_NS
-_SMALL_NS = 600 * _PROBE_NS  # after that, a small prompt shows the speed of computing as well as a large one
+_SMALL_NS = 600 * _PROBE_NS  # after so long, a small prompt counts as a measurement of prefill, too
 _HOST = "host"
-_PROBE_CHUNKS = 4  # at least, that measure a tier again
-_LAST = 5  # measurements of a row that are kept
+_PROBE_CHUNKS = 4  # at least so many chunks measure a tier again
+_LAST = 5  # so many measurements of a row are kept
 _NAME_BYTES = 16
-# name, number of measurements, time of the last (monotonic ns), slow ones in a row; the last rates, and of how much
+# name, number of measurements, time of the last (monotonic ns), slow ones in a row; the last rates and their amounts
 _ROW = Struct(f"<{_NAME_BYTES}sQqQ{_LAST}d{_LAST}d")
 _CHECKSUM = Struct("<I")
 _PAGE_BYTES, _ROW_BYTES = 4096, 128
-_USED_BYTES = _ROW.size + _CHECKSUM.size  # of a row
+_USED_BYTES = _ROW.size + _CHECKSUM.size  # bytes of a row that are used
 
 
 @dataclass(eq=False)
 class LoadMeasurement:
-    """One load while it runs."""
+    """One load that is being measured."""
 
-    nbytes: int = 0  # set before it ends
+    nbytes: int = 0  # set before the load ends
 
 
 @dataclass
 class _SharedTime:
-    """The time of one tier, which passes the slower the more loads are running: each is charged its share."""
+    """A clock of one tier, which runs slower the more loads are running: so each load is charged its share."""
 
     running: WeakSet[LoadMeasurement] = field(default_factory=WeakSet)
     _passed: float = 0.0
     _at: float = 0.0
 
     def now(self) -> float:
-        """Return the time. Called before a load begins or ends."""
+        """Return the time of this clock. Called before a load begins or ends."""
         now = time.perf_counter()
         self._passed += (now - self._at) / max(1, len(self.running))
         self._at = now
@@ -77,7 +78,7 @@ class LoadCost:
         engine: str = "",
         tiers: Sequence[str] = (),
     ) -> None:
-        """Read and write `speeds`, or a table of its own: of these `tiers`, and of engines named `engine`."""
+        """Read and write the rows of `tiers` and `engine` in the table `speeds`, by default a private one."""
         self._enabled = enabled
         self._chunk_bytes = chunk_bytes
         self._bytes_per_token = chunk_bytes / chunk_tokens
@@ -88,13 +89,13 @@ class LoadCost:
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
-        """Create the lock; no load is running. The measurements stay."""
+        """Create the lock, with no load running. The measurements stay."""
         self._lock = threading.Lock()
         self._times: dict[str, _SharedTime] = {}
 
     @contextmanager
     def measured(self, tier: str) -> Iterator[LoadMeasurement]:
-        """Measure a load from `tier`; loads at the same time share it. The block sets how many bytes arrived."""
+        """Measure a load from `tier`; loads at the same time share its time. The block sets how many bytes arrived."""
         load, times = LoadMeasurement(), self._times.setdefault(tier, _SharedTime())
         with self._lock:
             began = times.now()
@@ -120,7 +121,8 @@ class LoadCost:
     def record_prefill(self, tokens: int, seconds: float) -> None:
         """Note that the engine computed `tokens` in `seconds`.
 
-        Few tokens take a device longer, each, than many: they do not count soon after a much larger prompt.
+        A device takes longer per token for few tokens than for many; so a small prompt does not count soon after a
+        larger one.
         """
         if tokens <= 0 or seconds <= 0:
             return
@@ -133,7 +135,8 @@ class LoadCost:
     def is_worth_loading(self, tier: str) -> bool:
         """Whether a chunk from `tier` is expected sooner than a computed one, or too little is known.
 
-        What is not measured in the background, host memory and what has none above it, may be tried after a while.
+        A tier that is not measured in the background (host memory, or any tier of a cache without it) is tried again
+        later.
         """
         if not self._enabled:
             return True
@@ -145,8 +148,8 @@ class LoadCost:
     def take_probe(self, tier: str) -> int:
         """Return how many chunks are to be loaded now from a tier that was too slow, to measure it again; 0: none.
 
-        Only the first process that asks measures. Half as much as requests load: a disk that is limited, or works
-        through a cache, may be fast for less.
+        Only the first process that asks measures. It loads half as much as requests load: a disk with a rate limit, or
+        with a cache, may be fast for less.
         """
         with self._lock:
             speed = self._speeds.read(tier)
@@ -158,7 +161,8 @@ class LoadCost:
 
     def _is_due(self, speed: Speed) -> bool:
         pause = min(_PROBE_NS << min(max(0, speed.slow - _FEWEST), 6), _LATEST_PROBE_NS)
-        return not 0 <= self._clock.monotonic_ns() - speed.measured_ns <= pause  # negative: before a reboot
+        # negative: measured before a reboot
+        return not 0 <= self._clock.monotonic_ns() - speed.measured_ns <= pause
 
     def _break_even(self) -> float:
         """Return the bytes/s at which loading is as fast as computing; 0: not known."""
@@ -166,7 +170,7 @@ class LoadCost:
 
     @staticmethod
     def refusal(tier: str) -> str:
-        """Say why nothing is loaded from a tier that is not worth it."""
+        """Return why nothing is loaded from a tier that is slower than computing."""
         return f"computing is faster than reading from {tier}"
 
     def rates(self) -> dict[str, float]:
@@ -176,19 +180,19 @@ class LoadCost:
         return {**known, "prefill_tokens_per_second": self._speeds.read(self._prefill).rate}
 
 
-# ---- what is measured, by all processes that share a store
+# ---- the measurements of all processes that share a store
 
 
 @dataclass
 class Speed:
-    """The last measurements of one tier or engine: `rates` a second, the oldest first, each of so many `amounts`."""
+    """The last measurements of one tier or engine: `rates` per second, the oldest first, each with its amount."""
 
     rates: list[float] = field(default_factory=list)
     amounts: list[float] = field(default_factory=list)
     number: int = 0
     measured_ns: int = 0
-    slow: int = 0  # of the last measurements in a row
-    # of the last measurements the median, in which large ones count for more; 0: there is none
+    slow: int = 0  # slow measurements in a row, up to the last
+    # the median of the last measurements, weighted by amount; 0: there is no measurement
     rate: float = 0.0
 
     def add(self, amount: float, seconds: float, now: int) -> None:
@@ -200,19 +204,20 @@ class Speed:
 
 
 class SpeedTable:
-    """Rows in one mapped page. Without a path, or without space for the page, it is this process's own.
+    """Rows in one mapped page. Without a path, or without space for the page, the table is private.
 
-    A row is written with no lock between processes: of two that write at the same moment one measurement may be lost.
+    A row is written with no lock between processes: if two write at the same moment, one measurement may be lost.
     A row that is torn, or of another version, has a wrong checksum and counts as free.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """Map the page, made if it is not there."""
+        """Map the page; make it if it does not exist."""
         self._page = map_or_private(path, _PAGE_BYTES)
-        self._known: dict[str, tuple[int, bytes, Speed]] = {}  # where the row of a name is, and what it said
+        # by name: the offset of its row, its bytes and their content
+        self._known: dict[str, tuple[int, bytes, Speed]] = {}
 
     def read(self, name: str) -> Speed:
-        """Return what is known of that name: a `Speed` without measurements if nothing is. Less than a microsecond."""
+        """Return what is known of that name: a `Speed` without measurements if nothing is. Takes less than 1 us."""
         known = self._known.get(name)
         if known is not None and self._page[known[0] : known[0] + _USED_BYTES] == known[1]:
             return known[2]
@@ -228,7 +233,7 @@ class SpeedTable:
         return speed
 
     def write(self, name: str, speed: Speed) -> None:
-        """Keep what is known of that name, in place of the row that was measured longest ago if there is no other."""
+        """Write the row of that name; if no row is free, replace the one that was measured longest ago."""
         digest = blake2b(name.encode(), digest_size=_NAME_BYTES).digest()
         at = bytes(self._page).find(digest)
         if at % _ROW_BYTES:

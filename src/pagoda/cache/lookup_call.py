@@ -1,7 +1,7 @@
-"""Look-ups: which tiers have the leading chunks of a prompt. No KV bytes move.
+"""Lookups: which tiers have the leading chunks of a prompt. No KV bytes move.
 
-`Cache` calls `run_lookup` and `run_explain`; a retrieve calls `expected_hit` for its minimum. Why not more is
-found by the `MissExplainer`.
+`Cache` calls `run_lookup` and `run_explain`; a retrieve calls `expected_hit` to check its minimum. `MissExplainer`
+finds the reason why a hit is not longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Tier
 
-LEASE_SECONDS = 5.0  # how long a hit that is not being loaded yet is kept from eviction
+LEASE_SECONDS = 5.0  # how long a hit is kept from eviction until it is loaded
 
 
 class TiersMatch(NamedTuple):
@@ -35,7 +35,7 @@ def run_lookup(
 ) -> Hit:  # fmt: skip
     """Return what a retrieve is expected to serve; lease the part of it that the host tier has.
 
-    `measure_again` is called if a tier was too slow. It is that of `retrieve_call`, which imports this module.
+    `measure_again` (the function of `retrieve_call`, which imports this module) is called if a tier was too slow.
     """
     hit = expected_hit(resources, request)
     if counted:
@@ -47,7 +47,7 @@ def run_lookup(
 
 
 def run_explain(resources: Resources, request: CacheRequest) -> Hit:
-    """Return what a look-up would, with the reason found thoroughly; change nothing."""
+    """Return what a lookup would return, with a thorough search for the reason; change nothing."""
     if not request.keys:
         return request.hit_without_chunks()
     match = match_prefix(request, stamp=None, touch=False)
@@ -67,7 +67,8 @@ def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
     match = match_prefix(request, stamp=tiers.host.ledger.stamp() if tiers.host is not None else None)
     by_tier, load_cost = match.by_tier, resources.load_cost
     slow = [tier for tier, chunks in by_tier.items() if chunks and not load_cost.is_worth_loading(tier)]
-    if slow:  # in practice tiers do not alternate in one prompt: what is above the first slow tier is served
+    # in practice tiers do not alternate in one prompt: only chunks above the first slow tier are served
+    if slow:
         above = tiers.names[: tiers.names.index(slow[0])]
         by_tier = {tier: by_tier[tier] for tier in above}
     total, minimum = sum(by_tier.values()) * request.chunk_tokens, resources.config.min_hit_tokens
@@ -96,7 +97,7 @@ def match_prefix(request: CacheRequest, *, stamp: int | None, touch: bool = True
             request.keys[at:], start=request.position_of(at), namespace=root, touch=touch,
             deadline_seconds=deadline.remaining(),
         )  # fmt: skip
-        # It may not have been asked, or may not have answered.
+        # In this case the tier may not have been asked, or may not have answered.
         return count, Reason.DEADLINE if not count and deadline.passed else None
 
     finders = {tier.name: partial(find_below, tier) for tier in tiers.lower}
@@ -106,9 +107,9 @@ def match_prefix(request: CacheRequest, *, stamp: int | None, touch: bool = True
 
 
 def match_tiers(finders: Mapping[str, Callable[[int], tuple[int, Reason | None]]], chunks: int) -> TiersMatch:
-    """Find the leading run of so many chunks through all tiers: from the top down, again while one continues it. Pure.
+    """Find the leading run of `chunks` chunks through all tiers, from the top down, until no tier continues it. Pure.
 
-    A finder says how many chunks its tier has from one on, and why not more, if it knows more than the tiers above.
+    A finder returns how many chunks its tier has from an index on, and the reason why not more, if the tier knows it.
     """
     at, by_tier = 0, dict.fromkeys(finders, 0)
     reason: Reason | None = None

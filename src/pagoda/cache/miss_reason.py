@@ -1,4 +1,4 @@
-"""Why a chunk was not served: the reason of a miss, found in the tiers. Called by look-ups and retrieves."""
+"""Why a chunk was not served: the reason of a miss, found in the tiers. Called by lookups and retrieves."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pagoda.ledger import Ledger, admin
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
-# reasons of a tier that could not be asked: then no other tier can say more
+# reasons of a tier that could not be asked: then no better reason can be found
 UNANSWERED = frozenset({Reason.LEDGER_BUSY, Reason.DEADLINE, Reason.IO_ERROR, Reason.CLOSED})
 
-# what a tier remembers of a key, the most specific first
+# reasons that a tier may remember for a key, the most specific first
 _MOST_SPECIFIC = (
     Reason.BUSY,
     Reason.FAILED_CHECK,
@@ -33,7 +33,7 @@ _SEEN_BY_HOST = {
     Reason.FAILED_CHECK: "the tables of the host tier disagree",
     Reason.OTHER_NAMESPACE: "the key belongs to a chunk of another namespace",
 }
-_BUDGET_NS = 1_000_000  # for comparing namespaces within an engine's call
+_BUDGET_NS = 1_000_000  # the longest time to compare namespaces within an engine's call
 _THOROUGH_NS = 1_000_000_000
 _FRESH_NS = 10_000_000_000  # how long a list of namespaces is used
 _LIST_SECONDS = 0.05  # how long an engine's call waits for a new one
@@ -46,7 +46,7 @@ class Explanation(NamedTuple):
     detail: str = ""
 
 
-# of a namespace that has, or had, chunks in a tier: the tier, its ledger, the root, the labels
+# a namespace that has, or had, chunks in a tier: tier name, ledger, root, labels
 _KnownNamespace: TypeAlias = tuple[str, Ledger, bytes, dict[str, str]]
 
 
@@ -87,7 +87,7 @@ class MissExplainer:
         if remembered.reason is not Reason.ABSENT:
             return remembered
         skipped = [tier for tier in self._tiers.all if tier.name not in chosen.names]
-        if not thorough:  # an engine's call sends nothing over a network to a tier that it must skip
+        if not thorough:  # an engine's call must not send anything over a network to a tier that it skips
             skipped = [tier for tier in skipped if not tier.is_shared]
         others = [tier.name for tier in skipped if tier.contains(key, deadline_seconds=deadline.remaining())]
         if others:
@@ -117,7 +117,7 @@ class MissExplainer:
         return None
 
     def _recent(self, deadline: Deadline) -> list[_KnownNamespace]:
-        """Return the namespaces of the local tiers; the list is renewed if that takes only a moment."""
+        """Return the namespaces of the local tiers; read them again if the list is old and that takes only a moment."""
         if self._clock.monotonic_ns() - self._listed_ns > _FRESH_NS:
             self._listed_ns = self._clock.monotonic_ns()
             seconds = min(_LIST_SECONDS, deadline.remaining())
@@ -144,7 +144,7 @@ def _remembered(key: bytes, chosen: TierStack) -> Explanation:
     for reason in _MOST_SPECIFIC:
         if reason in found:
             return Explanation(reason, found[reason])
-    # A drop, not a miss: it is counted where it happened.
+    # NOT_ADMITTED is a drop, not a miss, and was counted where it happened.
     return Explanation(Reason.ABSENT, found.get(Reason.NOT_ADMITTED, "never stored here, or forgotten since"))
 
 

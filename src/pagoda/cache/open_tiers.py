@@ -25,7 +25,7 @@ _FEW_CHUNKS = 64  # the log warns of an "auto" size with fewer chunks
 
 
 def open_tiers(config: Config, layout: KVLayout, clock: Clock) -> TierStack:
-    """Open the tiers that `config` describes. Raises StoreError with the remedy; then none stays open."""
+    """Open the tiers that `config` describes. Raises StoreError with the remedy; then no tier stays open."""
     with contextlib.ExitStack() as undo:
         host: HostTier | None = None
         lower: list[Tier] = []
@@ -72,7 +72,7 @@ def _host_bytes(config: Config, layout: KVLayout) -> int:
     """Return the size of the host tier; log if "auto" gives few chunks, and return 0 if it gives none."""
     size_bytes = config.host_bytes
     chunks = layout.slots_in(size_bytes)
-    unlimited = auto_bytes(None)  # by a file system
+    unlimited = auto_bytes(None)  # without a limit, as the file system allows
     if config.host_size != AUTO or (chunks and (chunks >= _FEW_CHUNKS or size_bytes == unlimited)):
         return size_bytes
     if size_bytes < unlimited:

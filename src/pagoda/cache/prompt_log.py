@@ -1,10 +1,10 @@
 """The prompts that were stored lately, with their token ids, so that `pagoda explain` can name the token that differs.
 
-Keys are hashes: they tell which chunk of a prompt is not stored, not which token of it is another. So two files beside
-the ledger of the host tier, `prompts` and `prompts-old`, hold prompts with their keys; when the first is full, it
-takes the place of the second. `StoreCall` and `HostSlots` append, and a thread writes a moment later, each prompt by
-one write; `cli/nearest_prompt` reads. Nothing else depends on them: a prompt that is lost, torn or long gone costs a
-part of an explanation.
+Keys are hashes: they show which chunk of a prompt is not stored, but not which token differs. So two files beside the
+ledger of the host tier, `prompts` and `prompts-old`, hold prompts with their keys; when the first is full, it replaces
+the second. `StoreCall` and `HostSlots` append prompts, and a thread writes them a moment later, each by one write;
+`cli/nearest_prompt` reads them. Nothing else depends on the files: a prompt that is lost or torn costs a part of an
+explanation.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from pagoda.threads import DeferredCall
 
 log = guarded_logger("pagoda.cache")
 
-_HEAD = Struct("<8sQ")  # magic, checksum of all that follows
-_BODY = Struct("<IIId32s")  # tokens of a chunk, keys, tokens, time (Unix), root of the namespace
+_HEAD = Struct("<8sQ")  # magic, checksum of everything after it
+# tokens per chunk, number of keys, number of tokens, time (Unix), root of the namespace
+_BODY = Struct("<IIId32s")
 _MAGIC = b"PAGODAP1"
-_LEAST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20  # of each of the two files
+_LEAST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20  # size of each of the two files
 _open_private = partial(os.open, mode=0o600)
 _PAUSE_SECONDS = 0.1  # between two rounds of the thread
-_REMEMBERED = 1024  # prompts of this process that are not written again while they are so recent
+_REMEMBERED = 1024  # the last prompts of this process, which are not written again
 
 
 class LoggedPrompt(NamedTuple):
-    """A prompt that was stored: `tokens` has also those after the last whole chunk, which have no key."""
+    """A prompt that was stored. `tokens` includes those after the last whole chunk, which have no key."""
 
     namespace: bytes
     chunk_tokens: int
@@ -61,13 +62,14 @@ class PromptLog:
         self._ledger, self._path = ledger, ledger.directory / PROMPTS
         self._most_bytes = min(max(4 * ledger.slots * chunk_tokens, _LEAST_BYTES), _MOST_BYTES)
         self._clock, self._lines = clock, RateLimitedLog(clock)
-        self._recent: dict[bytes, None] = {}  # last keys; changed by single calls of built-in functions
-        self._inode = 0  # of the file that has them
+        # the last key of each; changed by single calls of built-in functions
+        self._recent: dict[bytes, None] = {}
+        self._inode = 0  # the file that has them
         self._writer = DeferredCall(self.flush, "pagoda-prompts", _PAUSE_SECONDS)
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
-        """Create the locks; nothing waits: what did before a fork is written by the parent."""
+        """Create the locks, with no waiting prompts; those before a fork are written by the parent."""
         # a signal handler may call at any line
         self._lock, self._writing = threading.RLock(), threading.RLock()
         self._waiting: dict[bytes, LoggedPrompt] = {}  # by last key
@@ -75,10 +77,11 @@ class PromptLog:
         self._writer.reset()
 
     def append(self, namespace: bytes, chunk_tokens: int, keys: Sequence[bytes], tokens: Int32s) -> None:
-        """Append a prompt that was stored, a moment later. `keys`: of its chunks from the first one on.
+        """Note a stored prompt, to be appended a moment later. `keys` are those of its chunks from the first one on.
 
-        Not if it was a moment ago, or had then more than four fifths of its chunks: one that is stored in parts is
-        logged a few times, not with each part; nor one that is longer than the log. Never raises.
+        Skips a prompt that was logged recently, or that had more than four fifths of its chunks then (so a prompt that
+        is stored in parts is logged a few times, not with each part). Skips a prompt that is longer than the log. Never
+        raises.
         """
         size, latest = KEY_BYTES * len(keys) + tokens.nbytes, keys[4 * len(keys) // 5 :]
         known = not self._waiting.keys().isdisjoint(latest) or self._is_written(latest)
@@ -89,11 +92,11 @@ class PromptLog:
             self._waiting[keys[-1]] = prompt
             self._waiting_bytes += size
             self._writer.request()
-        if self._waiting_bytes > self._most_bytes:  # more than the tier holds, in a moment
+        if self._waiting_bytes > self._most_bytes:  # more than the log can hold
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. Never raises: what cannot be written is one log line in a while."""
+        """Write the waiting prompts. Never raises: a failure is a rate-limited log line."""
         with self._writing:
             with self._lock:
                 prompts, self._waiting, self._waiting_bytes = [*self._waiting.values()], {}, 0
@@ -105,19 +108,19 @@ class PromptLog:
                 self._lines.warn(log, Reason.IO_ERROR, why)
 
     def close(self) -> None:
-        """Write what waits, and end the thread. Idempotent."""
+        """Write the waiting prompts, and end the thread. Idempotent."""
         self._writer.close(0.0)
         self.flush()
 
     def _is_written(self, keys: Sequence[bytes]) -> bool:
-        """Whether a prompt that ends with one of these keys is in the file: one in use comes into each new file."""
+        """Whether a prompt that ends with one of these keys is in the present file (each new file gets it again)."""
         try:
             return not self._recent.keys().isdisjoint(keys) and os.stat(self._path).st_ino == self._inode
-        except OSError:  # cleared, or full
+        except OSError:  # the file was cleared, or was full
             return False
 
     def _write(self, prompts: list[LoggedPrompt]) -> None:
-        """Write prompts and remove them from the list, until the file is full. OSError."""
+        """Write prompts and remove them from the list, until the file is full. Raises OSError."""
         # a file object, made by built-in functions alone: it closes itself if a signal handler raises in between
         with FileIO(self._path, "a", opener=_open_private) as file:
             status = os.fstat(file.fileno())
@@ -127,7 +130,8 @@ class PromptLog:
                 self._recent.clear()
                 self._inode = status.st_ino
             for namespace, size, keys, tokens, stored_at in [*prompts]:
-                # a clear removes the chunks, then the file: asked after this was opened, nothing cleared stays
+                # a clear removes first the chunks, then the file; this check comes after the opening, so no cleared
+                # prompt stays
                 gone = self._ledger.explain_miss(keys[-1]).reason
                 if gone is not Reason.CLEARED and not self._is_written(keys[4 * len(keys) // 5 :]):
                     head = _BODY.pack(size, len(keys), len(tokens), stored_at, namespace)
@@ -138,7 +142,8 @@ class PromptLog:
                     self._recent[keys[-1]] = None
                 del prompts[0]
                 if os.fstat(file.fileno()).st_size >= self._most_bytes:
-                    with suppress(BlockingIOError, FileNotFoundError):  # another process renames it, or did
+                    # another process is renaming it, or has renamed it
+                    with suppress(BlockingIOError, FileNotFoundError):
                         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                         if os.stat(self._path).st_ino == status.st_ino:
                             os.replace(self._path, self._path.with_name(OLD_PROMPTS))
@@ -146,7 +151,7 @@ class PromptLog:
 
 
 def logged_prompts(directory: Path) -> Iterator[LoggedPrompt]:
-    """Read the log of a store, the oldest prompt first; what is torn is left out. Changes nothing. OSError."""
+    """Read the log of a store, the oldest prompt first, without torn ones. Changes nothing. Raises OSError."""
     for name in (OLD_PROMPTS, PROMPTS):
         with suppress(FileNotFoundError):
             yield from _prompts_in((directory / name).read_bytes())
@@ -160,7 +165,7 @@ def _prompts_in(content: bytes) -> Iterator[LoggedPrompt]:
         first = begin + _BODY.size
         last = first + KEY_BYTES * keys
         end = last + 4 * tokens
-        whole = memoryview(content)[begin:end]  # shorter if it was cut: then it has another checksum
+        whole = memoryview(content)[begin:end]  # shorter if the file was cut: then the checksum differs
         if xxhash.xxh3_64_intdigest(whole) == _HEAD.unpack_from(content, at)[1]:
             named = [content[place : place + KEY_BYTES] for place in range(first, last, KEY_BYTES)]
             yield LoggedPrompt(namespace, size, named, np.frombuffer(content, "<i4", tokens, last), stored_at)

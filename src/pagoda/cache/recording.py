@@ -1,15 +1,17 @@
 """Recording live traffic as a trace that `pagoda replay` reads: hashed ids and lengths, no text and no tokens.
 
-An id is the first eight bytes of a chunk's key, less one bit: it is the same in every process and after every restart.
+An id is the first eight bytes of a chunk's key without one bit, so it is the same in every process and after a restart.
 
-A trace has a line per request. A request is looked up (often more than once), retrieved, and stored piece by piece. It
-is recorded at its first call, by the keys of its prompt:
+A trace has one line per request. A request consists of several calls: it is looked up (often more than once),
+retrieved, and stored piece by piece. It is recorded at its first call, by the keys of its prompt:
 
-    read        A counted look-up or retrieve, or what the engine reports as `REQUEST`. Looking up the same prompt again
-                before it is retrieved or stored is the same request (polling), and so is the retrieve of a prompt that
-                was looked up. Uncounted calls are parts of a request that is counted elsewhere.
-    store       Part of the request whose prompt it stores or continues; a request by itself if there is none. Stores
-                that grow are one. For an engine that reserves slots itself, only until it is seen to read.
+    read        A counted lookup or retrieve, or a request that the engine reports (`REQUEST`). Another lookup of the
+    same
+                prompt before it is retrieved or stored is the same request (polling), and so is the retrieve of a
+                prompt that was looked up. Uncounted calls are parts of a request that is counted elsewhere.
+    store       Part of the request whose prompt it stores or continues; without such a request, a new one. Stores of a
+                growing prompt are one request. Stores of an engine that reserves slots itself begin a request only
+                until the engine is seen to read.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from pagoda.threads import DeferredCall
 
 log = guarded_logger("pagoda.cache")
 
-_MOST_CALLS = 4096  # waiting for the thread
-_MOST_KEYS = 1 << 20  # of those calls
+_MOST_CALLS = 4096  # calls that wait for the thread
+_MOST_KEYS = 1 << 20  # keys of those calls
 _PAUSE_SECONDS = 0.1  # between two rounds of the thread
 _LOG_SECONDS = 60.0
 _ID_MASK = (1 << 63) - 1  # ids are signed 64-bit integers
 
 _SAME_MS = 10_000  # the longest time between two calls of one request, except its stores
 _STORED_MS = 600_000  # a request is stored within this time: an answer may take long
-_MOST_REQUESTS = 512  # remembered
-_ID = 8  # bytes of a key that distinguish it from others
+_MOST_REQUESTS = 512  # so many requests are remembered
+_ID = 8  # so many bytes of a key distinguish it from others
 
 
 class CallKind(Enum):
@@ -47,7 +49,7 @@ class CallKind(Enum):
     LOOKUP = auto()
     RETRIEVE = auto()
     STORE = auto()
-    RESERVE = auto()  # slots to store into
+    RESERVE = auto()  # it reserved slots to store into
     REQUEST = auto()  # the engine itself reports a request
 
 
@@ -58,7 +60,7 @@ class RecordedCall(NamedTuple):
     counted: bool
     keys: Sequence[bytes]
     first: int
-    num_tokens: int  # of the whole prompt
+    num_tokens: int  # tokens of the whole prompt
     at_ms: int
     parent: bytes | None = None  # the key before the first
 
@@ -74,22 +76,22 @@ class Recorder:
         self.path = path
         self._chunk_tokens = chunk_tokens
         self._clock = clock
-        # for those who record; here, as on the thread it may take longer than `close` waits at the end of a process
+        # imported only if something is recorded; not on the thread, where it may take longer than `close` waits
         import pagoda.replay.trace  # noqa: F401
 
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
-        """Create the lock and an empty queue: the parent writes the calls that the parent noted."""
+        """Create the lock and an empty queue; the parent writes the calls that it noted before a fork."""
         self._lock = threading.Lock()
         self._log_lines = RateLimitedLog(self._clock, _LOG_SECONDS)
         self._calls: deque[RecordedCall] = deque()
-        self._keys = 0  # of the calls
+        self._keys = 0  # keys of the calls in the queue
         self._detector = RequestDetector()
         self._closed = False
         self._writer = DeferredCall(self._write, "pagoda-record", _PAUSE_SECONDS)
         self._recorded = self._dropped = 0
-        self._too_many = 0  # of those dropped, since the last round
+        self._too_many = 0  # dropped since the last round, because there were too many
 
     def note(
         self,
@@ -157,7 +159,7 @@ class Recorder:
 
 
 class RequestDetector:
-    """Tells which calls begin a new request; the others are parts of one. Used by one thread."""
+    """Decides which calls begin a new request; other calls are parts of a known request. Used by one thread."""
 
     def __init__(self) -> None:
         self._known: deque[_KnownRequest] = deque(maxlen=_MOST_REQUESTS)
@@ -233,7 +235,7 @@ class _KnownRequest:
     def __init__(self, call: RecordedCall) -> None:
         self.first, self._ids = call.first, _ids(call.keys)
         self.begun_ms = self.last_ms = call.at_ms
-        self.looked_up = call.kind is CallKind.LOOKUP  # and neither retrieved nor stored yet
+        self.looked_up = call.kind is CallKind.LOOKUP  # and not retrieved or stored yet
         self.stored = call.kind in (CallKind.STORE, CallKind.RESERVE)  # and never read
 
     @property
@@ -241,14 +243,14 @@ class _KnownRequest:
         return self.first + len(self._ids) // _ID
 
     def is_related(self, call: RecordedCall) -> bool:
-        """Whether one is a prefix of the other, or the call continues at the end: a key names all tokens before it."""
+        """Whether one prompt is a prefix of the other, or the call continues it (a key names all earlier tokens)."""
         if call.parent is not None and call.first == self.end:
             return self._id(call.first - 1) == call.parent[:_ID]
         at = min(self.end, call.first + len(call.keys)) - 1
         return at >= max(self.first, call.first) and self._id(at) == call.keys[at - call.first][:_ID]
 
     def extend(self, call: RecordedCall) -> None:
-        """Add the keys of a related call beyond the end."""
+        """Add the keys of a related call that are beyond the end."""
         self._ids += _ids(call.keys[max(0, self.end - call.first) :])
         self.last_ms = call.at_ms
 

@@ -1,4 +1,4 @@
-"""KV events of a cache: what its requests say of their chunks, for the thread that tells routers of them."""
+"""KV events of a cache: what its requests report of their chunks, for the thread that publishes them to routers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagoda.ledger import Ledger
 
 
 class RequestEvents:
-    """Tells routers of the chunks of one cache. Thread-safe. In a forked child it does nothing: the parent tells."""
+    """Reports the chunks of one cache to routers. Thread-safe. Does nothing in a forked child: the parent reports."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class RequestEvents:
         chunk_tokens: int,
         keeps_notes: bool,
     ) -> None:
-        """Begin to tell, by `publisher`, which is closed with this. `scope`: of the cache's `PresentWeights`."""
+        """Begin to report by `publisher`, which is closed with this. `scope`: that of the cache's `PresentWeights`."""
         self.endpoint = publisher.endpoint
         self._publisher, self._scope = publisher, scope
         facts = BlockFacts(chunk_tokens, chunk_tokens)
@@ -39,19 +39,20 @@ class RequestEvents:
         reset_in_child(self)
 
     def reset(self) -> None:
-        """Tell nothing: the thread and the connections are another process's."""
+        """Report nothing: the thread and the connections belong to the parent process."""
         self._stored = None
 
     def heard(self, request: CacheRequest, version: str | None) -> None:
-        """Keep what routers need to know of a request's chunks; of one with items nothing: tokens do not say all.
+        """Keep what routers need to know of a request's chunks, unless it has items: then tokens do not identify it.
 
-        `version`: of the weights, if the request named one.
+        `version`: the version of the weights, if the request named one.
         """
         stored, keys = self._stored, [*request.head, *request.keys]
         whole = len(keys) == request.first + len(request.keys)
         if stored is None or request.tokens is None or request.items or not whole:
             return
-        space, present = request.namespace, self._scope()[0].root  # before the next line asks
+        # read first: the weights may change before the next line
+        space, present = request.namespace, self._scope()[0].root
         if self._scope(space.lora, space.salt, version)[0].root == space.root:
             stored.found(partial(_note_of, request, keys), space.root, present, 0, keys)
 
@@ -62,7 +63,7 @@ class RequestEvents:
 
 
 def _note_of(request: CacheRequest, keys: list[bytes], chunk: int) -> ChunkNote:
-    """Return the note of one chunk; of a tenant's neither its tokens nor the salt."""
+    """Return the note of one chunk; the note of a tenant's chunk has no tokens and no salt."""
     assert request.tokens is not None
     size, namespace = request.chunk_tokens, request.namespace
     tokens = b"" if namespace.salt else request.tokens[chunk * size : (chunk + 1) * size].tobytes()

@@ -1,4 +1,4 @@
-"""What all calls of a cache share, and how it ends. Apart from `Cache`, so that a dropped cache can be closed."""
+"""What all calls of a cache share, and how it is closed. Not in `Cache`, so that a dropped cache can be closed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pagoda.ledger.store_state import SPEEDS
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.transfer.cpu_copy import end_helpers
 
-if TYPE_CHECKING:  # it needs pyzmq
+if TYPE_CHECKING:  # importing it needs pyzmq
     from pagoda.cache.request_events import RequestEvents
 
 log = guarded_logger("pagoda.cache")
@@ -45,9 +45,9 @@ class Resources:
     executor: CallExecutor
     explainer: MissExplainer
     load_cost: LoadCost
-    writeback: tuple[WriteBackQueue, ...]  # one a lower tier that is written
+    writeback: tuple[WriteBackQueue, ...]  # one per lower tier that is written
     load_staging: StagingPool
-    store_staging: StagingPool  # apart from the one for loads, so that neither starves the other
+    store_staging: StagingPool  # separate from the pool for loads, so that neither starves the other
     recorder: Recorder | None = None
     prompt_log: PromptLog | None = None
     events: RequestEvents | None = None
@@ -55,7 +55,7 @@ class Resources:
     registered: set[bytes] = field(default_factory=set)  # roots of namespaces
 
     def register(self, namespace: Namespace, wait: bool = False) -> None:
-        """Register a namespace and its labels, in the next transaction; with `wait`, in a separate one, now."""
+        """Register a namespace and its labels, in the next transaction; with `wait`, now, in a separate transaction."""
         if len(self.registered) >= _MOST_REGISTERED:
             self.registered.clear()
         self.registered.add(namespace.root)
@@ -65,7 +65,7 @@ class Resources:
                 ledger.namespaces.write_labels()
 
     def close(self, timeout: float) -> bool:
-        """Flush, then end all within about `timeout` seconds; False if something was left unwritten. Idempotent."""
+        """Flush, then close all within about `timeout` seconds; False if some chunks were not written. Idempotent."""
         if self.closed:
             return True
         self.closed = True
@@ -84,7 +84,7 @@ class Resources:
         for tier in reversed(self.tiers.all):
             try:
                 tier.close(max(0.1, deadline.remaining()))
-            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be closed all the same
+            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be closed
                 ended.append(False)
                 self.counters.warn(log, Reason.IO_ERROR, f"closing {tier.name}: {error}", error)
         return all(ended)
@@ -93,7 +93,7 @@ class Resources:
 def build_resources(
     tiers: TierStack, config: Config, layout: KVLayout, scheme: KeyScheme, clock: Clock, engine: Namespace
 ) -> Resources:
-    """Build what all calls share; starts no thread. `engine`: whose speed of computing the cache learns."""
+    """Build what all calls share; starts no thread. `engine`: the engine whose prefill speed the cache learns."""
     ledgers = tiers.ledgers()
     counters = CacheCounters(ledgers[0][1] if ledgers else None, clock, bool(engine.approximate))
     executor = CallExecutor()
@@ -113,7 +113,7 @@ def build_resources(
             layout.chunk_tokens,
             clock,
             config.worth_it,
-            # of the lowest store: a disk's survives a reboot, as its chunks do
+            # in the lowest store: on a disk it survives a reboot, like the chunks
             speeds=SpeedTable(ledgers[-1][1].directory / SPEEDS) if ledgers else None,
             engine=engine.root.hex(),
             tiers=tiers.names,

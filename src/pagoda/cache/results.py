@@ -21,10 +21,10 @@ class Hit:
     num_tokens: int  # whole chunks, validated after the copy; counted from `start_tokens`
     by_tier: dict[str, int]  # tokens; the values add up to num_tokens
     mask: npt.NDArray[np.bool_] = field(repr=False)  # (length of the prompt,): True for the tokens served
-    reason: Reason | None  # why the first chunk that was not served was not; None: every whole chunk was
+    reason: Reason | None  # why the first missing chunk was not served; None: every whole chunk was served
     detail: str = ""  # for people: "evicted 12 s ago", "another salt"
     start_tokens: int = 0  # the first token that was requested
-    # what may have changed the KV of every token served ("q4"); empty: all of them are exact
+    # the lossy codec that may have changed the KV of every token served ("q4"); empty: all tokens are exact
     approximate: str = ""
 
     def __bool__(self) -> bool:
@@ -35,38 +35,38 @@ class Hit:
 
     @property
     def exact_tokens(self) -> int:
-        """How many of the tokens served certainly have the KV that was computed without any loss: all, or none.
+        """The number of served tokens whose KV is certainly without any loss: all of them, or 0.
 
-        Under a lossy codec that is none, also where host memory served them: their bytes may have come up from a lossy
-        tier, in another process too, or may have been computed after a prefix that had.
+        Under a lossy codec it is 0, even for tokens that host memory served: their bytes may have been loaded from a
+        lossy tier, also by another process, or may have been computed after a prefix that was loaded from one.
         """
         return 0 if self.approximate else self.num_tokens
 
     @property
     def exact(self) -> npt.NDArray[np.bool_]:
-        """`mask`, with True only for the tokens served that are certainly exact."""
+        """`mask`, with True only for served tokens that are certainly exact."""
         return self.mask & (not self.approximate)
 
     @property
     def stop_tokens(self) -> int:
-        """The first position of the prompt that is left to compute."""
+        """The first position of the prompt that must be computed."""
         return self.start_tokens + self.num_tokens
 
 
 class Stored(NamedTuple):
-    """What became of the chunks of one `store`; num_chunks + present + refused = the whole chunks offered."""
+    """The result of one `store`; num_chunks + present + refused = the number of whole chunks offered."""
 
-    num_chunks: int  # newly stored: readable now, or once a lower tier has received what the host refused
-    num_tokens: int  # of those
+    num_chunks: int  # newly stored: readable now, or when a lower tier has received what the host refused
+    num_tokens: int  # tokens of the newly stored chunks
     present: int  # already in the cache, or being stored by another call
     refused: int  # not stored
-    reason: Reason | None = None  # why the first of those was refused
+    reason: Reason | None = None  # why the first refused chunk was refused
 
 
 class Cleared(NamedTuple):
-    """What a `clear` removed. A tier that failed is always named."""
+    """The result of a `clear`. A tier that failed is always named."""
 
-    chunks: dict[str, int]  # by tier
+    chunks: dict[str, int]  # tier -> removed chunks
     failed: dict[str, str]  # tier -> error
 
     @property
@@ -82,13 +82,13 @@ class CacheStats(TypedDict):
     tiers: dict[str, dict[str, int]]  # gauges and counters of each tier, from the top down
     failed: dict[str, str]  # the tiers that did not answer, and why
     counters: dict[str, int]
-    hit_rate: float  # the share of the requested tokens
-    misses: dict[str, int]  # by reason
-    drops: dict[str, int]  # by reason
-    waiting_chunks: int  # for the lower tiers
+    hit_rate: float  # hit tokens / requested tokens
+    misses: dict[str, int]  # reason -> misses
+    drops: dict[str, int]  # reason -> drops
+    waiting_chunks: int  # chunks in the queues of the lower tiers
     staging_buffers: int  # in use
-    pinned_bytes: int  # of host memory, registered with a GPU
+    pinned_bytes: int  # host memory that is registered with a GPU
     rates: dict[str, float]  # "<tier>_bytes_per_second", "prefill_tokens_per_second"
-    # the settings that make KV approximate, and whether measured
+    # the settings that make KV approximate, and whether each was measured
     approximate: NotRequired[list[dict[str, object]]]
     recording: NotRequired[dict[str, object]]  # where live traffic is recorded

@@ -1,7 +1,8 @@
-"""One retrieve or prefetch: a run of chunks from the tiers that have it to the engine, or into the host tier only.
+"""One retrieve or prefetch: a run of chunks is loaded from its tiers to the engine, or into the host tier only.
 
 `Cache.retrieve` makes a `RetrieveCall`. Host slots are copied out and then validated; chunks of a lower tier are
-read into a `LoadDestination` by a `LoadPipeline`. A chunk that another call is storing is waited for, not loaded twice.
+read into a `LoadDestination` by a `LoadPipeline`. If another call is storing a chunk, the retrieve waits for it and
+does not load it twice.
 
     disk  | read 4 5 6 7 | read 8 9 ...        buffers in flight: a deque, refilled when half empty
     host    commit 0..3  | commit 4 5          one transaction for all chunks that have arrived
@@ -36,17 +37,18 @@ from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, Done, Tier
 
-_COPY_BYTES = 256 << 20  # copied between two looks at the deadline
-_PAUSE_SECONDS = (0.0002, 0.005)  # between two looks at a chunk that another call is storing
-_TRY_EVERY = 16  # looks: only one of so many writes to the ledger, so that the others block no call
-_MOST_ROUNDS = 3  # times in a row that a chunk may disappear between two steps
-_ARRIVED_BYTES = 64 << 20  # copied out at once while reads are in flight
+_COPY_BYTES = 256 << 20  # copied between two checks of the deadline
+_PAUSE_SECONDS = (0.0002, 0.005)  # between two checks of a chunk that another call is storing
+_TRY_EVERY = 16  # only one of so many checks writes to the ledger; the others block no call
+_MOST_ROUNDS = 3  # so many times in a row a chunk may disappear between two steps
+_ARRIVED_BYTES = 64 << 20  # at most so much is copied out at once while reads are in flight
 
 
 def measure_again(resources: Resources, request: CacheRequest, hit: Hit) -> None:
-    """Measure a tier again, in the background, that was too slow for the look-up or retrieve whose answer is `hit`.
+    """Measure a tier again, in the background, if it was too slow for the lookup or retrieve whose answer is `hit`.
 
-    So no request waits for the measurement: some of the chunks that it does not get are brought up to the host tier.
+    No request waits for the measurement, which loads some of the chunks that the request did not get into the host
+    tier.
     """
     lower, host = request.tiers.lower, resources.tiers.host
     if host is not None:
@@ -62,33 +64,33 @@ def measure_again(resources: Resources, request: CacheRequest, hit: Hit) -> None
 class RetrieveCall:
     """The retrieve of one run into `kv`, or without it (a prefetch) into the host tier only. Used by one thread, once.
 
-    `_done` chunks were served, `_by_tier` says from where; `_reason` why not more, with ABSENT for a chunk that no tier
-    has.
+    `_done` chunks were served, `_by_tier` says from where; `_reason` why not more: ABSENT for a chunk that no tier has.
     """
 
     def __init__(
         self, resources: Resources, request: CacheRequest, kv: CheckedTransfer | None, counted: bool
     ) -> None:
         self._resources, self._request, self._kv, self._counted = resources, request, kv, counted
-        self._chooses = kv is not None and counted  # else the caller has chosen, by a look-up or a prefetch
+        # otherwise the caller has chosen, by a lookup or a prefetch
+        self._chooses = kv is not None and counted
         self._tiers, self._deadline = request.tiers, request.deadline
-        self._stamp = 0  # of the host tier
+        self._stamp = 0  # the stamp of the run in the host tier
         self._end = len(request.keys)
-        self._stamps: dict[str, int | None] = {}  # of each lower tier
-        self._matched: dict[str, int] = {}  # up to which chunk each lower tier has the run
+        self._stamps: dict[str, int | None] = {}  # and in each lower tier
+        self._matched: dict[str, int] = {}  # how far each lower tier has the run
         self._busy_since: int | None = None  # since when (ns) another call has been storing the next chunk
         self._pause = _PAUSE_SECONDS[0]
-        self._full = self._tiers.host is None  # no more host slots for this run
+        self._full = self._tiers.host is None  # this run gets no more host slots
         self._rounds = 0
         self._silent = ""  # a lower tier that may not have answered in time
         self._done = 0
-        self._prefetch_slots = 0  # how many a prefetch may fill
-        self._polls = 0  # looks at a chunk that another call is storing
+        self._prefetch_slots = 0  # how many slots a prefetch may fill
+        self._polls = 0  # checks of a chunk that another call is storing
         self._by_tier = dict.fromkeys(self._tiers.names, 0)
-        self._load_seconds: dict[str, float] = {}  # that each tier took
+        self._load_seconds: dict[str, float] = {}  # load time of each tier
         self._reason: Reason | None = None
         self._detail = ""
-        self._miss_counted = False  # by a lower tier, where this cache counts
+        self._miss_counted = False  # a lower tier counted it in this cache's counters
         self._hint: Reason | None = None  # the host tier's reason for the first chunk that it lacks
 
     def run(self) -> Hit:
@@ -121,7 +123,7 @@ class RetrieveCall:
         return hit
 
     def _refusal(self) -> Hit | None:
-        """Return the answer of a retrieve that need not begin, None if it is to begin."""
+        """Return the answer of a retrieve that need not begin; None if it must begin."""
         request, resources, host = self._request, self._resources, self._tiers.host
         if not request.keys:
             return request.hit_without_chunks()
@@ -161,7 +163,7 @@ class RetrieveCall:
             self._lease_all()
 
     def _lease_all(self) -> None:
-        """Let all leases of a prefetch end together: a head whose lease ends first would be evicted before its tail."""
+        """Let all leases of a prefetch end together: if the head's lease ended first, it would be evicted first."""
         host, keys = self._tiers.host, self._request.keys[: self._done]
         if host is not None and keys:
             host.ledger.match_prefix(
@@ -176,7 +178,7 @@ class RetrieveCall:
     # -- from host slots ------------------------------------------------------------------------------------------
 
     def _serve_from_host(self, host: HostTier) -> None:
-        """Serve what the host tier has from here on."""
+        """Serve what the host tier has from the next chunk on."""
         match = host.ledger.match_prefix(
             self._request.keys[self._done :],
             start=self._request.position_of(self._done),
@@ -222,9 +224,9 @@ class RetrieveCall:
     # -- from lower tiers -----------------------------------------------------------------------------------------
 
     def _choose_lower_tier(self) -> tuple[Tier | None, int]:
-        """Return the first lower tier that has the next chunk and is worth loading, and how many it has in a row.
+        """Return the first lower tier that has the next chunk and is fast enough, and how many chunks in a row it has.
 
-        The run has one stamp in each tier, so that its tail stays older.
+        The run has one stamp in each tier, so that its tail stays older than its head.
         """
         for tier in self._tiers.lower:
             if self._done >= self._matched.get(tier.name, 0):
@@ -251,7 +253,7 @@ class RetrieveCall:
         return None, 0
 
     def _limit_prefetch(self, tier: Tier, found: int) -> tuple[Tier | None, int]:
-        """Bring up no more than leases can keep: a longer prefetch would evict its own first chunks."""
+        """Load no more than leases can protect: a longer prefetch would evict its own first chunks."""
         brought = sum(self._by_tier[lower.name] for lower in self._tiers.lower)
         found = min(found, self._prefetch_slots - brought)
         if found > 0:
@@ -290,7 +292,7 @@ class RetrieveCall:
         return isinstance(stopped, Busy)
 
     def _note_served(self, tier: Tier, begin: int, committed: Sequence[Reserved]) -> None:
-        """Note what `tier` has served from `begin` on, for the other tiers; some of it is in host slots now."""
+        """Note for the other tiers what `tier` served from `begin` on; the `committed` chunks are in host slots."""
         request, end = self._request, self._done
         where = {item.key: (item.slot, item.generation) for item in committed}
 
@@ -315,14 +317,14 @@ class RetrieveCall:
         self._reason, self._detail = reason, detail
 
     def _bypasses_writer(self) -> bool:
-        """Whether another call has been storing the next chunk for so long that this call reads it for itself."""
+        """Whether another call has been storing the next chunk for so long that this call loads it itself."""
         if self._busy_since is None or self._kv is None:
             return False
         waited_ns = self._resources.clock.monotonic_ns() - self._busy_since
         return waited_ns > self._deadline.patience_seconds * 0.5e9
 
     def _wait_or_stop(self, busy: bool, tier: Tier | None) -> None:
-        """Nothing was served: end the run, or look again (after a pause, if another call is storing the chunk)."""
+        """Handle a step that served nothing: end the run, or try again (after a pause if the chunk is being stored)."""
         self._rounds = 0 if busy else self._rounds + 1
         if not busy and tier is None and self._silent and self._hint not in UNANSWERED:
             detail = f"{self._silent} did not answer in time whether it has the chunk"
@@ -340,7 +342,7 @@ class RetrieveCall:
         return None
 
     def _probe_writer(self) -> None:
-        """Find out whether the process that is storing the next chunk is alive: a reserve reclaims from the dead."""
+        """Reserve the next chunk, which reclaims it if the process that is storing it is dead."""
         host, at = self._tiers.host, self._done
         assert host is not None
         probe = HostDestination(host, self._request, self._stamp, LEASE_SECONDS)
@@ -348,7 +350,7 @@ class RetrieveCall:
         try:
             for buffer in buffers:
                 probe.settle(buffer, False)
-        except BaseException:  # of a signal handler, perhaps before the call above had begun
+        except BaseException:  # raised by a signal handler, perhaps before the call above had begun
             for buffer in buffers:
                 probe.settle(buffer, False)
             raise
@@ -358,18 +360,18 @@ class RetrieveCall:
 
 
 class _LoadInFlight(NamedTuple):
-    """A chunk on its way from a lower tier into a buffer."""
+    """A chunk that is being read from a lower tier into a buffer."""
 
     buffer: LoadBuffer
     future: Future[Done]
 
 
 class _PipelineEnd(NamedTuple):
-    """Why a pipeline ended before its run did."""
+    """Why a pipeline ended before the end of its run."""
 
     reason: Reason
     detail: str
-    counted: bool  # by the tier
+    counted: bool  # the tier has counted the miss
 
 
 class LoadPipeline:
@@ -390,14 +392,14 @@ class LoadPipeline:
         self._request, self._deadline = request, request.deadline
         self._done = 0
         self._end: _PipelineEnd | None = None
-        self._flights: deque[_LoadInFlight] = deque()  # until their buffers are settled or released
+        self._flights: deque[_LoadInFlight] = deque()  # kept until their buffers are settled or released
         self.committed: list[Reserved] = []
 
     def run(self, begin: int, stop: int) -> _PipelineEnd | None:
         """Load chunks [begin, stop) of the request, in order, as far as there are buffers.
 
-        Returns why a chunk that was being read did not arrive, None if all did. Keeps no buffer: one into which the
-        tier is still reading is settled when its I/O has ended.
+        Returns why a chunk that was being read did not arrive, None if all did. Keeps no buffer: a buffer into which
+        the tier is still reading is settled when its I/O has ended.
         """
         self._done = asked = begin
         more, most, flights = True, self._destination.most, self._flights
@@ -432,16 +434,17 @@ class LoadPipeline:
             self._flights.extend([_LoadInFlight(*pair) for pair in zip(buffers, futures, strict=True)])
         except BaseException as error:
             if self._flights and buffers and self._flights[-1].buffer is buffers[-1]:
-                raise  # `run` settles them
+                raise  # `run` settles the buffers
             if asked and not isinstance(error, ValueError):
-                self._destination.abandon(buffers)  # a load that a signal handler interrupted may be reading
+                # a load that a signal handler interrupted may still be reading into them
+                self._destination.abandon(buffers)
             else:
                 for buffer in buffers:
                     self._destination.settle(buffer, False)
             raise
 
     def _wait_for_next(self) -> bool:
-        """Wait for the next chunk and deliver all that have arrived, in order; False: stop here."""
+        """Wait for the next chunk and deliver all that have arrived, in order; False: end the run here."""
         flights = self._flights
         first = self._deadline.wait(flights[0].future)
         if first is None:
@@ -460,7 +463,7 @@ class LoadPipeline:
         return self._deliver(arrived)
 
     def _deliver(self, arrived: Sequence[LoadBuffer]) -> bool:
-        """Commit, copy out, validate. After an exception `run` settles them: it may have come before the commit."""
+        """Commit, copy out, validate. After an exception `run` settles the buffers, which may not be committed."""
         good = self._destination.commit(arrived)
         self.committed += _reserved(arrived)
         if self._kv is not None and good:
@@ -479,7 +482,7 @@ class LoadPipeline:
 
 
 def _settle_later(destination: LoadDestination, flight: _LoadInFlight) -> None:
-    """Settle the buffer when its I/O has really ended, at once or on the tier's thread."""
+    """Settle the buffer when its I/O has really ended: now, or later on the tier's thread."""
     flight.future.add_done_callback(lambda future: destination.settle(flight.buffer, future.result().ok))
 
 
@@ -490,22 +493,22 @@ class LoadBuffer(NamedTuple):
     """A buffer for one chunk, owned by one call until it is settled or delivered."""
 
     payload: Bytes  # (slot_bytes,) uint8
-    reserved: Reserved | None  # None: a staging buffer ...
-    staging: list[Bytes]  # ... which is in here until it is released
+    reserved: Reserved | None  # None for a staging buffer ...
+    staging: list[Bytes]  # ... which is in this list until it is released
 
 
 class HostDestination:
     """Reserved slots of the host tier: chunks read into them become visible to every call."""
 
     def __init__(self, host: HostTier, request: CacheRequest, stamp: int, lease_seconds: float) -> None:
-        """`lease_seconds`: how long chunks that are wanted on the host, whatever its policy says, stay; 0: no lease."""
+        """`lease_seconds`: how long chunks are leased, and admitted against the host's policy; 0: no lease."""
         self._host, self._request, self._deadline = host, request, request.deadline
         self._stamp, self._lease_seconds = stamp, lease_seconds
         self.most = max(1, min(host.ledger.window, (512 << 20) // host.slot_bytes, 64))
         self.stopped: Present | Busy | Refused | None = None  # why no more slots were reserved
 
     def reserve(self, begin: int, end: int, may_wait: bool) -> list[LoadBuffer]:
-        """Reserve slots for the leading chunks that need one; `stopped` is the outcome of the first other one."""
+        """Reserve slots for the leading chunks that need one; `stopped` is the first other outcome."""
         ledger, request = self._host.ledger, self._request
         self.stopped = None
         outcomes = ledger.reserve(
@@ -526,11 +529,12 @@ class HostDestination:
                     (leading if self.stopped is None else spare).append(outcome)
                 elif self.stopped is None:
                     self.stopped = outcome
-            if spare:  # a call must not wait for another while it holds what others wait for
+            if spare:  # a call must not wait for another call while it holds buffers that others wait for
                 ledger.abort(spare, self._deadline.last())
             views = self._host.slab.views([item.slot for item in leading])
             buffers = [LoadBuffer(view, item, []) for view, item in zip(views, leading, strict=True)]
-            self._host.begin_copies(leading)  # until they are settled or released: I/O may take longer
+            # they end when the buffers are settled or released: I/O may outlive this call
+            self._host.begin_copies(leading)
             return buffers
         except BaseException:
             ledger.abort(outcomes, self._deadline.last())
@@ -564,20 +568,21 @@ class HostDestination:
             self._host.end_copies(_reserved([buffer]))
 
     def release(self, buffers: Sequence[LoadBuffer]) -> None:
-        """End the copies: committed slots belong to the ledger."""
+        """End the copies. Committed slots belong to the ledger."""
         self._host.end_copies(_reserved(buffers))
 
     def abandon(self, buffers: Sequence[LoadBuffer]) -> None:
         """Free the slots once nothing refers to the buffers."""
-        base = buffers[0].payload.base  # of all views of one `reserve`, and of everything made of them
+        # shared by all views of one `reserve`, and by everything made from them
+        base = buffers[0].payload.base
         assert isinstance(base, np.ndarray)
         self._host.abort_when_dropped(_reserved(buffers), base)
 
 
 class StagingDestination:
-    """Staging buffers: chunks only pass through them. The pool replaces one that nothing refers to any more.
+    """Staging buffers, which chunks only pass through. The pool replaces a buffer that is no longer referenced.
 
-    No other call sees them, and they are never evicted: so a chunk that has arrived is good.
+    No other call sees them and they are never evicted, so a chunk that has arrived is valid.
     """
 
     def __init__(self, staging: StagingPool, deadline: Deadline) -> None:
@@ -586,7 +591,7 @@ class StagingDestination:
         self.most = staging.count  # buffers in use at once
 
     def reserve(self, begin: int, end: int, may_wait: bool) -> list[LoadBuffer]:
-        """Acquire what is free; wait only for the first one, and only if no read of this call is in flight."""
+        """Acquire free buffers; wait only for the first one, and only if no read of this call is in flight."""
         buffers: list[LoadBuffer] = []
         for _ in range(begin, end):
             wait = self._deadline.remaining() if may_wait and not buffers else 0.0
@@ -597,7 +602,7 @@ class StagingDestination:
         return buffers
 
     def commit(self, buffers: Sequence[LoadBuffer]) -> int:
-        """Return how many of the leading buffers are good: all."""
+        """Return how many of the leading buffers are valid: all."""
         return len(buffers)
 
     count_valid = commit
@@ -613,10 +618,10 @@ class StagingDestination:
             self.settle(buffer, True)
 
     def abandon(self, buffers: Sequence[LoadBuffer]) -> None:
-        """Leave buffers into which I/O may still read to that I/O."""
+        """Leave the buffers alone, because I/O may still read into them."""
 
 
-# used by one thread, `settle` by any
+# used by one thread; any thread may call `settle`
 LoadDestination: TypeAlias = HostDestination | StagingDestination
 
 

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 import weakref
+from collections.abc import Callable
 
 from pagoda.clock import Deadline
 from pagoda.fork import reset_now_and_in_child
@@ -15,13 +16,13 @@ from pagoda.tiers.base import Bytes, Done
 
 _MOST_BYTES = 256 << 20
 _MOST_BUFFERS = 16
-_LOOK_SECONDS = 0.5  # between two looks for a buffer that was garbage-collected
+_LOOK_SECONDS = 0.5  # between two checks for a buffer that was garbage-collected
 
 
 class StagingPool:
     """A bounded pool of (nbytes,) uint8 buffers, allocated when first needed. Thread-safe.
 
-    Each acquired buffer must be released exactly once, when no I/O can touch it any more.
+    Each acquired buffer must be released exactly once, after the last I/O that can touch it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -42,7 +43,7 @@ class StagingPool:
             return self._alive() - self._free.qsize()
 
     def acquire(self, timeout: float = 0.0) -> Bytes | None:
-        """Return a buffer of undefined content, None if none is released within `timeout` seconds."""
+        """Return a buffer of undefined content; None if no buffer becomes free within `timeout` seconds."""
         deadline = Deadline(timeout)
         while True:
             with contextlib.suppress(queue.Empty):
@@ -62,24 +63,27 @@ class StagingPool:
         self._free.put(buffer)
 
     def _alive(self) -> int:
-        """Count the buffers that exist; not one that an exception of a signal handler lost. Called with the lock."""
+        """Count the buffers that still exist (an exception of a signal handler may lose one). Called with the lock."""
         self._allocated = [buffer for buffer in self._allocated if buffer() is not None]
         return len(self._allocated)
 
 
 class StagedChunk:
-    """A chunk in a buffer, on its way to some tiers; the last of them to finish releases the buffer. Thread-safe."""
+    """A chunk in a buffer that some tiers will read; the last tier to finish releases the buffer. Thread-safe."""
 
-    def __init__(self, staging: StagingPool, buffer: Bytes, tiers: int) -> None:
-        self.buffer = buffer
+    def __init__(
+        self, staging: StagingPool, buffer: Bytes, tiers: int, still_valid: Callable[[], bool]
+    ) -> None:  # fmt: skip
+        """`still_valid`: whether the chunk may still be stored: it was not cleared."""
+        self.buffer, self.still_valid = buffer, still_valid
         self._staging = staging
         self._lock = threading.Lock()
         self._left = tiers
         self._ok, self._releasable = False, True
-        self._reason: Reason | None = None  # of the first tier that did not store it
+        self._reason: Reason | None = None  # why the first tier that did not store it refused
 
     def finish(self, done: Done, unread: bool = True) -> None:
-        """Note that one tier is done with the buffer, once for each; not `unread`: I/O may read it for ever."""
+        """Note that one tier is done with the buffer, once for each tier. `unread` False: I/O may still read it."""
         with self._lock:
             self._left -= 1
             self._releasable = self._releasable and unread

@@ -1,4 +1,4 @@
-"""One store: an engine's chunks into host slots, and what gets no slot through staging buffers to the tiers below.
+"""One store: an engine's chunks go into host slots; chunks that get no slot go through staging buffers to lower tiers.
 
 `Cache.store` makes a `StoreCall`; it reserves, fills and commits slots of the host tier's ledger, and enqueues the
 chunks for the lower tiers in each `WriteBackQueue`.
@@ -6,7 +6,7 @@ chunks for the lower tiers in each `WriteBackQueue`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
 from pagoda.cache.call import CacheRequest, CheckedTransfer
@@ -25,18 +25,18 @@ from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes
 
-_MOMENT_SECONDS = 0.05  # the longest wait, in total, for buffers for chunks that the host's policy refuses
-_LEFT, _NEW, _PRESENT = 0, 1, 2  # what became of a chunk
-# Trying further down is useless: every tier refuses the key of another tenant's chunk.
+_MOMENT_SECONDS = 0.05  # the longest total wait for buffers, for chunks that the host's policy refuses
+_LEFT, _NEW, _PRESENT = 0, 1, 2  # the states of a chunk
+# Reasons after which lower tiers are not tried: every tier refuses the key of another tenant's chunk.
 _NOTHING_LEFT = (None, Reason.NOT_ADMITTED, Reason.OTHER_NAMESPACE)
 
 
 class StoreCall:
-    """The store of one run. Used by one thread, once. Leading chunks first, and one stamp a tier for the whole run.
+    """The store of one run. Used by one thread, once. Leading chunks first, and one stamp per tier for the whole run.
 
-    What the host tier refuses passes through staging buffers into the queue of each tier below, after the part of the
-    run that is in host slots. If the host's policy refuses a chunk, the call does not wait for that: if no buffer is
-    free, or the tiers below refuse the chunk for another reason than their policy, the host stores it after all.
+    What the host tier refuses is copied into staging buffers and enqueued for each tier below, after the part of the
+    run that is in host slots. If the host's policy refuses a chunk, the call hardly waits: if no buffer is free, or if
+    the lower tiers refuse the chunk for another reason than their policy, the host stores it after all.
     """
 
     def __init__(self, resources: Resources, request: CacheRequest, kv: CheckedTransfer) -> None:
@@ -44,14 +44,15 @@ class StoreCall:
         self._host, self._lower = request.tiers.host, request.tiers.written
         self._request, self._kv, self._deadline = request, kv, request.deadline
         self._queues, self._staging = resources.writeback, resources.store_staging
-        # What gets no host slot is written below; else the host's policy refuses nothing.
+        # Whether chunks without a host slot are written to lower tiers; if not, the host's policy must refuse nothing.
         overflows = self._host is None or resources.config.write_policy != "selective"
         self._overflows = overflows and bool(self._lower)
         self._admit_all = not overflows and bool(self._lower)
-        self._stamp = 0  # of the host tier
-        self._stamps: dict[str, int | None] = {}  # of each lower tier
+        self._stamp = 0  # the stamp of the run in the host tier
+        self._stamps: dict[str, int | None] = {}  # and in each lower tier
         self._fate = bytearray(len(request.keys))
         self._sent: list[tuple[int, StagedChunk]] = []
+        self._not_cleared: Callable[[], bool]  # since the call began to stage chunks
         self._on_host = 0  # chunks that were put into host slots
 
     def run(self) -> Stored:
@@ -76,7 +77,7 @@ class StoreCall:
         prompts, tokens, text_alone = self._resources.prompt_log, request.tokens, not request.items
         if prompts is not None and tokens is not None and text_alone and len(request.head) == request.first:
             keys, kept = [*request.head, *request.keys], self._fate.find(_LEFT)
-            if kept >= 0:  # not all of it
+            if kept >= 0:  # not all chunks were stored: log the prompt up to the first one that was not
                 keys = keys[: request.first + kept] if kept else []
                 tokens = tokens[: len(keys) * request.chunk_tokens]
             prompts.append(request.namespace.root, request.chunk_tokens, keys, tokens)
@@ -84,7 +85,7 @@ class StoreCall:
         return Stored(new, new * self._request.chunk_tokens, present, refused, reason if refused else None)
 
     def miss(self, reason: Reason, _: str = "") -> Stored:
-        """Return the answer of a store that failed or was refused as a whole."""
+        """Return the answer for a store that failed or was refused as a whole."""
         return Stored(0, 0, 0, len(self._request.keys), reason)
 
     def _store_below(self) -> Reason | None:
@@ -168,7 +169,7 @@ class StoreCall:
             raise
         results = iter(committed)
         for i, item in enumerate(outcomes, begin):
-            if isinstance(item, Present | Busy):  # busy: another call is storing it
+            if isinstance(item, Present | Busy):  # Busy: another call is storing it
                 self._fate[i] = _PRESENT
             elif isinstance(item, Reserved) and next(results):
                 self._fate[i] = _NEW
@@ -184,10 +185,12 @@ class StoreCall:
     # -- through staging buffers ----------------------------------------------------------------------------------
 
     def _store_through_staging(self, patience: Deadline) -> Reason | None:
-        """Hand what is left to the tiers below; wait for buffers while `patience` lasts. Returns why it ended early."""
+        """Enqueue the rest for the lower tiers; wait for buffers while `patience` lasts. Return why it ended early."""
         request, begin = self._request, self._fate.find(_LEFT)
         if begin < 0 or not self._lower:
             return None if begin < 0 else Reason.TIER_SKIPPED
+        tiers, clears = request.tiers, request.tiers.last_clears()
+        self._not_cleared = lambda: tiers.last_clears() == clears
         ends = {  # up to where each tier takes the run: the chunks it has, and then those that its policy admits
             tier.name: tier.find(
                 request.keys, start=request.position_of(0), stamp=self._stamps[tier.name],
@@ -217,7 +220,7 @@ class StoreCall:
         return None
 
     def _admit_ahead(self, index: int, ends: dict[str, int], refusing: set[str]) -> None:
-        """Ask each tier how far it admits the run, from its head on: before anything is copied for it."""
+        """Ask each tier, before anything is copied for it, how far it admits the run from its head on."""
         request, root = self._request, self._request.namespace.root
         for tier in self._lower:
             while (end := ends[tier.name]) <= index and tier.name not in refusing:
@@ -228,7 +231,7 @@ class StoreCall:
                     refusing.add(tier.name)
 
     def _note_present_below(self, begin: int, end: int) -> None:
-        """Note chunks that every tier below has: the tiers are told that they were stored again."""
+        """Note chunks that every lower tier has; the queues report to the tiers that they were stored again."""
         request = self._request
         self._fate[begin:end] = bytes([_PRESENT]) * (end - begin)
         if end > begin:
@@ -242,7 +245,7 @@ class StoreCall:
                 queue.note_access(access)
 
     def _stage(self, index: int, buffer: Bytes, stamps: Mapping[str, int | None]) -> None:
-        """Copy one chunk into a buffer and enqueue it for those of the tiers below."""
+        """Copy one chunk into a buffer and enqueue it for the tiers in `stamps`."""
         request, filled = self._request, False
         try:
             self._kv.to_slots(request.starts(index, index + 1), [buffer])
@@ -250,7 +253,7 @@ class StoreCall:
         finally:
             if not filled:
                 self._staging.release(buffer)
-        staged = StagedChunk(self._staging, buffer, len(stamps))
+        staged = StagedChunk(self._staging, buffer, len(stamps), self._not_cleared)
         self._fate[index] = _NEW
         self._sent.append((index, staged))
         ref = chunk_ref(request, index, staged=staged)

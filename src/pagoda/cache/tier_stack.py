@@ -12,12 +12,12 @@ from pagoda.tiers import DiskTier, HostTier, Tier
 
 
 class TierStack:
-    """The host tier, if there is one, and the tiers below it. Immutable. `written`: those that are not only read."""
+    """The host tier, if there is one, and the tiers below it. Immutable. `written`: the tiers not read-only."""
 
     def __init__(
         self, host: HostTier | None, lower: tuple[Tier, ...], left_out: tuple[str, ...] = ()
     ) -> None:
-        """`left_out`: names of tiers of this cache that may not be used now."""
+        """`left_out`: names of the cache's tiers that may not be used now."""
         self.host = host
         self.lower = lower
         self.written = tuple(tier for tier in lower if not tier.read_only)
@@ -51,6 +51,10 @@ class TierStack:
         """Return the ledgers of the local tiers, by tier name."""
         return [(tier.name, tier.ledger) for tier in self.all if isinstance(tier, HostTier | DiskTier)]
 
+    def last_clears(self) -> list[int]:
+        """Return a number of each local tier that changes when chunks are cleared there, by any process."""
+        return [ledger.last_clear() for _, ledger in self.ledgers()]
+
     def register(self, namespace: Namespace) -> None:
         """Register a namespace and its labels with every tier; idempotent."""
         for tier in self.all:
@@ -63,7 +67,7 @@ def codecs_of(tiers: Iterable[Tier]) -> tuple[str, ...]:
 
 
 def build_tiers(tiers: Sequence[Tier], layout: KVLayout) -> TierStack:
-    """Return the stack of tiers that the caller built. Raises ValueError if they do not fit each other."""
+    """Return the stack of the caller's tiers. Raises ValueError if they do not fit each other."""
     for tier in tiers:
         if not isinstance(tier, Tier):
             raise ValueError(f"{type(tier).__name__} is not a whole tier: derive it from pagoda.tiers.Tier")

@@ -1,9 +1,9 @@
 """The weights epoch of a model on this machine, and which namespace and tiers a call may use in it.
 
 The epoch is kept in a small file under every local root. It is the file's *size*: raising it appends one byte, which
-two processes can do at once without losing one, and noticing it is one `stat`. The largest of the roots is valid, so
-one that is wiped (a reboot) loses nothing. The files reserve space when the cache is opened: a full disk does not
-prevent raising an epoch.
+two processes can do at once without losing one, and a process notices it by one `stat`. The largest size under any root
+is valid, so if one root is wiped (a reboot), nothing is lost. The files reserve space when the cache is opened, so that
+an epoch can be raised even on a full disk.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from blake3 import blake3
 
 from pagoda.cache.resources import Resources
 from pagoda.cache.tier_stack import TierStack
-from pagoda.disk_space import opened, reserve_beyond
 from pagoda.errors import StoreError
+from pagoda.file_space import opened, reserve_beyond
 from pagoda.fork import reset_now_and_in_child
 from pagoda.keys import Namespace
 from pagoda.ledger.store_state import sync_directory
@@ -33,7 +33,7 @@ log = guarded_logger("pagoda.cache")
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _RESERVED_BYTES = 1024  # space for this many epochs at any time
 _BEYOND_FILES = 1 << 31  # no file becomes this long
-_MOST_NAMESPACES = 1024  # kept ready; more tenants are hashed again
+_MOST_NAMESPACES = 1024  # so many namespaces are kept ready; more tenants are hashed again
 _EPOCHS = 2**32  # epochs of this machine within one epoch of the configured namespace
 
 
@@ -50,9 +50,9 @@ class PresentWeights:
     ) -> None:
         """Begin with the weights that a namespace names.
 
-        `begun`: the state of the lossy codecs of the tiers now; `measure` returns it for other weights or adapters, and
-        is asked once for each. `of`: those of another cache of the same model, over tiers with the same roots: what
-        one of the two is told is valid for both.
+        `begun`: the present state of the lossy codecs of the tiers; `measure` returns that state for other weights or
+        adapters, and is called once for each. `of`: the weights of another cache of the same model, over tiers with the
+        same roots: a change reported to one of the two is valid for both.
         """
         self._resources, self._measure = resources, measure
         if of is None:
@@ -61,7 +61,7 @@ class PresentWeights:
             self._epoch = of._epoch
         self._epoch.share(resources)
         self._base = namespace
-        # by adapters, salt, version and epoch; and whether tiers are left out
+        # by adapter, salt, version and epoch: the namespace, and whether tiers are left out
         self._scopes: dict[tuple[str, str, str, int], tuple[Namespace, bool]] = {}
         self._begun = list(begun)
         self._measured: dict[tuple[str, int, str], list[QualityState]] = {}
@@ -77,10 +77,10 @@ class PresentWeights:
         """Return the namespace of an adapter and a tenant now, and the tiers that may be used now.
 
         A stat notices weights that another process changed. After weights changed in place, no other machine has their
-        KV, nor may it get it, unless the change named a version. A `version` that is given is the caller's own.
+        KV or may get it, unless the change named a version. A `version` that is given is the caller's.
 
-        Without a verdict for these weights with this adapter the lossy tiers are left out, and the namespace is another
-        one: what a process that uses them brings up to host memory is not found either.
+        Without a verdict for these weights with this adapter, the lossy tiers are left out, and the namespace is a
+        different one: so KV that another process loads from a lossy tier into host memory is not found either.
         """
         version, epoch = self._present(version)
         lora = self._base.lora if lora is None else lora
@@ -92,7 +92,7 @@ class PresentWeights:
             weights_epoch = self._base.weights_epoch * _EPOCHS + epoch
             versioned = self._base.of_version(version)
             namespace = versioned.with_(lora=lora, salt=salt, weights_epoch=weights_epoch)
-            if is_left_out:  # not one of exact KV: writes under way may still reach a lossy tier
+            if is_left_out:  # not a namespace of exact KV: writes in progress may still reach a lossy tier
                 namespace = namespace.with_(approximate=f"{namespace.approximate},left out")
             found = namespace, is_left_out
             with self._lock:
@@ -104,7 +104,7 @@ class PresentWeights:
         return namespace, tiers.exact() if is_left_out else tiers
 
     def quality(self) -> list[QualityState]:
-        """Return what is known of each lossy codec with the present weights; of adapters in use, what differs."""
+        """Return what is known of each lossy codec with the present weights, and where adapters in use differ."""
         version, epoch = self._present(None)
         found = {(str(state.setting), state.checked): state for state in self._quality_of(version, epoch)}
         for (*measured, _), states in list(self._measured.items()):
@@ -114,7 +114,7 @@ class PresentWeights:
         return list(found.values())
 
     def present(self, lora: str | None = None) -> Namespace:
-        """Return the namespace that names the present weights, with an adapter: what a verdict is about."""
+        """Return the namespace that names the present weights, with an adapter: the subject of a verdict."""
         return self._named(*self._present(None), self._base.lora if lora is None else lora)
 
     def _present(self, version: str | None) -> tuple[str, int]:
@@ -140,14 +140,14 @@ class PresentWeights:
         return found
 
     def change(self, version: str) -> int:
-        """Raise the weights epoch, or take a version of which it need not be raised. See Cache.weights_changed."""
+        """Raise the weights epoch, or use a version, which needs no new epoch. See Cache.weights_changed."""
         if version:
             return self._epoch.name(version)
         epoch, errors = self._epoch.raise_epoch()
         tiers = self._resources.tiers
         for resources in self._epoch.sharing():
             for tier in resources.tiers.all:
-                # its root will not remember the epoch; clearing the tier needs no space
+                # its root cannot record the epoch, so its chunks are removed: that needs no space
                 if tier.name in errors:
                     text = f"{tier.name} is cleared: {errors[tier.name]}"
                     resources.counters.warn(log, Reason.IO_ERROR, text)
@@ -155,7 +155,7 @@ class PresentWeights:
         none_recorded = len(errors) == len(self._resources.config.roots())
         if errors and none_recorded and tiers.local() is not tiers:
             raise StoreError(
-                "other processes could not be told that the weights have changed, and continue to use the KV of the "
+                "other processes do not know that the weights have changed, and continue to use the KV of the "
                 "old weights in remote tiers: remove the cause and call weights_changed again, or stop them "
                 f"({next(iter(errors.values()))})"
             )
@@ -165,20 +165,21 @@ class PresentWeights:
 class WeightsEpoch:
     """Reads and raises the epoch of one model. Thread-safe; other processes notice at their next `epoch()`.
 
-    The version that names the weights is valid for the caches that share this object.
+    The version that was named is valid for all caches that share this object.
     """
 
     def __init__(self, roots: Mapping[str, Path], model: str, begun_at: int = 0) -> None:
-        """`begun_at`: the epoch that all machines agreed on; within each of them this machine counts from 0."""
+        """`begun_at`: the configured epoch, the same on all machines; within it this machine counts from 0."""
         name = f"{model}\0{begun_at}" if begun_at else model
         digest = blake3(name.encode(), derive_key_context="PagodaKV weights epoch").hexdigest(8)
         self._roots = {tier: root / f"weights-{digest}" for tier, root in roots.items()}
         self._paths = list(self._roots.values())
         self._known = 0  # never decreases in this process, whatever happens to the files
-        self._sharing: list[weakref.ref[Resources]] = []  # of the caches that share this object
+        self._sharing: list[weakref.ref[Resources]] = []  # the caches that share this object
         self.named = ("", 0)  # the version that the weights were changed to, and the epoch then
         for path in self._paths:
-            with contextlib.suppress(OSError):  # full, or read-only: there may be space when it is needed
+            # the disk is full or read-only: there may be space when it is needed
+            with contextlib.suppress(OSError):
                 _reserve_space(path)
         reset_now_and_in_child(self)
 
@@ -187,7 +188,7 @@ class WeightsEpoch:
         self._lock = threading.Lock()
 
     def epoch(self) -> int:
-        """Return the number of times that the weights were changed in place. Costs one stat a root."""
+        """Return the number of times that the weights were changed in place. Costs one stat per root."""
         for path in self._paths:
             try:
                 self._known = max(self._known, os.stat(path).st_size)
@@ -196,7 +197,7 @@ class WeightsEpoch:
         return self._known
 
     def share(self, resources: Resources) -> None:
-        """Note that a cache with these resources uses this object. Does not keep them."""
+        """Note that a cache with these resources uses this object. Keeps only a weak reference."""
         self._sharing = [weakref.ref(one) for one in (*self.sharing(), resources)]
 
     def sharing(self) -> list[Resources]:
@@ -204,14 +205,14 @@ class WeightsEpoch:
         return [resources for sharing in self._sharing if (resources := sharing()) is not None]
 
     def name(self, version: str) -> int:
-        """Note that the weights were changed to a named version; return the epoch now, which counts for them."""
+        """Note that the weights were changed to a named version; return the epoch in which the name is valid."""
         self.named = version, self.epoch()
         return self.named[1]
 
     def raise_epoch(self) -> tuple[int, dict[str, OSError]]:
-        """Raise the epoch: on the medium before this returns, under every root but those of the errors, by tier.
+        """Raise the epoch; it is on the medium when this returns, except under the roots of the tiers in the errors.
 
-        If no root could be written, the epoch is one that no other process has or ever will have.
+        If no root could be written, the epoch is a number that no other process has or will ever have.
         """
         with self._lock:
             target = self.epoch() + 1

@@ -1,14 +1,15 @@
-"""Write-back: background threads, one per lower tier, write what was stored above and touch there what is used.
+"""Write-back: one background thread per lower tier writes chunks to it and touches there what is used above.
 
-Calls enqueue notes of chunks in host slots, and staging buffers for chunks without a slot; the threads hand them to
-their tiers. A chunk that is evicted from its slot before its turn is a counted drop. By policy these are written:
+Calls enqueue notes of chunks in host slots, and staging buffers for chunks without a slot; the threads pass them to
+their tiers. A chunk that is evicted from its slot before its turn is a counted drop. The policy decides which chunks
+are written:
 
     write_through   every chunk, in the order of storing
     selective       chunks that were hit often enough
     write_back      the coldest, ahead of their eviction, so that some slots are always clean
 
-and under every policy, what was put into a staging buffer. What is served from above is touched below, a moment later
-and many chunks at once, so that it does not grow old there; and chunks that are missing below are written again.
+Under every policy, chunks in staging buffers are written. Chunks that are served from above are touched in the lower
+tier, a moment later and many at once, so that they do not grow old there; chunks that it has lost are written again.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from pagoda.tiers.base import Chunk, Done, Tier, runs
 
 log = guarded_logger("pagoda.cache")
 
-_TICK_SECONDS = 0.1  # between two looks for cold chunks
-_GATHER_SECONDS = 0.2  # accesses are gathered before the tier is told of them
+_TICK_SECONDS = 0.1  # between two searches for cold chunks
+_GATHER_SECONDS = 0.2  # accesses are gathered so long before they are reported to the tier
 _MOST_ACCESSED = 1 << 16  # chunks in notes of accesses; beyond that the oldest notes are dropped
-_MOST_PIECE = 16  # chunks handed to a tier at once; at most two pieces are being written
-_WRITE_SECONDS = 60.0  # a write that takes longer is not waited for
+_MOST_PIECE = 16  # chunks passed to a tier at once; at most two pieces are being written
+_WRITE_SECONDS = 60.0  # the thread does not wait longer for a write
 _CLEAN_SHARE = 8  # write_back keeps an eighth of the slots free or clean
 _LEASE_SECONDS = 30.0  # how long a slot is leased for a write
-_REFUSED_SECONDS = 1.0  # before the policy of a lower tier is asked again about a chunk that it refused
+_REFUSED_SECONDS = 1.0  # so long the policy of a lower tier is not asked again about a chunk that it refused
 
 Slots = npt.NDArray[np.int64]
 Generations = npt.NDArray[np.uint64]
@@ -62,20 +63,20 @@ class ChunkRef(NamedTuple):
     key: bytes
     position: int
     parent: bytes | None
-    slot: int  # -1: in none
+    slot: int  # -1: not in a slot
     generation: int
     staged: StagedChunk | None = None
 
     @property
     def reserved(self) -> Reserved:
-        """Its host slot, as the ledger has reserved it."""
+        """The host slot of the chunk, as the ledger reserved it."""
         return Reserved(self.key, self.slot, self.generation)
 
 
 def chunk_ref(
     request: CacheRequest, index: int, slot: int = -1, generation: int = 0, staged: StagedChunk | None = None
 ) -> ChunkRef:
-    """Return the chunk request.keys[index], with where its bytes are; without that it is a name: nothing to copy."""
+    """Return the chunk request.keys[index] and where its bytes are. Without a place it is only a name to touch."""
     key, parent = request.keys[index], request.parent_of(index)
     return ChunkRef(key, request.first + index, parent, slot, generation, staged)
 
@@ -100,16 +101,16 @@ def follows(ref: ChunkRef, before: ChunkRef) -> bool:
 
 
 class _WriteBatch(NamedTuple):
-    """A run of chunks for a lower tier, in order. One stamp for the run: there, too, its tail is evicted first."""
+    """A run of chunks for a lower tier, in order, with one stamp, so that its tail is evicted first there too."""
 
     namespace: bytes
     refs: list[ChunkRef]
     stamp: int | None
-    asked: bool = False  # the chunks were served from above; else they were stored there
+    asked: bool = False  # the chunks were served from a tier above; otherwise they were stored there
 
 
 class Access(NamedTuple):
-    """Chunks of one run that were served or found. Cheap to note; `refs` makes what a writer needs."""
+    """Chunks of one run that were served or found. Cheap to make; `refs` returns what a writer needs."""
 
     namespace: bytes
     refs: Callable[[], list[ChunkRef]]
@@ -124,15 +125,15 @@ class Access(NamedTuple):
 
 
 class WriteBackQueue:
-    """The queue and the thread of one lower tier, so that a slow tier keeps no other waiting. Thread-safe.
+    """The queue and the thread of one lower tier, so that a slow tier does not delay the others. Thread-safe.
 
     The thread starts with the first note (in a child, too).
 
-    Notes to write are bounded by the slots of the host tier (more could not all be valid) and the staging buffers.
+    The number of notes is limited by the slots of the host tier (more could not all be valid) and the staging buffers.
 
-    What the tier is known to have of the host's slots expires: a chunk may be evicted, removed or expire below at any
-    time. So the tier is asked again, and touched by the same question, when a chunk is used after
-    `Tier.believed_seconds`.
+    What the tier is known to have of the host's slots expires, because a chunk may be evicted or removed below at any
+    time. So when a chunk is used after `Tier.believed_seconds`, the tier is asked again, and the same call touches the
+    chunk.
     """
 
     def __init__(
@@ -153,31 +154,31 @@ class WriteBackQueue:
         self._clock = clock
         self._slots = host.ledger.slots if host is not None else 0
         self._piece = max(1, min(_MOST_PIECE, config.queue_chunks // 2))
-        # the generation of the chunk in each host slot about which the tier has lately given an answer, and until when
-        # the answer is believed: mostly that it has the chunk, else that its policy refuses the chunk
+        # the generation of the chunk in each host slot for which the tier has recently answered, and until when the
+        # answer is believed: usually that the tier has the chunk, otherwise that its policy refuses the chunk
         self._known_generation: Generations = np.zeros(self._slots, np.uint64)
         self._known_until: npt.NDArray[np.int64] = np.zeros(self._slots, np.int64)
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
-        """Create the lock and an empty queue, with no thread: a parent writes its own notes."""
-        self._changed = Condition()  # of what calls wait for: ends of writes
-        self._noted = Event()  # for the thread
+        """Create the lock and an empty queue, with no thread; after a fork the parent writes its notes."""
+        self._changed = Condition()  # notified at the end of writes, which calls wait for
+        self._noted = Event()  # wakes the thread
         self._queue: deque[_WriteBatch] = deque()
         self._accesses: deque[tuple[Access, int | None]] = deque()  # with their stamps
-        self._due = 0.0  # when the tier is told of the accesses (time.monotonic())
+        self._due = 0.0  # when the accesses are reported to the tier (time.monotonic())
         self._accessed = 0  # chunks in the notes of accesses
-        # chunks in the queue, and those of them in staging buffers, which have a bound of their own
+        # chunks in the queue, and how many of them are in staging buffers, which have a separate limit
         self._waiting = self._buffered = 0
         self._writing = 0  # chunks that the tier is writing
-        self._working = False  # on a note
+        self._working = False  # the thread is working on a note
         self._dirty: dict[int, tuple[ChunkRef, _WriteBatch]] = {}  # write_back: by slot
         self._closed = False
         self._thread: threading.Thread | None = None
 
     @property
     def waiting(self) -> int:
-        """Chunks that wait for their turn."""
+        """The number of chunks that wait to be written."""
         with self._changed:
             return self._waiting + len(self._dirty)
 
@@ -186,8 +187,8 @@ class WriteBackQueue:
     def enqueue(self, namespace: bytes, refs: Sequence[ChunkRef], stamps: Mapping[str, int | None]) -> None:
         """Note that these chunks of one run are in host slots or staging buffers, and may be written to some tiers.
 
-        `namespace` is their root; `stamps` those of the run, by the name of each of these tiers. A staging buffer
-        is released by as many tiers.
+        `namespace` is their root; `stamps` are the run's stamps, by the name of each of these tiers. Each of these
+        tiers must release a staging buffer once.
         """
         if self.tier.name not in stamps:
             return
@@ -201,15 +202,15 @@ class WriteBackQueue:
                 note(_WriteBatch(namespace, fresh, stamp))
 
     def needs_no_note(self, slots: Slots, generations: Generations) -> bool:
-        """Whether no note is needed about the chunks in these host slots."""
+        """Whether the chunks in these host slots need no note."""
         return self._policy == "selective" or bool(self._is_known(slots, generations).all())
 
     def note_access(self, access: Access) -> None:
-        """Note that chunks were served; the thread soon tells the tier."""
+        """Note that chunks were served; the thread soon reports it to the tier."""
         if self.tier.name in access.left_out:
             return
         if access.source is self.tier and self.tier.keeps_recency:
-            return  # it noted this access when it was asked
+            return  # the tier noted this access when it served the chunks
         if access.where is not None and self._is_known(*access.where).all():
             return
         stamp = self.tier.stamp()
@@ -220,16 +221,18 @@ class WriteBackQueue:
                 self._due = time.monotonic() + _GATHER_SECONDS
             if not self._accesses or self._thread is None:
                 self._wake()
-            self._accessed += access.chunks  # no signal handler runs between this and the end of the append
+            # no signal handler runs between this line and the end of the append
+            self._accessed += access.chunks
             self._accesses.append((access, stamp))
             while self._accessed > _MOST_ACCESSED and len(self._accesses) > 1:
                 self._accessed -= self._accesses.popleft()[0].chunks
 
     def _mark_dirty(self, batch: _WriteBatch) -> None:
-        """Note that chunks are to be written before they are evicted."""
+        """Note that chunks must be written before they are evicted."""
         with self._changed:
             fresh = [ref for ref in batch.refs if not self._is_dirty(ref)]
-            stale = sum(ref.slot in self._dirty for ref in fresh)  # evicted before they were written
+            # their slots were reused: those chunks were evicted before they were written
+            stale = sum(ref.slot in self._dirty for ref in fresh)
             self._dirty.update((ref.slot, (ref, batch)) for ref in fresh)
             self._wake()
         self._counters.add({f"drop_{Reason.STALE}": stale})
@@ -239,16 +242,16 @@ class WriteBackQueue:
         return known is not None and known[0].generation == ref.generation
 
     def _put(self, batch: _WriteBatch) -> None:
-        """Add a batch to the queue. What does not fit is dropped, counted."""
+        """Add a batch to the queue. Chunks that do not fit are dropped and counted."""
         staged = batch.refs[0].staged is not None
         with self._changed:
             fitting = len(batch.refs) if staged else max(0, self._slots - self._waiting + self._buffered)
             fitting, reason = (0, Reason.CLOSED) if self._closed else (fitting, Reason.QUEUE_FULL)
             late = batch.refs[fitting:]
             batch = batch._replace(refs=batch.refs[:fitting])
-            self._due = 0.0  # earlier accesses are told first: being written raises recency
+            self._due = 0.0  # earlier accesses are reported first, since a write raises recency
             number = len(batch.refs)
-            if number:  # no signal handler runs between here and the end of the append
+            if number:  # no signal handler runs between this line and the end of the append
                 self._waiting += number
                 self._buffered += number if staged else 0
                 self._queue.append(batch)
@@ -266,7 +269,7 @@ class WriteBackQueue:
     # -- waiting for it -------------------------------------------------------------------------------------------
 
     def wait_handed_over(self, timeout: float) -> bool:
-        """Wait until the tier has been given all notes; False if that takes longer."""
+        """Wait until all notes have been passed to the tier; False if that takes longer than `timeout` seconds."""
         with self._changed:
             return self._wait_for(lambda: not (self._queue or self._working), timeout)
 
@@ -283,7 +286,7 @@ class WriteBackQueue:
             return self._wait_for(self._is_done, deadline.remaining()) and accesses_done
 
     def _wait_for(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Wait until `done`; not if there is no thread and none can be started. Called with the lock."""
+        """Wait until `done`; do not wait if no thread can be started. Called with the lock."""
         if done():
             return True
         self._wake()
@@ -330,7 +333,7 @@ class WriteBackQueue:
     def _wait_for_note(self) -> _WriteBatch | tuple[Access, int | None] | None:
         """Wait for the next note and take it; None when the thread is to end."""
         while True:
-            self._noted.clear()  # before it looks: what is noted from then on wakes it
+            self._noted.clear()  # cleared before the check, so that a later note wakes the thread
             with self._changed:
                 if self._dirty and not self._queue and self._host is not None:
                     self._enqueue_coldest(self._host.ledger)
@@ -375,15 +378,15 @@ class WriteBackQueue:
     # -- writing, with `_working` set -----------------------------------------------------------------------------
 
     def _batch_of(self, access: Access, stamp: int | None) -> _WriteBatch:
-        """Return what there is to do for an access; nothing if an earlier one of the same chunks has done it."""
+        """Return the batch for an access; empty if an earlier access of the same chunks has done its work."""
         known = access.where is not None and bool(self._is_known(*access.where).all())
         return _WriteBatch(access.namespace, [] if known else access.refs(), stamp, access.asked)
 
     def _write(self, batch: _WriteBatch) -> None:
-        """Touch what the tier has of a batch, and hand over what it lacks, some chunks at once."""
+        """Touch the chunks of a batch that the tier has, and pass on those that it lacks, some at once."""
         left = batch.refs
         try:
-            if left and left[0].staged is None:  # else the tier was asked before they were staged
+            if left and left[0].staged is None:  # staged chunks were admitted before they were copied
                 left = self._to_write(batch)
                 left = self._admitted(batch, left)
             while left:
@@ -396,22 +399,23 @@ class WriteBackQueue:
                 self._drop(left, Reason.IO_ERROR)
 
     def _to_write(self, batch: _WriteBatch) -> list[ChunkRef]:
-        """Touch what the tier has of a batch, and wait for it; return what it lacks and is to be written now."""
+        """Touch the chunks of a batch that the tier has; return those that it lacks and that must be written now."""
         lacking: list[ChunkRef] = []
         for run in runs(batch.refs, len(batch.refs), follows):
             keys = [ref.key for ref in run]
             present = self.tier.touch(
                 keys, namespace=batch.namespace, start=run[0].position, stamp=batch.stamp, asked=batch.asked
             )
-            if present is None:  # stored chunks are offered all the same: the tier says why it refuses them
+            # no answer; stored chunks are offered anyway: the tier reports why it refuses them
+            if present is None:
                 lacking += [] if batch.asked else run
                 continue
             self.mark_known(list(compress(run, present)))
             lacking += [ref for ref, there in zip(run, present, strict=True) if not there]
-        lacking = [ref for ref in lacking if ref.slot >= 0]  # the others are names only
+        lacking = [ref for ref in lacking if ref.slot >= 0]  # the others are only names
         if not batch.asked or not lacking:
             return lacking
-        assert self._host is not None  # they are in its slots
+        assert self._host is not None  # the chunks are in its slots
         ledger, where = self._host.ledger, columns_of(lacking)
         wanted = ledger.still_valid(*where) & ~self._is_known(*where)
         lacking = list(compress(lacking, wanted.tolist()))
@@ -423,7 +427,7 @@ class WriteBackQueue:
         return lacking
 
     def _admitted(self, batch: _WriteBatch, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-        """Return those of these chunks that the tier's policy admits: none after one that it refuses."""
+        """Return those of these chunks that the tier's policy admits: no chunk after a refused one."""
         admitted: list[ChunkRef] = []
         for run in runs(refs, len(refs), follows):
             at, refusing = 0, False
@@ -438,7 +442,7 @@ class WriteBackQueue:
         return admitted
 
     def _send(self, batch: _WriteBatch, piece: Sequence[ChunkRef]) -> None:
-        """Hand chunks to the tier, once it is writing few enough to be given more; do not wait forever."""
+        """Pass chunks to the tier, after a bounded wait until it is writing few enough."""
         most = 2 * self._piece - len(piece)
         with self._changed:
             if self._writing > most:
@@ -459,7 +463,7 @@ class WriteBackQueue:
             future.add_done_callback(partial(self._on_write_done, ref, lease))
 
     def _lease(self, refs: Sequence[ChunkRef]) -> Sequence[tuple[int, int] | None]:
-        """Keep the slots of these chunks from eviction while they are written; return their leases, before and now."""
+        """Keep the slots of these chunks from eviction while they are written; return their old and new lease ends."""
         if self._host is None or refs[0].staged is not None:
             return [None] * len(refs)
         ledger, (slots, generations) = self._host.ledger, columns_of(refs)
@@ -471,7 +475,7 @@ class WriteBackQueue:
         """Return chunks in the form in which a tier takes them."""
         host = self._host
         if host is None or piece[0].staged is not None:
-            staged = [(ref.staged.buffer, lambda: True) for ref in piece if ref.staged is not None]
+            staged = [(ref.staged.buffer, ref.staged.still_valid) for ref in piece if ref.staged is not None]
         else:
             views, valid = host.slab.views([ref.slot for ref in piece]), host.ledger.is_valid
             staged = [
@@ -484,16 +488,17 @@ class WriteBackQueue:
         ]
 
     def _on_write_done(self, ref: ChunkRef, lease: tuple[int, int] | None, future: Future[Done]) -> None:
-        """Note what a finished write tells about the tier; release the slot or the buffer. On a thread of the tier."""
+        """Note what a finished write shows about the tier; release slot or buffer. Runs on a thread of the tier."""
         try:
             done = future.result()
-            if not self._closed:  # then the slots may hold other chunks
+            if not self._closed:  # after the close, the slots may hold other chunks
                 if done.ok or done.reason is Reason.NOT_ADMITTED:
                     self.mark_known([ref], 0.0 if done.ok else _REFUSED_SECONDS)
                 if lease is not None and self._host is not None:
                     before, after = lease
                     ends = self._host.ledger.columns.lease_until
-                    # Only if nothing else has leased the slot since: clean slots are the first to be evicted.
+                    # Restore the old lease end, unless another call has leased the slot since: clean slots must be
+                    # evicted first.
                     if ends[ref.slot] == after:
                         ends[ref.slot] = before
             if ref.staged is not None:

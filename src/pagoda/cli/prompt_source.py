@@ -62,19 +62,21 @@ def read_prompt(
 
 
 def read_tokens(source: str | None) -> TokenIds:
-    """Return the token ids in a file, or in stdin for "-". Raises UsageError for None and what is no token id."""
+    """Return the token ids that are given, in a file, or for "-" in stdin. UsageError: None, or what is no token id."""
     from pagoda.keys import as_token_ids
 
     if source is None:
         raise UsageError("--tokens FILE is missing: the prompt's token ids (- = stdin)")
-    text = _read("--tokens", source)
+    listed = not source.strip("[]0123456789, ") and not os.path.exists(source)
+    option, text = ("--tokens", source) if listed else (f"--tokens {source}", _read("--tokens", source))
     try:
-        ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+        words = text.replace(",", " ").split()
+        ids = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in words]
         found = as_token_ids(ids)
     except ValueError as trouble:
-        raise UsageError(f"--tokens {source}: not a list of token ids: {trouble}") from None
+        raise UsageError(f"{option}: not a list of token ids: {trouble}") from None
     if not len(found):
-        raise UsageError(f"--tokens {source}: holds no token ids")
+        raise UsageError(f"{option}: holds no token ids")
     return found
 
 

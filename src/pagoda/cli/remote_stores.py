@@ -30,6 +30,7 @@ PATIENCE_SECONDS = 5.0
 """The least that a person waits for one answer; a tier's own deadline counts if it is longer."""
 WALK_SECONDS = 300.0
 """The most that a walk over all names takes."""
+_REFUSALS = ("READONLY", "NOREPLICAS", "MISCONF", "OOM")  # a Redis that refuses everybody, and says why
 
 
 class Unanswered(Exception):
@@ -148,7 +149,8 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
         if refusal.contained:
             raise Unanswered(spec, said) from None
         # else it says where to ask
-        if refusal.reason is not Reason.NOT_ADMITTED and "write redis" not in said:
+        told = "write redis" in said or said.startswith(_REFUSALS)
+        if refusal.reason is not Reason.NOT_ADMITTED and not told:
             said += "; check the password and the rights of its user"
         raise Unanswered(spec, f"refuses: {said}") from None
     except OSError as trouble:

@@ -39,7 +39,7 @@ Prefix: TypeAlias = Annotated[
     Option("--namespace", metavar="PREFIX", help="Only the namespace whose hexadecimal name begins so."),
 ]
 Tokens: TypeAlias = Annotated[
-    str | None, Option(metavar="FILE", help="Token ids: a JSON list or separated by spaces; - = stdin.")
+    str | None, Option(metavar="FILE", help="Token ids such as 1,2,3, or a file of them; - = stdin.")
 ]
 
 

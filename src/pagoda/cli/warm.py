@@ -129,6 +129,8 @@ class _Warming:
         self._hosts = {store.fingerprint: store for store in stores.stores() if store.in_memory}
         # one for all: what is brought last, the tails, must not outlive its heads
         self._stamps = {name: store.ledger.stamp() for name, store in self._hosts.items()}
+        self._asked: set[bytes] = set()  # keys
+        self._strange: set[bytes] = set()  # namespaces of other layouts: a namespace has one
         self._chunks = self._bytes = self._damaged = 0
         self._ended = "all"
         self._due, self._before = time.monotonic(), self._work()
@@ -140,7 +142,7 @@ class _Warming:
         self._redis = cast("RedisConnection", link)  # or one to several nodes, with the same methods
         try:
             uses = self._redis.most_used(_MOST_CHUNKS, ListingDeadline(patience(self._spec), WALK_SECONDS))
-            self._idle = {use.key: max(0, use.coldness) for use in uses}
+            self._uses = {use.key: use for use in uses}
             chosen = sorted(self._chosen(uses), key=lambda header: header.position)
             show(total=len(chosen))
             for number, header in enumerate(chosen):
@@ -153,11 +155,16 @@ class _Warming:
         )
 
     def _chosen(self, uses: Sequence[ChunkUse]) -> Iterator[Header]:
-        """Yield the headers of the most used chunks that fit; of those used alike, parents first."""
+        """Yield the headers of the most used chunks that fit, each after the one that it continues.
+
+        A chunk whose parent is neither here nor chosen is left out: no request could use it.
+        """
         room, left = {name: self._room(store) for name, store in self._hosts.items()}, self._left
-        strange: set[bytes] = set()  # namespaces of other layouts: a namespace has one
+        chosen: set[bytes] = set()
         for _, alike in groupby(uses, _coldness_class):
-            for header in sorted(self._headers(list(alike), strange), key=lambda header: header.position):
+            for header in sorted(self._with_parents(list(alike)), key=lambda header: header.position):
+                if header.parent and header.parent not in chosen and not self._has(header.parent):
+                    continue
                 if header.length > left:
                     self._ended = "bytes"
                     return
@@ -166,15 +173,24 @@ class _Warming:
                     continue
                 room[header.fingerprint] -= 1
                 left -= header.length
+                chosen.add(header.key)
                 yield header
 
-    def _headers(self, uses: Sequence[ChunkUse], strange: set[bytes]) -> Iterator[Header]:
-        """Yield the headers of the chunks that a host store here can take and has not."""
+    def _with_parents(self, uses: Sequence[ChunkUse]) -> Iterator[Header]:
+        """Yield the headers of chunks, and of those that they continue, which may have been used a little earlier."""
+        found = list(self._headers(uses))
+        while found:
+            yield from found
+            found = list(self._headers([self._uses[one.parent] for one in found if one.parent in self._uses]))
+
+    def _headers(self, uses: Sequence[ChunkUse]) -> Iterator[Header]:
+        """Yield the headers of the chunks that a host store here can take and has not, each once."""
         by_namespace = sorted(uses, key=lambda use: use.namespace)
         for namespace, same in groupby(by_namespace, lambda use: use.namespace):
-            keys = [use.key for use in same if not self._has(use.key)]
+            keys = [use.key for use in same if use.key not in self._asked and not self._has(use.key)]
+            self._asked.update(keys)
             for at in range(0, len(keys), _HEADERS):
-                if namespace in strange:
+                if namespace in self._strange:
                     break
                 until = time.monotonic() + patience(self._spec)
                 pages = self._redis.headers(namespace, keys[at : at + _HEADERS], until)
@@ -184,7 +200,7 @@ class _Warming:
                     if header is not None and self._takes(header):
                         yield header
                     elif header is not None:
-                        strange.add(namespace)
+                        self._strange.add(namespace)
 
     def _sound(self, namespace: bytes, key: bytes, page: bytes) -> Header | None:
         """Return the header in a page if it is this chunk's; ConfigError: the library of its codec is missing."""
@@ -200,12 +216,14 @@ class _Warming:
         return header
 
     def _bring(self, wanted: Header) -> None:
-        """Read, verify and store one chunk, unless something would be evicted for it."""
+        """Read, verify and store one chunk, unless it lacks its parent or something would be evicted for it."""
         from pagoda import codec
         from pagoda.metrics import Reason
         from pagoda.slab import aligned
         from pagoda.tiers.remote.store_client import GetRequest, RefusedError
 
+        if wanted.parent and not self._has(wanted.parent):  # damaged, or gone since
+            return
         store = self._hosts[wanted.fingerprint]
         page, buffer = aligned(codec.HEADER_BYTES), aligned(store.ledger.slot_bytes)
 
@@ -213,7 +231,8 @@ class _Warming:
             return buffer[: wanted.stored_bytes or wanted.length] if codec.parse(page) == wanted else None
 
         until = time.monotonic() + patience(self._spec)
-        rank = 1000 * (self._idle[wanted.key] + 2)  # the life that its last use gave it: seconds are rounded
+        idle = max(0, self._uses[wanted.key].coldness)
+        rank = 1000 * (idle + 2)  # the life that its last use gave it: seconds are rounded
         try:
             request = GetRequest(wanted.namespace, wanted.key, page, destination, rank)
             received = self._redis.get(request, until)

@@ -1,6 +1,6 @@
 """The form of a chunk outside memory: payloads as they are stored, `raw`, compressed, or quantised. Thread-safe.
 
-header     the header of a stored chunk: its checksum, and what it says of the chunk
+header     the header of a stored chunk: its checksum and its fields
 zstd       lossless compression of KV in planes of bytes
 quantised  lossy compression of K and V: "q8", "q4" and "qzstd"
 """
@@ -62,7 +62,7 @@ def require_layout(codec: str, layout: KVLayout) -> None:
 def codec_setting(codec: str, chunk_tokens: int) -> Setting:
     """Return the setting of a lossy codec, as verdicts of quality name it. Pure.
 
-    `chunk_tokens` is in it because the groups of K extend over a chunk.
+    It includes `chunk_tokens`, because the groups of K extend over a chunk.
     """
     options: dict[str, str | int | float | bool] = {
         "version": quantised.VERSION, "codec": codec, "chunk_tokens": chunk_tokens,
@@ -78,12 +78,12 @@ def most_bytes(codec: str, layout: KVLayout) -> int:
 def encode(
     codec: str, payload: Bytes, word_bytes: int, out: Bytes, *, layout: KVLayout | None = None
 ) -> tuple[str, Bytes]:
-    """Return the codec that was used, and the stored bytes: a view of `out`, or `payload` itself if that is "raw".
+    """Return the codec that was used, and the stored bytes: a view of `out`, or `payload` itself if the codec is "raw".
 
     No codec makes a payload larger: `out` needs no more space than the payload has.
 
     "raw" is used if `codec` says so, if another codec would not make the payload smaller, if `out` is too small for
-    it, or if a lossy codec meets a number that is not finite or nearly too large for its dtype. `payload` and `out` are
+    it, or if a lossy codec finds a number that is not finite or almost too large for its dtype. `payload` and `out` are
     contiguous and do not overlap; `word_bytes` is the size of a KV element (1, 2 or 4); it affects only the size of the
     result. A lossy codec needs the `layout` of the payload. The memory of each thread is bounded. Raises ValueError for
     an unknown codec, word size or a layout that is refused, ConfigError if zstandard is not installed.
@@ -128,7 +128,7 @@ def decode(codec: str, stored: Bytes, word_bytes: int, payload: Bytes) -> bool:
 def restore(
     page: Page, stored: Bytes, expected: Header | Expected, word_bytes: int, payload: Bytes
 ) -> Reason | None:
-    """Fill `payload` from a stored chunk: header page and stored bytes. None if all is right, else FAILED_CHECK.
+    """Fill `payload` from a stored chunk: header page and stored bytes. None if all is correct, else FAILED_CHECK.
 
     What the checksum covers is compared: with a lossy codec before decoding, else afterwards. `stored` may be longer,
     and may be `payload` itself if the codec is "raw". Otherwise as `verify` and `decode`.
@@ -150,7 +150,7 @@ def restore(
 
 
 def approximated(codec: str, payload: Bytes, layout: KVLayout) -> tuple[Bytes, int]:
-    """Return what a tier with this codec would give back for a payload, and the bytes that it would store. Pure.
+    """Return what a tier with this codec would return for a payload, and how many bytes it would store. Pure.
 
     For measuring what a codec does to a model's answers. ConfigError for a layout that is refused.
     """

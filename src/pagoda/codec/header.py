@@ -2,7 +2,8 @@
 
 There are two formats. They differ in what the checksum covers: in format 1 the payload as the engine had it, in format
 2 the stored bytes, because a lossy codec does not restore the payload. Chunks of lossless codecs have format 1, so that
-versions that know no other can read them; format 2 is for them another version's, which is a miss and stays.
+versions that know no other can read them; for such versions, a chunk of format 2 is another version's: a miss that
+stays in the store.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FIELDS = struct.Struct("<8sII16sQ32sQ32sQQQ16s32sQ")
 # xxh3_128 over the packed fields, and payload or stored bytes
 _CHECKSUM = slice(_FIELDS.size, _FIELDS.size + 16)
 _OWN = slice(_CHECKSUM.stop, _CHECKSUM.stop + 8)  # xxh3_64 over all other bytes of the page
-_STORED = struct.Struct("<Q")  # stored_bytes, after the checksums
+_LAST = struct.Struct("<Q32s")  # stored_bytes and parent, after the checksums
 
 Page = npt.NDArray[np.uint8] | memoryview | bytes
 
@@ -40,7 +41,8 @@ class Header:
 
     `length` is in payload bytes, `position` in chunks from the start of the chain; `sequence` is the
     generation of the slot in the ledger; `fingerprint` is the layout's. Bytes: store 16, others 32.
-    `stored_bytes` is the length of the payload in its codec; 0 if that equals `length`.
+    `stored_bytes` is the length of the payload in its codec; 0 if that equals `length`. `parent` is the key before it
+    in the chain: empty for the first, on disk, and where another version wrote the header.
     """
 
     store_id: bytes
@@ -55,6 +57,7 @@ class Header:
     fingerprint: str
     sequence: int
     stored_bytes: int = 0
+    parent: bytes = b""
 
     @property
     def checked_bytes(self) -> int:
@@ -78,6 +81,7 @@ class Expected:
     fingerprint: str | None = None
     sequence: int | None = None
     stored_bytes: int | None = None
+    parent: bytes | None = None
 
 
 _NAMES = tuple(field.name for field in fields(Header))
@@ -101,7 +105,7 @@ def seal(
     page[:] = 0
     view = page.data
     view[: len(head)] = head
-    _STORED.pack_into(view, _OWN.stop, header.stored_bytes)
+    _LAST.pack_into(view, _OWN.stop, header.stored_bytes, header.parent)
     view[_OWN] = _own_checksum(view)
     return page
 
@@ -120,8 +124,8 @@ def parse(page: Page) -> Header | None:
         return None
     if (format_ == FORMAT_LOSSY) != (names[0] in LOSSY):
         return None
-    (stored,) = _STORED.unpack_from(view, _OWN.stop)
-    values = *numbers, *names, sequence, stored
+    stored, parent = _LAST.unpack_from(view, _OWN.stop)
+    values = *numbers, *names, sequence, stored, parent if any(parent) else b""
     return Header(*values)
 
 
@@ -163,6 +167,7 @@ def _pack(header: Header) -> bytes:
         ("store_id", header.store_id, 16),
         ("namespace", header.namespace, 32),
         ("key", header.key, 32),
+        ("parent", header.parent or bytes(32), 32),
     ):
         if len(value) != size:
             raise ValueError(f"{name} has {size} bytes, got {len(value)}")

@@ -1,4 +1,4 @@
-"""Lossy compression of KV: few levels for each group of numbers, then perhaps zstd. Called by `pagoda.codec`.
+"""Lossy compression of KV: a few levels for each group of numbers, then zstd in some codecs. Called by `pagoda.codec`.
 
 K is quantised by channel: one group is a channel of one head over all tokens of the chunk, because channels of K
 differ in size and offset. V is quantised by token: one group is a token of one head, or of several small ones.
@@ -45,12 +45,12 @@ _LARGEST = (np.float32(3.3895314e38), np.float32(65504.0), np.finfo(np.float32).
 _HEAD = struct.Struct("<BBBB8I")
 _CODES = struct.Struct("<BI")
 _RAW, _ZSTD = 0, 1
-_BLOCK = 1 << 18  # numbers; with smaller blocks Python's share of the time grows
-_MOST_LAYERS = 4096  # bounds the time for a byte of a hostile head
+_BLOCK = 1 << 18  # numbers in a block; with smaller blocks Python's share of the time grows
+_MOST_LAYERS = 4096  # bounds the time per byte of a malicious head
 _WIDE = 1024  # numbers in one inner loop of numpy
-_ROW = 128  # numbers of V that heads of fewer share a group for
+_ROW = 128  # heads with fewer numbers of V than this share a group
 _NIBBLE = 15  # levels up to which two codes share a byte
-_F16 = np.float32(2.0**112)  # the difference of the exponents' biases
+_F16 = np.float32(2.0**112)  # the difference between the biases of the two exponents
 
 
 class _Shape(NamedTuple):
@@ -132,7 +132,7 @@ def levels_of(codec: str, layers: int, layer: int, plane: int) -> int:
     return _BY_THIRD[min(2, 3 * layer // layers)][plane]
 
 
-# of K and V in the first, middle and last third of the layers
+# levels of K and V in the first, middle and last third of the layers
 _BY_THIRD = ((39, 27), (27, 19), (15, 15))
 
 
@@ -212,7 +212,7 @@ def _shape_of(layout: KVLayout) -> _Shape:
 
 
 def _rows_of(heads: int, dim: int, tokens: int, first: bool) -> tuple[int, int, int, int]:
-    """Return outer, heads, inner, dim of V: small heads share a group, or its step would cost too much."""
+    """Return outer, heads, inner, dim of V: small heads share a group, since a step per head would cost too much."""
     together = max(many for many in range(1, heads + 1) if heads % many == 0 and many * dim <= max(dim, _ROW))
     if first and together > 1:
         return heads // together, together, tokens, dim
@@ -334,7 +334,7 @@ def _put_block(
     steps = ((rounded + np.uint32(0xFFFF)) >> np.uint32(16)).astype("<u2")
     step = _of_upper(steps)
     if not (np.abs(low) <= _LARGEST[dtype]).all() or not (low + step * level <= _LARGEST[dtype]).all():
-        raise _UnfitError  # not finite, or so large that a decoded number might not be
+        raise _UnfitError  # a number is not finite, or so large that the decoded number might not be finite
     wide = numbers.reshape(block.wide)
     np.subtract(wide, block.over_groups(low), out=wide)
     np.divide(wide, block.over_groups(np.where(step > 0, step, np.float32(1))), out=wide)
@@ -413,12 +413,12 @@ def _unaligned(stored: Bytes, dtype: np.dtype[np.unsignedinteger]) -> Words:
 
 
 def _widen(words: Words, dtype: int, numbers: Floats, scratch: _QuantiseScratch) -> None:
-    """Fill `numbers` from the words of a dtype. Without numpy's float16, whose conversions take ten times as long."""
+    """Fill `numbers` from the words of a dtype. Avoids numpy's float16, whose conversions take ten times as long."""
     bits = numbers.view(np.uint32)
     np.copyto(bits, words)
     if _DTYPES[dtype] == "bfloat16":
         np.left_shift(bits, 16, out=bits)
-    elif _DTYPES[dtype] == "float16":  # infinity and NaN become numbers above the largest
+    elif _DTYPES[dtype] == "float16":  # infinity and NaN become numbers above the largest float16
         signs = scratch.signs[: bits.size].reshape(bits.shape)
         np.bitwise_and(bits, 0x8000, out=signs)
         np.left_shift(signs, 16, out=signs)
@@ -443,7 +443,7 @@ def _narrow(numbers: Floats, dtype: int, words: Words, scratch: _QuantiseScratch
         np.multiply(numbers, 1 / _F16, out=numbers)
         np.add(bits, 0x1000, out=bits)
         np.right_shift(bits, 13, out=bits)
-        np.copyto(words, bits, casting="unsafe")  # without the sign, which is above
+        np.copyto(words, bits, casting="unsafe")  # without the sign, which is in the higher bits
         np.bitwise_or(words, signs, out=words)
         return
     np.copyto(words, bits, casting="unsafe")
@@ -458,7 +458,7 @@ def _pack(codes: Bytes, level: int, scratch: _QuantiseScratch) -> Bytes:
         return codes
     even = codes.size // 2
     pairs, packed = codes[: 2 * even].view("<u2"), scratch.packed[: _packed_bytes(codes.size, level)]
-    np.bitwise_or(pairs, pairs >> 4, out=pairs)  # the lower byte: both codes
+    np.bitwise_or(pairs, pairs >> 4, out=pairs)  # both codes are in the lower byte
     np.copyto(packed[:even], pairs, casting="unsafe")
     if codes.size % 2:
         packed[even] = codes[-1]

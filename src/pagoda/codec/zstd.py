@@ -1,8 +1,8 @@
-"""Lossless compression of KV: the bytes of its words are split into planes, and zstd compresses those that shrink.
+"""Lossless compression of KV: the bytes of its words are split into planes, and zstd compresses those that get smaller.
 
 A word of bf16 is sign, 8 bits of exponent, 7 bits of mantissa. The mantissa is noise, the rest is not; zstd can use
-this only if they are separated. Whole words are split, a block at a time: the high bytes (sign and exponent without
-its last bit), then the next lower ones.
+this only if the two are separated. Whole words are split, one block at a time: the high bytes (sign and exponent
+without its last bit), then the next lower ones.
 
 The stored form; all numbers are little-endian, lengths in bytes:
 
@@ -27,7 +27,7 @@ VERSION = 1
 BLOCK_LOG = 18  # a block, its planes and the scratch stay in the cache of a core
 WORDS: dict[int, np.dtype[np.unsignedinteger]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
-_LOGS = range(16, 21)  # that can be read: bounds the time for a byte and the scratch memory
+_LOGS = range(16, 21)  # block sizes that can be read: they bound the time per byte and the scratch memory
 _MOST_BYTES = 1 << _LOGS[-1]
 _SAMPLE_WORDS = 4096
 _HEAD = struct.Struct("<BBBQ")
@@ -122,9 +122,9 @@ def shrunk(plane: Bytes) -> Bytes | None:
 
 
 def expanded(frame: Bytes, size: int) -> Bytes | None:
-    """Return the plane of `size` bytes in a frame, None if there is no such plane, or no zstandard.
+    """Return the plane of `size` bytes in a frame, None if there is no such plane or zstandard is not installed.
 
-    Decodes nothing of another size.
+    Does not decode a frame of another size.
     """
     try:
         scratch = _scratch()
@@ -170,7 +170,7 @@ def _put_block(words: Words, room: Bytes, at: int, scratch: _Scratch) -> int:
 
 
 def _frame(words: Words, place: int, scratch: _Scratch) -> Bytes | None:
-    """Return the compressed plane; None if it is not smaller, or if a sample of a plane below the high bytes is not."""
+    """Return the compressed plane; None if it is not smaller. Lower planes are first tried by a sample."""
     if place < words.itemsize - 1:
         start = max(0, words.size - _SAMPLE_WORDS) // 2
         sample = words[start : start + _SAMPLE_WORDS]

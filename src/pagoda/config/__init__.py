@@ -1,10 +1,10 @@
 """The configuration of a cache: one plain frozen dataclass.
 
 `Config` may be built by hand; `pagoda.config.sources.load` builds it from files, the environment and options,
-and tells where every value came from.
+and records where every value came from.
 
     sources        reads files, the environment and options
-    option_values  what the value of each option may be
+    option_values  the values that each option may have
     sizes          sizes as people write them, and what "auto" means
     remote_urls    the URLs of remote tiers, neighbours and their directory
     expand_home    a leading ~ in paths
@@ -32,19 +32,19 @@ T = TypeVar("T")
 
 
 def _option(default: T, help: str, check: Check | None = None, secret: bool = False) -> T:
-    """Return the dataclass field of an option, typed as the value that it stands for; `secret`: it is never shown.
+    """Return the dataclass field of an option, typed as its value; `secret`: it is never shown.
 
-    `check`: how its value is checked, if its type does not tell.
+    `check`: the check of its value, if the type has none.
     """
     return field(default=default, repr=not secret, metadata={"help": help, "check": check})
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a cache is to be. Immutable: threads may share it. Sizes are the whole machine's, never per rank.
+    """The options of a cache. Immutable: threads may share it. Sizes are for the whole machine, never per rank.
 
     Raises:
-        ConfigError: a value cannot stand; the message names the field, the value and what to do.
+        ConfigError: a value is invalid; the message names the field, the value and what to do.
 
     Example:
         >>> config = Config(host_size="16GiB", disk_path="/var/cache/pagoda", disk_size="200GiB")
@@ -111,7 +111,11 @@ class Config:
     )
     min_hit_tokens: int = _option(0, "Hits of fewer tokens than this are not loaded.", option_values.count(0))
     worth_it: bool = _option(True, "Load only what is expected to be faster than computing it.")
-    deadline_seconds: float = _option(1.0, "The longest that one call may wait.", option_values.seconds)
+    deadline_seconds: float = _option(
+        1.0,
+        "The longest that one call may wait; hashing the prompt (1 to 2 us per chunk) is no wait.",
+        option_values.seconds,
+    )
     io_threads: int = _option(2, "Threads that read and write the disk.", option_values.count(1, 64))
     queue_chunks: int = _option(
         64, "Chunks that may wait for the lower tiers; more are dropped.", option_values.count(1, 2**20)
@@ -177,7 +181,7 @@ class Config:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host tier for the whole machine, "auto" resolved here and now; 0 = no host tier."""
+        """Bytes of the host tier for the whole machine, with "auto" resolved now; 0 = no host tier."""
         if self.host_size == AUTO:
             return auto_bytes(Path(self.host_path) if self.host_shared else None)
         return int(self.host_size)
@@ -188,7 +192,7 @@ class Config:
         return int(self.disk_size)
 
     def remotes(self) -> tuple[RemoteSpec, ...]:
-        """Return what each remote tier is to be, top down. Reads no file and asks no server."""
+        """Return the specification of each remote tier, top down. Reads no file and asks no server."""
         return tuple(parse(url) for url in self.remote)
 
     def lossy_codecs(self) -> tuple[str, ...]:
@@ -197,18 +201,18 @@ class Config:
         return tuple(sorted(codecs.intersection(LOSSY)))
 
     def without_lossy_tiers(self) -> Config:
-        """Return these options without the tiers that have a lossy codec: for weights that no verdict is about."""
+        """Return these options without the tiers that have a lossy codec: for weights without a verdict."""
         remote = tuple(url for url in self.remote if parse(url).codec not in LOSSY)
         if self.disk_codec in LOSSY:
             return replace(self, remote=remote, disk_size=0, disk_path="", disk_codec="raw")
         return replace(self, remote=remote)
 
     def peer_servers(self) -> tuple[RemoteSpec, ...]:
-        """Return what each entry of `peers` says. Reads no file and asks no server."""
+        """Return the specification of each entry of `peers`. Reads no file and asks no server."""
         return tuple(parse_peer(url) for url in self.peers)
 
     def lookup_server(self) -> tuple[RemoteSpec, ...]:
-        """Return what `lookup` says; empty if it is not set. Reads no file and asks no server."""
+        """Return the specification of `lookup`; empty if it is not set. Reads no file and asks no server."""
         return (parse_lookup(self.lookup),) if self.lookup else ()
 
     def roots(self) -> dict[str, Path]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the nearest of `known`, capitals aside, or an empty string."""
+    """Return "; did you mean X?" for the nearest of `known`, ignoring capitals, or an empty string."""
     spelt = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), spelt, n=1, cutoff=0.6)
     if not near and len(word) > 2:

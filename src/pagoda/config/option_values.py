@@ -1,4 +1,4 @@
-"""What the value of each option may be: read from text, checked, kept in one form; and the types as a JSON schema.
+"""Values of options: read from text, checked, and converted to one form; and their types as a JSON schema.
 
 Called by `Config` (checked) and by `pagoda.config.sources` (converted). Changes nothing; looks at paths.
 """
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 WritePolicy = Literal["write_through", "selective", "write_back"]
 LogFormat = Literal["plain", "json"]
-DiskCodec = Literal["raw", "q8", "q4"]  # a slot has one size, so what zstd would save there is lost
+DiskCodec = Literal["raw", "q8", "q4"]  # no zstd: a slot has a fixed size, so compression saves nothing there
 Check = Callable[[str, object], object]
 
 
 def checked(option: Field[object], value: object) -> object:
-    """Return `value` as an option keeps it (sizes in bytes, paths absolute). Changes nothing.
+    """Return `value` in the form that `Config` has (sizes in bytes, paths absolute). Changes nothing.
 
     Raises:
-        ConfigError: it cannot stand; the message names the option, the value and what to do.
+        ConfigError: the value is invalid; the message names the option, the value and what to do.
     """
     try:
         check: Check | None = option.metadata["check"] or _TYPES[str(option.type)][2]
-        assert check is not None  # an option whose type does not tell names one
+        assert check is not None  # an option whose type has no check names one
         return check(option.name, value)
     except ConfigError:
         raise
@@ -44,7 +44,7 @@ def checked(option: Field[object], value: object) -> object:
 
 
 def converted(kind: str, value: object) -> object:
-    """Return `value` as an option of that type annotation. Changes nothing.
+    """Return `value` converted to the type of that annotation. Changes nothing.
 
     Raises:
         ValueError: the value is not of this type and cannot be read as one.
@@ -65,7 +65,7 @@ def properties(config: type[Config], preset: dict[str, object]) -> dict[str, obj
     }
 
 
-# ---- checking, one function a kind of value; `Config` names those that the type of an option does not tell
+# ---- checks, one function per kind of value; `Config` names a check if the type of the option has none
 
 
 def _size(name: str, value: object) -> object:
@@ -163,7 +163,7 @@ def lookup(name: str, value: object) -> object:
     return value.strip()
 
 
-# ---- converting, one function a type
+# ---- conversions, one function per type
 
 _FLAGS = {
     **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
@@ -250,7 +250,7 @@ def _texts(value: object) -> tuple[str, ...]:
     return tuple(map(_text, value))
 
 
-# by type annotation: what reads a value of it, its JSON schema, and its check unless the option names another
+# by type annotation: the function that reads a value, the JSON schema, and the check unless the option names another
 _TYPES: dict[str, tuple[Callable[[object], object], dict[str, object], Check | None]] = {
     "int": (_integer, {"type": "integer"}, None),
     "float": (_number, {"type": "number"}, None),

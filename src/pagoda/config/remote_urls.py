@@ -1,4 +1,4 @@
-"""The URLs of remote tiers: what they may say, what of it is ours, how they are shown without their secrets."""
+"""The URLs of remote tiers: which are valid, which parameters are ours, and how they are shown without secrets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient
 
 REDIS, OBJECTS, PAGODA, MOONCAKE = "redis", "objects", "pagoda", "mooncake"
-_SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL gives one, how a URL is written
+_SCHEMES = {  # scheme: the kind of store, the default name of the tier, an example of a URL
     "redis": (REDIS, "redis", "redis://host:6379/0"),
     "rediss": (REDIS, "redis", "rediss://host:6379/0"),
     "unix": (REDIS, "redis", "unix:///run/redis.sock"),
@@ -37,9 +37,9 @@ _SCHEMES = {  # scheme: the kind of engine, the name of the tier unless the URL 
     "https": (OBJECTS, "webdav", "https://host/path/"),
 }
 _SCHEMES_OF_ONE_REDIS = ("redis", "rediss", "unix")
-# some round trips of a network that such an engine is on
+# a few round trips on the network where such a store usually is
 _LOOKS = {REDIS: "50ms", OBJECTS: "300ms", PAGODA: "50ms", MOONCAKE: "50ms"}
-_MEANT = {  # what others call them
+_MEANT = {  # other names of these schemes
     "valkey": "redis",
     "valkeys": "rediss",
     "redis-sentinel": "redis+sentinel",
@@ -63,14 +63,15 @@ _NOT_OF_MOONCAKE = ("ttl", "evict", "password_file", "write_policy")
 _OF_MOONCAKE = ("segment", "protocol")
 _WRITE_POLICIES = ("write_through", "second_sight")
 _OF_PEERS = ("password_file", "server", "dns")
-_INDEX = "index"  # of an object store: the URL of a Redis that knows its chunks
-_MOST_TTL_SECONDS = 10 * 365 * 86400.0  # and by default of the marks of an index: objects have no end either
+_INDEX = "index"  # parameter of an object store: the URL of a Redis that knows its chunks
+# also the default for the marks of an index, since objects do not expire either
+_MOST_TTL_SECONDS = 10 * 365 * 86400.0
 _OF_INDEX = ("prefix", "ttl", "password_file")
 _OF_LOOKUP = ("prefix", "password_file")
 MOST_PEERS = 8
-"""How many neighbours are asked at once; of more, `lookup` says which."""
+"""How many neighbours are asked at once; if there are more, `lookup` decides which."""
 _TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile")
-# names of tiers that are no remote ones, and of all together
+# names of tiers that are not remote, and the name for all tiers
 _RESERVED = "all", "device", "disk", "host", "peers"
 LOSSY = ("q8", "q4", "qzstd")  # codecs after which KV is approximate; `pagoda.codec` has them
 _CODECS = ("raw", "zstd", *LOSSY)
@@ -81,7 +82,7 @@ _SPAN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|min|m|h|d|)")
 _UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.IGNORECASE)
 _OF_SENTINELS = ("sentinel_username", "sentinel_password_file")
-_NO_SECRET = (  # these only say where one is
+_NO_SECRET = (  # these parameters only say where a secret is
     "password_file",
     "sentinel_password_file",
     "credential_provider",
@@ -89,7 +90,7 @@ _NO_SECRET = (  # these only say where one is
 )
 _NEXT = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*:/)|[\s,]+$")
 _USER = re.compile(r"[A-Za-z0-9_.%-]*")
-# a host, with a port or without; else a password is all there is
+# a host, with or without a port; otherwise the text is only a password
 _HOST = re.compile(r"(\[|[^:?,]*(:\d*)?(,[^:?,]*(:\d*)?)*([/?]|$))")
 _PARAMETER = re.compile(r"([?&][^=&?]*)=([^&]*)")
 _MASK = "***"
@@ -97,10 +98,10 @@ _MASK = "***"
 
 @dataclass(frozen=True)
 class RemoteSpec:
-    """What one remote tier is to be. Immutable; its repr shows no secret."""
+    """The specification of one remote tier. Immutable; its repr shows no secret."""
 
     url: str = field(repr=False)
-    """As the engine gets it: without the parameters that are ours, with the secrets that it was written with."""
+    """The URL for the store: without our parameters, with its secrets."""
     redacted: str
     """The whole URL as it may be shown."""
     kind: str
@@ -109,22 +110,22 @@ class RemoteSpec:
     prefix: str = "pagoda"
     ttl_seconds: float = 7 * 86400.0
     evict: str = ""
-    """"ttl": chunks are ranked by their remaining life, also if a Redis does not say that it evicts by that."""
+    """"ttl": chunks are ranked by their remaining life, even if the Redis does not say that it evicts by that."""
     write_policy: str = _WRITE_POLICIES[0]
-    """Of what the cache hands over: "write_through", all; "second_sight", what was asked for twice, on any machine."""
+    """Which chunks are written: "write_through", all; "second_sight", those asked for twice, on any machine."""
     codec: str = "raw"
     connections: int = 4
     deadline_seconds: float = 1.0
     look_seconds: float = 0.05
     queue_chunks: int = 64
     options: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
-    """Parameters for the object store's own client; of a neighbour "dns"; of a Mooncake pool "segment", in bytes."""
+    """Parameters for the object store's own client; for a neighbour "dns"; for a Mooncake pool "segment", in bytes."""
     password_file: str = ""
-    """Where the password is read from when the tier is opened; empty: it is in the URL, or there is none."""
+    """The file with the password, read when the tier is opened; empty: the password is in the URL, or there is none."""
 
     @property
     def lacks_secret(self) -> bool:
-        """Whether this was made of a URL whose secrets are masked, as the register of tiers keeps it."""
+        """Whether this was made from a URL with masked secrets, as the register of tiers keeps it."""
         return _MASK in self.redacted and _MASK in (self.url + "".join(self.options.values()))
 
     def engine(self) -> StoreClient:
@@ -171,10 +172,10 @@ class RemoteSpec:
 
 
 def parse(url: str) -> RemoteSpec:
-    """Return what the URL of a remote tier says. Reads no file and asks no server.
+    """Return the specification in the URL of a remote tier. Reads no file and asks no server.
 
     Raises:
-        ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
+        ConfigError: the URL is invalid; the message names the option and the URL (without secrets), and what to do.
     """
     return _of_option("remote", _parsed, url)
 
@@ -187,12 +188,12 @@ def _of_option(option: str, read: Callable[[str], RemoteSpec], url: str) -> Remo
 
 
 def split(text: str) -> tuple[str, ...]:
-    """Return the URLs of a comma separated text; a comma within a URL (a password's) parts nothing."""
+    """Return the URLs of a comma separated text; a comma inside a URL (in a password) does not split it."""
     return tuple(part for part in _NEXT.split(text.strip()) if part)
 
 
 def _urls_of(value: object, needed: str) -> tuple[str, ...]:
-    """Return the URLs of a text or a list. Raises ConfigError, which says what is needed, for anything else."""
+    """Return the URLs of a text or a list. Raises ConfigError with `needed` for anything else."""
     if isinstance(value, str):
         value = split(value)
     if not isinstance(value, list | tuple) or not all(isinstance(url, str) for url in value):
@@ -201,10 +202,10 @@ def _urls_of(value: object, needed: str) -> tuple[str, ...]:
 
 
 def tuple_of(value: object) -> tuple[str, ...]:
-    """Return the option `remote` as it is kept: checked URLs, top down.
+    """Return the value of the option `remote`: checked URLs, top down.
 
     Raises:
-        ConfigError: one of them cannot stand, or two tiers have one name.
+        ConfigError: a URL is invalid, or two tiers have the same name.
     """
     needed = "remote: a URL such as 'redis://host:6379/0' is needed, or a list of them, top down"
     urls = _urls_of(value, needed)
@@ -221,19 +222,19 @@ def tuple_of(value: object) -> tuple[str, ...]:
 
 
 def parse_peer(url: str) -> RemoteSpec:
-    """Return what the URL of a neighbour says. Reads no file and asks no server.
+    """Return the specification in the URL of a neighbour. Reads no file and asks no server.
 
     Raises:
-        ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
+        ConfigError: the URL is invalid; the message names the option and the URL (without secrets), and what to do.
     """
     return _of_option("peers", _parsed_peer, url)
 
 
 def peers_of(value: object) -> tuple[str, ...]:
-    """Return the option `peers` as it is kept: checked URLs.
+    """Return the value of the option `peers`: checked URLs.
 
     Raises:
-        ConfigError: one of them cannot stand or is given twice.
+        ConfigError: a URL is invalid or given twice.
     """
     urls = _urls_of(value, "peers: a list of URLs of pagoda serve is needed, such as ['http://a:7777']")
     seen: set[str] = set()
@@ -246,16 +247,16 @@ def peers_of(value: object) -> tuple[str, ...]:
 
 
 def parse_lookup(url: str) -> RemoteSpec:
-    """Return what the URL of the option `lookup` says. Reads no file and asks no server.
+    """Return the specification in the URL of the option `lookup`. Reads no file and asks no server.
 
     Raises:
-        ConfigError: it cannot stand; the message names the option and the URL (without secrets), and what to do.
+        ConfigError: the URL is invalid; the message names the option and the URL (without secrets), and what to do.
     """
     return _of_option("lookup", _parsed_lookup, url)
 
 
 def redacted(url: str) -> str:
-    """Return any text that was meant as a URL, with all that may be secret in it masked; rather too much of it."""
+    """Return any text that was meant as a URL, with everything masked that may be secret, and rather too much."""
     scheme, mark, rest = url.partition("://")
     if not mark:
         scheme, rest = "", url
@@ -270,7 +271,7 @@ def redacted(url: str) -> str:
 
 def _without_secret(parameter: re.Match[str]) -> str:
     name, value = parameter[1], parameter[2]
-    inner = unquote(value)  # it may be a URL with parameters of its own
+    inner = unquote(value)  # the value may itself be a URL with parameters
     secret = (_SECRET.search(name) and name[1:] not in _NO_SECRET) or "@" in inner
     if "://" in inner:
         secret = secret or redacted(inner) != inner
@@ -347,7 +348,7 @@ def _scheme(url: str) -> str:
 
 
 def _check_place(scheme: str, parts: SplitResult, shape: str) -> None:
-    """Raise ValueError if the part between the scheme and the parameters is not as the engine needs it."""
+    """Raise ValueError if the part between the scheme and the parameters is not in the form that the store needs."""
     if scheme == "unix":
         if parts.hostname or not parts.path.strip("/"):
             raise ValueError(f"the path of a socket is needed, with three slashes; {shape}")
@@ -389,7 +390,7 @@ def _check_place(scheme: str, parts: SplitResult, shape: str) -> None:
 
 
 def _parameters(query: str) -> dict[str, str]:
-    """Return the parameters by name; a plus sign is one, as in the keys of stores (no form was filled in here)."""
+    """Return the parameters by name; a plus sign stays a plus sign, because keys of stores contain it."""
     found: dict[str, str] = {}
     for part in filter(None, query.split("&")):
         name, equals, value = part.partition("=")
@@ -429,7 +430,7 @@ def _check_objects(scheme: str, ours: Mapping[str, str]) -> None:
 
 
 def _check_index(index: str) -> None:
-    """Raise ValueError if this is not the URL of a Redis, nor a masked one."""
+    """Raise ValueError unless this is the URL of a Redis, or a masked one."""
     if index == _MASK:
         return
     if _SCHEMES.get(index.partition("://")[0].lower(), ("",))[0] != REDIS:
@@ -456,7 +457,7 @@ def _check_pagoda(ours: Mapping[str, str], given: Mapping[str, str]) -> None:
 
 
 def _check_mooncake(parts: SplitResult, ours: Mapping[str, str], given: dict[str, str]) -> None:
-    """Raise ValueError for what a Mooncake pool has not; replace the size of the segment by its bytes."""
+    """Raise ValueError for parts that a Mooncake URL cannot have; replace the size of the segment by its bytes."""
     if parts.path.strip("/") or parts.username is not None:
         raise ValueError("a Mooncake pool has neither path nor user; write mooncake://host:50051")
     _refuse_ours(ours, _NOT_OF_MOONCAKE, "a Mooncake pool has none; remove it")
@@ -471,7 +472,7 @@ def _check_mooncake(parts: SplitResult, ours: Mapping[str, str], given: dict[str
 
 
 def _parsed_peer(url: str) -> RemoteSpec:
-    """Return what the URL of a neighbour says. Raises ValueError."""
+    """Return the specification in the URL of a neighbour. Raises ValueError."""
     scheme, query = url.partition("://")[0].lower(), url.partition("?")[2]
     if scheme not in ("http", "https"):
         raise ValueError("a neighbour is a pagoda serve; write http://host:7777")

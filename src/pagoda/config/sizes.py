@@ -1,4 +1,4 @@
-"""Sizes as people write them ("64GiB", "1.5TB", "auto"), and what "auto" means on this machine.
+"""Sizes as people write them ("64GiB", "1.5TB", "auto"), and the size that "auto" is on this machine.
 
 Every size is for the whole machine and shared by all its processes, never one rank's share.
 """
@@ -18,9 +18,9 @@ UNITS: dict[str, int] = {
 }
 AUTO = "auto"
 AUTO_SHARE = 0.25
-"""The share of the memory limit that "auto" takes."""
+"""The share of the memory limit that "auto" is."""
 FILESYSTEM_SHARE = 0.9
-"""The most of its file system that "auto" takes: the ledger's own files and other programs need the rest."""
+"""The largest share of its file system that "auto" is: the ledger's own files and other programs need the rest."""
 SMALLEST_BYTES = 4096
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*")
@@ -82,7 +82,7 @@ def format_size(size_bytes: float) -> str:
 
 
 def auto_bytes(directory: Path | None) -> int:
-    """Return what "auto" means here: a share of the memory limit, never more than the file system can hold.
+    """Return the size that "auto" is here: a share of the memory limit, never more than the file system can hold.
 
     `directory` is where the memory is (it need not exist yet); None for private memory. The whole size of the
     file system counts, not what is free today, so that the answer is the same from one start to the next.

@@ -1,7 +1,7 @@
-"""Builds a `Config` from every place that options come from, and remembers where each one came from.
+"""Builds a `Config` from all sources of options, and records the source of each value.
 
-Keyword arguments win over command-line options, those over PAGODA_... variables, those over the TOML file,
-that over the defaults.
+Keyword arguments override command-line options; these override PAGODA_... variables; these override the TOML file; and
+that overrides the defaults.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from pagoda.serve_token_file import TOKEN_VARIABLE
 
 PREFIX = "PAGODA_"
 FILE_VARIABLE = "PAGODA_CONFIG"
-_NO_OPTIONS = {FILE_VARIABLE, TOKEN_VARIABLE}  # the token of `pagoda serve` is a secret, and no option
+_NO_OPTIONS = {FILE_VARIABLE, TOKEN_VARIABLE}  # the token of `pagoda serve` is a secret and not an option
 DEFAULT = "default"
 _LISTED = " (pagoda config show lists them)"
-# What Kubernetes sets in every pod for a service whose name begins with "pagoda"; no option may end like these.
+# What Kubernetes sets in every pod for a service whose name begins with "pagoda"; no option's name may end like these.
 _SERVICE_VARIABLE = re.compile(
     r"PAGODA_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
 
 
 class Loaded(NamedTuple):
-    """A configuration and, by option, where its value came from ("default", "file /etc/...")."""
+    """A configuration and, by option, the source of its value ("default", "file /etc/...")."""
 
     config: Config
     origins: dict[str, str]
 
 
 _Given = dict[str, tuple[object, str]]
-"""Options from one place: the value of each, and how errors and origins name where it is from."""
+"""Options from one source: the value of each, and how errors and origins name the source."""
 
 
 def load(
@@ -52,13 +52,13 @@ def load(
     """Return the configuration and the origin of each value. Reads the environment and a file.
 
     Args:
-        cli: options of a command line by option name; None values were not given.
+        cli: options of a command line by name; None: not given.
         file: the TOML file; by default the one PAGODA_CONFIG names, else ./pagoda.toml, else
             ~/.config/pagoda/config.toml, else none.
         environ: instead of `os.environ`.
 
     Raises:
-        ConfigError: an unknown option or variable (with the nearest known one), or a value that cannot stand.
+        ConfigError: an unknown option or variable (with the nearest known one), or an invalid value.
     """
     environ = os.environ if environ is None else environ
     arguments = _arguments(kwargs)
@@ -87,7 +87,7 @@ def _converted(name: str, kind: str, value: object, origin: str) -> object:
     try:
         return converted(kind, value)
     except ValueError as invalid:
-        # there may be a password in it
+        # the value may contain a password
         shown = "" if name in ("remote", "peers", "lookup") else f" = {value!r}"
         raise ConfigError(f"{name}{shown}: {invalid} ({origin})") from None
 
@@ -107,9 +107,9 @@ def _options(given: Mapping[str, object]) -> _Given:
 
 
 def _environment(environ: Mapping[str, str]) -> _Given:
-    """Read the PAGODA_ variables; an empty one counts as not set, as shells cannot say otherwise.
+    """Read the PAGODA_ variables. An empty variable counts as not set.
 
-    The variables that Kubernetes sets for services are passed over.
+    The variables that Kubernetes sets for services are ignored.
     """
 
     known = {PREFIX + name.upper(): name for name in option_names()}
@@ -123,7 +123,7 @@ def _environment(environ: Mapping[str, str]) -> _Given:
 
 
 def _find_file(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the TOML file to read: a named one must exist, the usual places need not."""
+    """Return the TOML file to read: a named file must exist, the usual ones need not."""
     named = file if file is not None else environ.get(FILE_VARIABLE) or None
     if named is not None:
         path = Path(expanded(named))
@@ -132,13 +132,13 @@ def _find_file(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) 
             what = "is a directory, not a" if path.is_dir() else "no such"
             raise ConfigError(f"{path}: {what} configuration file{where}")
         return path
-    # stays "~" for a user that the system does not know
+    # this stays "~" if the system does not know the user
     home = environ.get("HOME") or os.path.expanduser("~")
     config_home = environ.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
     if os.path.isfile("pagoda.toml"):
         return Path("pagoda.toml")
     theirs = Path(config_home, "pagoda", "config.toml")
-    # HOME may be another user's
+    # HOME may belong to another user
     return theirs if os.path.isfile(theirs) and os.access(theirs, os.R_OK) else None
 
 

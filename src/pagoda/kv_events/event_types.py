@@ -1,4 +1,4 @@
-"""The events of caches: vLLM's (0.32), so that whoever routes requests to vLLM understands them."""
+"""The events of caches. They are vLLM's (0.32), so that routers made for vLLM understand them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
 
     block_hashes: list[int]
     parent_block_hash: int | None
-    token_ids: msgspec.Raw  # a list of integers; none for the blocks of a tenant
-    block_size: int  # tokens of a block
+    token_ids: msgspec.Raw  # a list of integers; empty for the blocks of a tenant
+    block_size: int  # tokens per block
     lora_id: int | None
     medium: str
     lora_name: str | None
@@ -31,11 +31,11 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class BlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
-    """What was told before is no longer true."""
+    """All earlier reports are void."""
 
 
 class ChunkEventForm:
-    """An `EventForm` for caches: a block is a chunk, and its hash the end of the chunk's key. Pure."""
+    """An `EventForm` for caches: a block is a chunk, and its hash is the end of the chunk's key. Pure."""
 
     def __init__(self, facts: BlockFacts) -> None:
         self._facts = facts

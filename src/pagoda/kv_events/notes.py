@@ -1,4 +1,4 @@
-"""The note of a chunk: what routers of requests are told of it, as it is kept beside the tier."""
+"""The note of a chunk: what is reported of it to routers of requests, as it is kept beside the tier."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 
 from pagoda.keys import KEY_BYTES
 
-NAME_BYTES = 8  # of a hash, if events name blocks by numbers: the last ones
-LOCAL = "LOCAL"  # an event's locality: stored on the machine of the engine that tells it
-_LONGEST_RUN = 4096  # tokens of one event
-_DEFLATED = b"\x78"  # begins what zlib has packed; no note in msgpack does
+NAME_BYTES = 8  # the last bytes of a hash, which name a block in events that use numbers
+LOCAL = "LOCAL"  # an event's locality: stored on the machine of the engine that reports it
+_LONGEST_RUN = 4096  # the largest number of tokens in one event
+_DEFLATED = b"\x78"  # the first byte of zlib's output; no note in msgpack begins with it
 _MOST_UNPACKED_BYTES = 1 << 20
-_UINT32 = np.dtype([("marker", np.uint8), ("value", ">u4")])  # in msgpack
+_UINT32 = np.dtype([("marker", np.uint8), ("value", ">u4")])  # as in msgpack
 
 
 class BlockFacts(msgspec.Struct, frozen=True):
     """What all blocks of one group of an engine's KV have in common.
 
-    `kind`, `window`: of the engine's specification of its KV. `needs_all`: a hit needs all of its chunks from the first
-    one on (full attention); False: only those at its end (a sliding window, a state).
+    `kind`, `window`: from the engine's specification of its KV. `needs_all`: a hit needs all chunks from the first
+    one on (full attention); False: only the last ones (a sliding window, a state).
     """
 
     chunk_tokens: int
@@ -38,27 +38,27 @@ class BlockFacts(msgspec.Struct, frozen=True):
         return self.chunk_tokens // self.block_tokens
 
     def fits(self, note: ChunkNote) -> bool:
-        """Whether a note is of one chunk of this engine: hashes of all its blocks, and all its tokens or none."""
+        """Whether a note fits one chunk of this engine: it has the hashes of all blocks, and all tokens or none."""
         whole = len(note.hashes) >= NAME_BYTES * self.blocks and not len(note.hashes) % self.blocks
         return whole and len(note.root) == KEY_BYTES and len(note.tokens) in (0, 4 * self.chunk_tokens)
 
 
 class ChunkNote(msgspec.Struct, array_like=True, omit_defaults=True):
-    """One chunk. `hashes`: the engine's hash of each block, concatenated; `parent`: of the block before them."""
+    """One chunk. `hashes`: the engine's hash of each block, concatenated; `parent`: that of the block before."""
 
-    root: bytes  # of the namespace
+    root: bytes  # the root of the namespace
     parent: bytes
     hashes: bytes
-    tokens: bytes = b""  # int32; none if the chunk has a tenant's salt
+    tokens: bytes = b""  # int32; empty if the chunk has a tenant's salt
     lora_id: int | None = None
     lora_name: str | None = None
     extra_keys: list[tuple[object, ...] | None] | None = None
     session_id: str | None = None
-    group: int = 0  # of the engine's KV
+    group: int = 0  # the group of the engine's KV
 
 
 Groups: TypeAlias = Mapping[int, BlockFacts]
-"""The groups of an engine's KV by the numbers that it gives them; of most engines only group 0."""
+"""The groups of an engine's KV by their numbers; most engines have only group 0."""
 
 NoteMaker: TypeAlias = Callable[[int], ChunkNote | None]
 """Returns the note of a request's chunk by its number; None if its hashes are not known yet."""
@@ -78,13 +78,13 @@ class EventForm(Protocol):
 
 
 def packed(note: ChunkNote, most_bytes: int) -> bytes:
-    """Return a note as it is kept; it is compressed if it has more than `most_bytes`. Pure."""
+    """Return a note as bytes; they are compressed if they are more than `most_bytes`. Pure."""
     plain = _encode(note)
     return plain if len(plain) <= most_bytes else zlib.compress(plain, 1)
 
 
 def unpacked(kept: bytes) -> ChunkNote:
-    """Return the note that was kept as these bytes. Raises ValueError if they are no note. Pure."""
+    """Return the note in these bytes. Raises ValueError if they are not a note. Pure."""
     if kept.startswith(_DEFLATED):
         try:
             kept = zlib.decompressobj().decompress(kept, _MOST_UNPACKED_BYTES)
@@ -94,7 +94,7 @@ def unpacked(kept: bytes) -> ChunkNote:
 
 
 def runs(notes: Iterable[ChunkNote], groups: Groups) -> Iterator[Sequence[ChunkNote]]:
-    """Return the runs of some chunks in order: in a run each chunk is the next one's parent. One event tells one."""
+    """Return chunks in order as runs, in which each chunk is the parent of the next. One event reports one run."""
     notes, at = sorted(notes, key=lambda note: note.group), 0
     while at < len(notes):
         facts, end = groups[notes[at].group], at + 1
@@ -106,7 +106,7 @@ def runs(notes: Iterable[ChunkNote], groups: Groups) -> Iterator[Sequence[ChunkN
 
 
 def packed_token_ids(run: Iterable[ChunkNote]) -> msgspec.Raw:
-    """Return the token ids of chunks in order, as a list in msgpack: no object of Python is made of each. Pure."""
+    """Return the token ids of chunks in order, as a list in msgpack: no Python object is made for each. Pure."""
     ids = np.frombuffer(b"".join(note.tokens for note in run), np.uint32)
     told = np.empty(len(ids), _UINT32)
     told["marker"], told["value"] = 0xCE, ids

@@ -1,7 +1,7 @@
-"""A publisher of KV events over ZMQ, for engines that have none of their own.
+"""A publisher of KV events over ZMQ, for engines that do not have one.
 
-As from vLLM, each message has three frames: the topic, a number (8 bytes, big endian) and a batch in msgpack, `[time,
-[event, ...], data-parallel rank]`.
+Like vLLM's messages, each message has three frames: the topic, a number (8 bytes, big endian) and a batch in msgpack,
+`[time, [event, ...], data-parallel rank]`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ try:
 except ImportError as missing:
     raise ConfigError(f"KV events need pyzmq: pip install 'pagodakv[events]' ({missing})") from None
 
-_MOST_BEHIND_BYTES = 128 << 20  # that wait for one slow router; it misses what comes then
-_FEWEST_BEHIND = 256  # messages
-_SUBSCRIBES = b"\1"  # begins what an XPUB socket receives of a subscription; the end of one begins with zero
-_GIVEN_UP_SECONDS = 0.5  # for the endpoint of a publisher that was closed
+# so much may wait for one slow router; later messages are lost for that router
+_MOST_BEHIND_BYTES = 128 << 20
+_FEWEST_BEHIND = 256  # at least so many messages may wait
+_SUBSCRIBES = b"\1"  # the first byte that an XPUB socket receives for a subscription; zero is the end of one
+_GIVEN_UP_SECONDS = 0.5  # how long to wait for the endpoint of a closed publisher
 
 
 class EventPublisher:
-    """An `Outlet` that sends at once. After `__init__` only one thread may use it; it waits for nobody."""
+    """An `Outlet` that sends immediately. After `__init__` only one thread may use it; it never waits."""
 
     cleared = 0
     is_full = False
@@ -39,14 +40,14 @@ class EventPublisher:
     ) -> None:
         """Listen on `endpoint`, such as "tcp://*:5557". `rank`: this engine's data-parallel rank, for the messages.
 
-        `message_bytes`: of the largest of them, about: so it is known how many may wait for a slow router.
+        `message_bytes`: about the size of the largest message; it decides how many may wait for a slow router.
         Raises ConfigError if the endpoint cannot be used.
         """
         self._topic, self._rank = topic.encode(), rank
-        # numbers that rise over restarts: a router leaves out those that it has seen
+        # the numbers also rise after a restart, because a router ignores numbers that it has seen
         self._numbers = count(int(time.time() * 1000))
         self._encode = msgspec.msgpack.Encoder().encode
-        # a PUB socket that says who subscribes
+        # a PUB socket that reports subscriptions
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         try:
             self._socket.setsockopt(zmq.LINGER, 0)
@@ -63,7 +64,7 @@ class EventPublisher:
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _bind(self, endpoint: str) -> None:
-        """Take the endpoint. That of a publisher which was closed just now is given up by a thread of ZMQ's."""
+        """Bind to the endpoint. Waits for a moment if a publisher that was just closed still has it."""
         deadline = Deadline(_GIVEN_UP_SECONDS)
         while True:
             try:
@@ -75,7 +76,7 @@ class EventPublisher:
             time.sleep(0.01)
 
     def newcomers(self) -> bool:
-        """Whether anybody has subscribed since the last call, and so hears what is sent from now on."""
+        """Whether a router has subscribed since the last call; it receives what is sent from now on."""
         subscribed = False
         with suppress(zmq.Again):
             while True:
@@ -83,15 +84,15 @@ class EventPublisher:
         return subscribed
 
     def tell_anew(self) -> Iterator[None]:
-        """Tell, with the first step, that what was told is no longer true: all that is follows."""
+        """Send, in the first step, that all blocks are cleared; the caller then sends everything again."""
         self.send([BlocksCleared()])
         yield
 
     def send(self, events: Sequence[object]) -> None:
-        """Send one message to everybody who listens."""
+        """Send one message to all subscribers."""
         batch = self._encode([time.time(), events, self._rank])
         self._socket.send_multipart((self._topic, next(self._numbers).to_bytes(8, "big"), batch), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """End. Idempotent."""
+        """Close the socket. Idempotent."""
         self._socket.close()

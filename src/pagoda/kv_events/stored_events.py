@@ -1,10 +1,10 @@
-"""KV events: routers of requests are told which chunks this machine's host memory and disk hold for an engine.
+"""KV events: report to routers of requests which chunks this machine's host memory and disk hold for an engine.
 
-One thread compares what it has told with the published columns of each local tier, several times a second, and sends
-the difference: so it makes no difference which process stored, loaded, evicted or cleared a chunk, or whether this
-engine was running then. A chunk is told once every process can read it. What it takes to tell a chunk, the hashes and
-tokens that the engine knew it by, is its note (`notes`), kept beside the tier; of a chunk without a note routers
-hear when a request finds it. Chunks of tenants and adapters are told from their first request to this engine on.
+Several times a second, one thread compares what it has reported with the published columns of each local tier, and
+sends the difference. So it does not matter which process stored, loaded, evicted or cleared a chunk, or whether this
+engine was running then. A chunk is reported when every process can read it. For that the hashes and tokens are needed
+by which the engine knew the chunk; they are its note (`notes`), kept beside the tier. A chunk without a note is
+reported when a request finds it. Chunks of tenants and adapters are reported after their first request to this engine.
 """
 
 from __future__ import annotations
@@ -28,49 +28,50 @@ from pagoda.threads import Event, begin
 
 log = guarded_logger("pagoda.events")
 
-MEDIA = {"host": "CPU", "disk": "STORAGE"}  # what events call the tiers
+MEDIA = {"host": "CPU", "disk": "STORAGE"}  # the names of the tiers in events
 _ROUND_SECONDS = 0.1
-# between two times that all is told: so long at least, and at most; four times as long as it took, if it was completed,
-# else twice as long as before
+# everything is reported again from time to time. The pause is within these limits: four times as long as the last time
+# took if it was completed, otherwise twice the pause before
 _RETELL_SECONDS, _LONGEST_RETELL_SECONDS, _RETELL_SHARE = 1.0, 600.0, 4.0
-_BURST_SECONDS = 0.00005  # of the processor; when the step that has begun is done, the thread rests
-_REST = 20  # times as long as a burst: a twentieth of a processor at most, however much there is to tell
-_LONGEST_REST_SECONDS = 0.5  # `close` waits for it
-_MOST_TELLING = 0.2  # seconds for what is gone from a tier, or new in it; then the next one has its turn
-_PAUSE_SECONDS = 0.002  # between two rounds if the first has not told all, and while the outlet is full
-_REMEMBERED = 4096  # notes of chunks that are being stored or loaded: some MiB
-_FEW_ROOTS = 1024  # namespaces that are known before it is looked which of them nothing is held of
-_TOKEN_BYTES = 5  # of a token id in a message, at most
+_BURST_SECONDS = 0.00005  # processor time after which the thread rests, at the end of its step
+_REST = 20  # a rest is so many times a burst: the thread takes at most a twentieth of a processor
+_LONGEST_REST_SECONDS = 0.5  # `close` waits for a rest
+_MOST_TELLING = 0.2  # seconds for the removed or the new chunks of one tier; then the next tier has its turn
+# the pause between two rounds if the first has not reported everything, and while the outlet is full
+_PAUSE_SECONDS = 0.002
+_REMEMBERED = 4096  # so many notes of chunks that are being stored or loaded are kept: some MiB
+_FEW_ROOTS = 1024  # with more known namespaces than this, those without reported chunks are forgotten
+_TOKEN_BYTES = 5  # the most bytes of a token id in a message
 
 
 def largest_message(chunk_tokens: int) -> int:
-    """Return the bytes of the largest messages, nearly all of which are token ids. Pure."""
+    """Return the size of the largest messages, which are almost entirely token ids. Pure."""
     return PIECE * chunk_tokens * _TOKEN_BYTES
 
 
 class Outlet(Protocol):
-    """Where an engine's events go. Used by the thread that tells."""
+    """The receiver of an engine's events. Used by the reporting thread."""
 
     @property
     def cleared(self) -> int:
-        """How often the engine said that all its blocks are cleared: for routers also those of its tiers."""
+        """How often the engine reported that all its blocks are cleared; routers take that for its tiers too."""
 
     @property
     def is_full(self) -> bool:
-        """Whether so many events wait that no more should be sent."""
+        """Whether so many events are waiting that no more should be sent."""
 
     def newcomers(self) -> bool:
-        """Whether routers have subscribed since the last call: they have not heard everything. Waits for none."""
+        """Whether routers have subscribed since the last call, and so have missed earlier events. Never waits."""
 
     def tell_anew(self) -> Iterator[None]:
-        """Tell step by step that all blocks are cleared, then those in the engine's own memory: all else follows."""
+        """Report step by step that all blocks are cleared, then those in the engine's own memory. All else follows."""
 
     def send(self, events: Sequence[object]) -> None:
         """Publish events."""
 
 
 class StoredEvents:
-    """Tells routers of the chunks of one engine. Thread-safe; only `close` waits."""
+    """Reports the chunks of one engine to routers. Thread-safe; only `close` waits."""
 
     def __init__(
         self,
@@ -81,11 +82,11 @@ class StoredEvents:
         outlet: Outlet,
         keeps_notes: bool = True,
     ) -> None:
-        """Prepare; `start` begins. `ledgers`: of the local tiers, by name.
+        """Prepare; `start` starts the thread. `ledgers`: the ledgers of the local tiers, by name.
 
-        `present_root` returns the root of the engine's namespace, of requests without an adapter and a salt: it becomes
-        another one when the weights change, here or in another process. Without `keeps_notes` no token ids are left
-        beside the tiers: a restarted engine tells of no earlier chunk.
+        `present_root` returns the root of the engine's namespace, for requests without an adapter and a salt; it
+        changes when the weights change, here or in another process. Without `keeps_notes` no token ids are left beside
+        the tiers: then a restarted engine reports no earlier chunk.
         """
         self._groups, self._form, self._outlet, self._keeps_notes = groups, form, outlet, keeps_notes
         self._tiers = [TierDifference(MEDIA[tier], at, form, self._rest) for tier, at in ledgers.items()]
@@ -94,22 +95,23 @@ class StoredEvents:
         self._roots = {self._root}  # of which there was a request; the thread reads it without the lock
         self._most_roots = _FEW_ROOTS  # if there are more, those of which nothing is held are forgotten
         self._met: set[bytes] = set()  # those of them that are new
-        # by an adapter's name, and namespaces of which no request comes any more
+        # by an adapter's name, and the latest namespaces of which no request comes any more
         self._adapters: dict[Hashable, bytes] = {}
-        self._gone: set[bytes] = set()
+        self._gone: dict[bytes, None] = {}
         # by key: of chunks that are being stored or loaded
         self._fresh: OrderedDict[bytes, ChunkNote] = OrderedDict()
         self._told_of: set[bytes] = set()  # keys of these notes that are new
         self._lines = RateLimitedLog()
         self._ended = Event()
         self._renewed = False
-        self._sending = False  # still True after a failure: events were lost, and all is told again
-        self._rested = 0.0  # what the thread had used of the processor at its last rest
+        # still True after a failure: events were lost, and everything is reported again
+        self._sending = False
+        self._rested = 0.0  # processor time of the thread at its last rest
         self._anew: Iterator[None] = iter(())  # of `tell_anew`: what is left
         self._thread = threading.Thread(target=self._run, name="pagoda-events", daemon=True)
 
     def start(self) -> None:
-        """Begin to tell."""
+        """Start the reporting thread."""
         begin(self._thread)
 
     def note(
@@ -117,9 +119,9 @@ class StoredEvents:
     ) -> None:
         """Keep the notes of chunks `first`, `first` + 1, ... of a request, for which host slots were just reserved.
 
-        `make` returns the note of a chunk by its number; `root`: of the request's namespace; `present`: what
-        `present_root` returned when that was named. If the weights have changed since, nothing is kept. What it cannot
-        note costs events and nothing else.
+        `make` returns the note of a chunk by its number; `root`: that of the request's namespace; `present`: what
+        `present_root` returned when the namespace was determined. If the weights have changed since then, nothing is
+        kept. A failure to note costs events and nothing else.
         """
         there = [(n, one) for n, one in enumerate(outcomes, first) if isinstance(one, Reserved | Present)]
         notes = self._remember(make, root, present, [(chunk, one.key) for chunk, one in there])
@@ -128,21 +130,23 @@ class StoredEvents:
         self._write(next(tier for tier in self._tiers if tier.medium == MEDIA["host"]), written)
 
     def found(self, make: NoteMaker, root: bytes, present: bytes, first: int, keys: Sequence[bytes]) -> None:
-        """Keep the notes of chunks that a request found in the tiers: routers hear of those that had none."""
+        """Keep the notes of chunks that a request found in the tiers: chunks without a note are then reported."""
         self._remember(make, root, present, list(enumerate(keys, first)))
 
     def name_adapter(self, name: Hashable, root: bytes | None) -> None:
-        """Note which namespace the requests have that name an adapter so; None: nothing of them is served.
+        """Note the namespace of requests that use an adapter of this name; None: no chunk is served for them.
 
-        What was told of another adapter of that name is taken back: routers know adapters by their names.
+        Reports of another adapter of the same name are withdrawn: routers know adapters by their names.
         """
         with self._lock:
             before = self._adapters.get(name)
             if root is not None:
                 self._adapters[name] = root
-                self._gone.discard(root)
+                self._gone.pop(root, None)
             if before not in (None, root) and before not in self._gone:
-                self._gone.add(before)
+                self._gone[before] = None
+                if len(self._gone) > _FEW_ROOTS:
+                    del self._gone[next(iter(self._gone))]
                 self._roots.discard(before)
                 self._renewed = True
 
@@ -156,7 +160,7 @@ class StoredEvents:
     def _remember(
         self, make: NoteMaker, root: bytes, present: bytes, chunks: Sequence[tuple[int, bytes]]
     ) -> dict[bytes, ChunkNote]:
-        """Return the notes of chunks, by key, as far as they can be made. Notes are made once."""
+        """Return the notes of chunks, by key, as far as they can be made. A note is made only once."""
         try:
             known = self._known([key for _, key in chunks])
             lacking = [(chunk, key) for chunk, key in chunks if key not in known]
@@ -179,7 +183,7 @@ class StoredEvents:
         return known | made
 
     def _known(self, keys: Sequence[bytes]) -> dict[bytes, ChunkNote]:
-        """Return the notes of those of these keys that have one here, with the weights of now."""
+        """Return the notes that are kept here for these keys, with the present weights."""
         with self._lock:
             self._follow_weights()
             known = {key: note for key in keys if (note := self._fresh.get(key)) is not None}
@@ -188,7 +192,7 @@ class StoredEvents:
             return known
 
     def _follow_weights(self) -> None:
-        """Begin anew if the weights have changed: no chunk of before is served any more. With the lock."""
+        """Start again if the weights have changed: no older chunk is served any more. Called with the lock."""
         root = self._present_root()
         if root != self._root:
             self._root, self._roots, self._met, self._renewed = root, {root}, {root}, True
@@ -196,7 +200,7 @@ class StoredEvents:
                 learned.clear()
 
     def _write(self, tier: TierDifference, written: Sequence[tuple[int, int, bytes, ChunkNote]]) -> None:
-        """Write notes of a tier, each with slot, generation and key; what was cleared meanwhile leaves none."""
+        """Write notes of a tier, each with slot, generation and key; erase those that were cleared meanwhile."""
         kept = written if self._keeps_notes else []
         try:
             encoded = [(slot, key, packed(note, MOST_NOTE_BYTES)) for slot, _, key, note in kept]
@@ -207,14 +211,14 @@ class StoredEvents:
             if gone := [(at, key) for at, number, key, _ in written if not tier.ledger.is_valid(at, number)]:
                 tier.notes.erase(gone)
         except Exception as trouble:  # noqa: BLE001  # a boundary: see `_made`
-            why = f"routers will not hear of chunks after a restart: {trouble}"
+            why = f"chunks are not reported to routers after a restart: {trouble}"
             self._lines.warn(log, Reason.IO_ERROR, why)
 
     # ---- the thread
 
     def _run(self) -> None:
         cleared, self._rested = self._outlet.cleared, time.thread_time()
-        # when all was last told from the beginning, whether it was completed, how long to wait before the next time
+        # when the last report of everything began, whether it was completed, and the pause before the next one
         retold, whole, pause, wanted = time.monotonic(), False, _RETELL_SECONDS, False
         next_round = _ROUND_SECONDS
         while not self._ended.wait(next_round):
@@ -225,7 +229,8 @@ class StoredEvents:
                     pause *= 1 if whole else 2
                     retold, whole, wanted, cleared = began, False, False, -1
                     self._anew = self._outlet.tell_anew()
-                if self._outlet.cleared != cleared:  # for routers also what these tiers hold: tell it again
+                # routers take that for these tiers too: report them again
+                if self._outlet.cleared != cleared:
                     cleared = self._outlet.cleared
                     for tier in self._tiers:
                         tier.tell_again()
@@ -243,7 +248,7 @@ class StoredEvents:
             self._rest()
 
     def _round(self) -> bool:
-        """Tell what has changed. Return whether that was all: a round is short, and the next one goes on."""
+        """Report what has changed. Return whether that was everything: a round is short, and the next one continues."""
         self._sending = True
         whole = self._for_a_while(self._anew)
         self._sending = False
@@ -266,9 +271,9 @@ class StoredEvents:
         return whole
 
     def _forget_roots(self) -> None:
-        """Forget the namespaces of which routers hold nothing: to be called when all was told.
+        """Forget the namespaces without reported chunks. Called when everything was reported.
 
-        With its next request such a namespace is as new.
+        At its next request, such a namespace counts as new.
         """
         held = np.unique(np.concatenate([tier.held_marks() for tier in self._tiers]))
         with self._lock:
@@ -280,7 +285,7 @@ class StoredEvents:
             self._most_roots = max(_FEW_ROOTS, 2 * len(self._roots))
 
     def _for_a_while(self, pieces: Iterable[None]) -> bool:
-        """Do pieces of work, with rests, for a bounded time. Return whether that was all."""
+        """Do pieces of work, with rests, for a limited time. Return whether all were done."""
         began = time.monotonic()
         for _ in pieces:
             self._rest()
@@ -289,9 +294,9 @@ class StoredEvents:
         return True
 
     def _tell(self, tier: TierDifference, roots: set[bytes], slots: list[int]) -> None:
-        """Tell of some chunks of a tier, in order; notes come from beside the tier, this process, or another tier.
+        """Report some chunks of a tier, in order; their notes are beside the tier, in this process, or in another tier.
 
-        With rests between its steps: what is gone after `settle` is told to be gone after this.
+        It rests between its steps; a chunk that is removed after `settle` is reported as removed afterwards.
         """
         self._rest()
         places = [(slot, tier.ledger.columns.key_of(slot)) for slot in slots]
@@ -303,7 +308,7 @@ class StoredEvents:
             self._write(tier, [(lacking[key], own(lacking[key]), key, note) for key, note in others.items()])
             notes = [note or others.get(key) for (_, key), note in zip(places, notes, strict=True)]
         self._rest()
-        self._sending = True  # what fails from here on is told again
+        self._sending = True  # if something fails from here on, it is reported again
         mine = tier.settle(slots, [self._told_in(tier.medium, note) for note in notes], roots)
         self._rest()
         events = []
@@ -313,15 +318,15 @@ class StoredEvents:
         self._send(events)
 
     def _told_in(self, medium: str, note: ChunkNote | None) -> ChunkNote | None:
-        """Return a note if routers are told of its chunk in a medium.
+        """Return a note if its chunk is reported for a medium.
 
-        Those that know windows and states look for them in memory. Of a disk Dynamo reads no groups: there a window
-        would count as the whole prefix, and its removal as that of the prefix.
+        Routers that know windows and states look for them in memory. For a disk, Dynamo does not read groups: a window
+        would count as the whole prefix, and its removal as the removal of the prefix.
         """
         return note if note is None or medium == MEDIA["host"] or self._groups[note.group].needs_all else None
 
     def _notes_elsewhere(self, tier: TierDifference, keys: Iterable[bytes]) -> dict[bytes, ChunkNote]:
-        """Return the notes of those of these keys that this process or another tier has."""
+        """Return the notes that this process or another tier has for these keys."""
         found = {key: note for key in keys if (note := self._fresh.get(key)) is not None}
         for other in self._tiers:
             lacking = [key for key in keys if key not in found]
@@ -346,13 +351,13 @@ class StoredEvents:
             if (facts := self._groups.get(found.group)) is not None and facts.fits(found):
                 return found
             trouble = "a note has other sizes"
-        except ValueError as error:  # also text that is no UTF-8
+        except ValueError as error:  # also for text that is not UTF-8
             trouble = str(error)
-        self._warn_of_note(trouble)  # of another version
+        self._warn_of_note(trouble)  # the note is of another version
         return None
 
     def _warn_of_note(self, trouble: str) -> None:
-        self._lines.warn(log, Reason.IO_ERROR, f"routers hear of chunks only when they are found: {trouble}")
+        self._lines.warn(log, Reason.IO_ERROR, f"chunks are reported to routers only when found: {trouble}")
 
     def _send(self, events: Sequence[object]) -> None:
         self._sending = True
@@ -363,8 +368,9 @@ class StoredEvents:
             pass
 
     def _rest(self) -> None:
-        """Leave the interpreter to the engine for a while, once this thread has used the processor for a burst."""
+        """Rest, so that the engine has the interpreter, if this thread has used the processor for a burst."""
         used = time.thread_time() - self._rested
         if used > _BURST_SECONDS:
-            time.sleep(min(_REST * used, _LONGEST_REST_SECONDS))  # costs half of what an event's `wait` does
+            # costs half as much as the `wait` of an event
+            time.sleep(min(_REST * used, _LONGEST_REST_SECONDS))
             self._rested = time.thread_time()

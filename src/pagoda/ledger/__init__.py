@@ -1,10 +1,10 @@
 """The ledger of a local tier: which chunk is in which slot, for any number of processes, crash-safe.
 
-Modules, in the order in which data meets them:
+Modules, in the order in which a request reaches them:
 
     ledger              `Ledger`: the calls of an engine, and opening, sharing and closing a store's ledger
-    admin               the calls of an operator, and of tiers that must know of a failure: list, pin, remove, clear
-    rebuild             what the headers of a slab say is entered into an empty ledger
+    admin               the calls of an operator, and of tiers that need an error if they fail: list, pin, remove, clear
+    rebuild             fills an empty ledger from the headers of a slab
     outcomes            the answers, as values
     session             this process's part in a store: open tables, its member, running transactions
     locks               byte-range locks between processes, and the gate
@@ -19,8 +19,8 @@ Modules, in the order in which data meets them:
     lmdb_tables         the LMDB tables: everything that must be right
     columns             the mapped columns and ghosts: hints for policies, and the published generations
     member_counters     the mapped counters, one row per member
-    chunk_notes         what an engine keeps with its chunks, to tell routers of them after a restart
-    request_ring        the last requests, with why each got no more
+    chunk_notes         what an engine keeps with its chunks, to report them to routers after a restart
+    request_ring        the last requests, with the reason why each got no more tokens
     eviction_policy     `Evictor`: the one way to the policy
     upkeep_thread       the thread on which a policy learns, and which asks for more slots
     page_guards         which slots of a slab in memory are in use, so that their pages stay

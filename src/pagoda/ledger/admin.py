@@ -1,4 +1,4 @@
-"""What an operator asks of a ledger, and what may fail: listings, pins, removal, clearing, totals, the check.
+"""The calls of an operator, which may fail with an error: listings, pins, removal, clearing, totals, the check.
 
 `Cache`, the tiers and the CLI call these functions. Each waits for the ledger up to some seconds and raises StoreError
 if it could not be done; the calls of an engine, which never do, are the methods of `Ledger`.
@@ -29,7 +29,7 @@ from pagoda.ledger.transaction import BATCH, batches
 from pagoda.metrics import Reason
 
 _PAGE = 256
-_PINS_PAGE = 4096  # takes some ms
+_PINS_PAGE = 4096  # read in one transaction, which takes some ms
 
 # ---- listings
 
@@ -38,7 +38,7 @@ def list_chunks(
     ledger: Ledger, limit: int | None = None, *, slot: int | None = None,
     deadline_seconds: float = PATIENT_SECONDS,
 ) -> Iterator[ChunkRow]:  # fmt: skip
-    """Walk all chunks by slot, a page at a time, while others go on. StoreError.
+    """Walk all chunks by slot, a page at a time; between pages other calls can run. Raises StoreError.
 
     `slot`: only the chunk in that slot, if it has one, within the deadline.
     """
@@ -79,7 +79,7 @@ def list_namespaces(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -
 
 
 def list_pins(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[str, list[bytes]]:
-    """Return the pinned keys of each owner, read a page at a time, while others go on. StoreError."""
+    """Return the pinned keys of each owner, read a page at a time, so that other calls can run. Raises StoreError."""
     found: dict[str, list[bytes]] = {}
     until = time.monotonic() + deadline_seconds
     rows = ledger.session.read_rows(lambda tables: tables.pins, lambda _, __, *row: row, until, _PINS_PAGE)
@@ -119,7 +119,7 @@ def remove(ledger: Ledger, keys: Sequence[bytes], reason: Reason = Reason.REMOVE
         places = ledger.columns.places_of(batch) if notes.exist() else []
         work = partial(hold_pin_remove.remove, keys=batch, reason=reason)
         removed += ledger.session.write(work, frees=True)
-        with suppress(OSError):  # it can be read only under a key that is published no more
+        with suppress(OSError):  # it does no harm: a note is read only under a published key
             notes.erase(places)
     return removed
 
@@ -134,14 +134,14 @@ def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
     """
     try:
         return _clear_chunks(ledger, namespace)
-    finally:  # a prompt that was logged before is stored no more
+    finally:  # the log may contain prompts that are no longer stored
         _remove_tokens(ledger, namespace)
 
 
 def _remove_tokens(ledger: Ledger, namespace: bytes | None) -> None:
     """Remove the token ids of what was cleared: the whole log of prompts, and the notes of chunks that are gone."""
     left, notes = [], ChunkNotes(ledger.directory)
-    # in this order: the first log may take the place of the second meanwhile
+    # in this order, since the current log may become the old log meanwhile
     for name in (PROMPTS, OLD_PROMPTS, *([NOTES] if namespace is None else [])):
         try:
             (ledger.directory / name).unlink(missing_ok=True)
@@ -156,10 +156,12 @@ def _remove_tokens(ledger: Ledger, namespace: bytes | None) -> None:
 
 
 def _clear_chunks(ledger: Ledger, namespace: bytes | None) -> int:
+    with suppress(OSError):  # where this fails, the tables cannot be written either
+        ledger.session.store.locks.mark()  # first: what is reserved after the tables are cleared must see it
     cleared = ledger.session.write(partial(clears_and_labels.clear, root=namespace), frees=True)
     try:
         ledger.namespaces.save_clear(namespace)
-    finally:  # the chunks are removed now, even if a rebuild may bring them back
+    finally:  # the chunks are removed, even if the clear was not saved and a rebuild may bring them back
         dropped = _drop_cleared(ledger, cleared)
     return dropped
 
@@ -172,7 +174,7 @@ def _drop_cleared(ledger: Ledger, scope: ClearScope) -> int:
 
     rows = ledger.session.read_rows(lambda tables: tables.slots, cleared)
     slots = (slot for slot in rows if slot is not None)
-    dropped, most = 0, 4  # a few first: if the map is full, they free space for more
+    dropped, most = 0, 4  # a few chunks first: if the map is full, they free space for more
     while dropped < chunks and (found := list(islice(slots, most))):
         drop = partial(hold_pin_remove.drop_cleared, slots=found, namespace=namespace, watermark=watermark)
         dropped += ledger.session.write(drop, frees=True)
@@ -222,13 +224,13 @@ def check(ledger: Ledger) -> Report:
 
 
 def reap(ledger: Ledger) -> int:
-    """Take back what dead members had reserved; return how many slots."""
+    """Reclaim what dead members had reserved; return how many slots."""
     return ledger.session.recover(PATIENT_SECONDS)
 
 
 def _gauges(ledger: Ledger, txn: Txn, tables: Tables) -> dict[str, int]:
     meta = tables.load_meta(txn)
-    # hints: all else is from the tables
+    # leases are hints from the columns; all other numbers are from the tables
     leased = ledger.columns.lease_until > ledger.session.clock.monotonic_ns()
     return {
         "slots": meta.slots,

@@ -15,7 +15,8 @@ from pagoda.metrics import Reason
 
 BUSY_NS = 10_000_000_000  # an older reservation no longer keeps others from reserving its key
 PRESENT_LEASE_SECONDS = 1.0  # the lease of a chunk that a call found present
-STAMP_STEP = 1 << 16  # between two stamps of one process: at least as many as a run has positions
+# distance between two stamps of one process: larger than the number of positions in a run
+STAMP_STEP = 1 << 16
 ATTEMPTS = 12  # each examines up to five times as many victims as all earlier ones together
 MOST_VICTIMS = 2048  # examined in one transaction; takes some ms
 _REAP_AT_ONCE = 64
@@ -23,10 +24,10 @@ _REAP_AT_ONCE = 64
 
 @dataclass(eq=False)
 class ReserveRequest:
-    """The keys of one reserve, at chain positions from `start` on, and what is learned about them on the way.
+    """The keys of one reserve, at chain positions from `start` on, and what the steps find out about them.
 
-    `admit_all`: the policy must admit every key. `already_admitted`: it has admitted every key before, and is not asked
-    again.
+    `admit_all`: the policy must admit every key. `already_admitted`: it has already admitted every key, and is not
+    asked again.
     """
 
     keys: Sequence[bytes]
@@ -38,18 +39,19 @@ class ReserveRequest:
     parts: int = 1
     admit_all: bool = False
     already_admitted: bool = False
-    present: set[int] = field(default_factory=set)  # indices of keys, as are the next two
+    present: set[int] = field(default_factory=set)  # indices of keys, also in the next two fields
     end: int = sys.maxsize  # from this index on no newcomer is admitted
     hits: dict[int, int] = field(default_factory=dict)  # the hits with which each newcomer begins
     outcomes: list[Outcome] = field(default_factory=list)  # of the leading keys
-    # in each transaction, committed or not
+    # what each transaction reserved, committed or not
     made: list[tuple[Transaction, list[Outcome]]] = field(default_factory=list)
 
 
 class BatchResult(NamedTuple):
     """The result of a batch: `passed_over` are victims that were pinned or held.
 
-    `served`: how many leading keys have their outcome; for those after them slots ran out. `totals`: after the batch.
+    `served`: how many leading keys have an outcome; for the rest there was no slot. `totals`: the totals after the
+    batch.
     """
 
     outcomes: list[Outcome]
@@ -68,7 +70,7 @@ def reserve(
     """
     keys, first = request.keys[batch.start : batch.stop], request.start + batch.start
     meta = transaction.meta
-    quota = max(meta.with_pages() // 4, window(meta.slots))  # never fewer than one reserve asks for
+    quota = max(meta.with_pages() // 4, window(meta.slots))  # at least as many as one reserve asks for
     number = transaction.namespace(request.namespace)
     member = transaction.get(MEMBER_KEY.pack(transaction.member), db=transaction.tables.members)
     owed = max(0, MEMBER.unpack(member)[2] + transaction.owed.get(transaction.member, 0)) if member else 0
@@ -86,7 +88,7 @@ def reserve(
         if outcome is None and owed + made >= quota:
             outcome = Refused(key, Reason.FULL)
         if outcome is None and (slot := next(slots, None)) is not None:
-            # not before: a namespace of which nothing is reserved takes no space
+            # as late as this, so that a namespace without reservations takes no space
             number = number or transaction.add_namespace(request.namespace)
             reservation = Reservation(
                 transaction.next_generation(), transaction.member, request.stamp - first - i, transaction.now, number,
@@ -116,7 +118,7 @@ def reserve(
 
 def commit(transaction: Transaction, reserved: Sequence[Reserved], part: int) -> list[CommitResult]:
     """Record that one part of each chunk is stored; a chunk is visible when all parts are."""
-    watermarks: dict[int, int] = {}  # each is read once, since a commit clears nothing
+    watermarks: dict[int, int] = {}  # read once for each namespace, since a commit clears nothing
     return [_commit_one(transaction, item, part, watermarks) for item in reserved]
 
 
@@ -138,7 +140,7 @@ def _slots(
 ) -> Iterator[int]:
     """Take the slots that a batch may have: free ones, then those of dead members, then those of victims.
 
-    Stops when no slot is left; so a key after the first that got none gets none either.
+    Ends when no slot is left: after the first key that gets none, no key gets a slot.
     """
     while (slot := transaction.take_free()) is not None:
         yield slot
@@ -147,7 +149,8 @@ def _slots(
         yield slot
     for slot, generation in victims:
         key = transaction.key_of(slot, generation)
-        if key is None:  # evicted since the policy named it: the chunk that is in the slot now is no victim
+        # that chunk was evicted after the policy named it; the slot's new chunk is not a victim
+        if key is None:
             continue
         if slot in kept or transaction.is_protected(slot, key):
             passed_over.append(slot)
@@ -171,7 +174,7 @@ def _present(
 
 
 def _busy(transaction: Transaction, key: bytes) -> Busy | None:
-    """Return which living member fills a slot for that key, if it began a short while ago."""
+    """Return the living member that is filling a slot for that key, if it began a short while ago."""
     row = transaction.get(key, db=transaction.tables.pending)
     reservation = transaction.reservation(*PLACE.unpack_from(row)) if row is not None else None
     if reservation is None or transaction.now - reservation.started > BUSY_NS:
@@ -180,7 +183,7 @@ def _busy(transaction: Transaction, key: bytes) -> Busy | None:
 
 
 def _linked(transaction: Transaction, parent: bytes | None) -> tuple[int, int] | None:
-    """Return where the chunk before the first of a batch is or will be."""
+    """Return slot and generation of the parent of a batch's first chunk, which may still be reserved."""
     if parent is None:
         return None
     tables = transaction.tables
@@ -229,7 +232,7 @@ def _commit_one(
 
 def _abort_one(transaction: Transaction, item: Reserved, reservation: Reservation) -> None:
     left = tuple(0 if writer == transaction.member else writer for writer in reservation.writers)
-    if any(left):  # another member may still write into the slot: it stays until then, and never is a chunk
+    if any(left):  # another member may still write into the slot, which stays reserved until then
         transaction.forget_pending(reservation)
         row = reservation._replace(writers=left).pack()
         transaction.put(SLOT_KEY.pack(item.slot), row, db=transaction.tables.reserved)

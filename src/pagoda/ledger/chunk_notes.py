@@ -1,9 +1,9 @@
-"""Notes that an engine keeps with its chunks: what routers of requests are told of a chunk, after a restart too.
+"""Notes that an engine keeps with its chunks: what is reported of a chunk to routers of requests, also after a restart.
 
-A file beside a ledger, one page per slot, written and read like any file: nothing is mapped; a full file system costs
-notes and nothing else. A note counts only under the key that is published for its slot, and is whole only with its
-checksum. Engines write notes (`pagoda.kv_events`); nothing else depends on them: a chunk without a note is
-served as any other. What is cleared or removed leaves no note behind.
+A file beside a ledger with one page per slot. It is read and written like any file and never mapped; a full file system
+costs only notes. A note counts only under the key that is published for its slot, and only with the right checksum.
+Engines write notes (`pagoda.kv_events`). Nothing else depends on them: a chunk without a note is served like any other.
+When a chunk is cleared or removed, its note is removed too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from struct import Struct
 from zlib import crc32
 
-from pagoda.disk_space import opened
+from pagoda.file_space import opened
 from pagoda.ledger.columns import KEY_BYTES
 from pagoda.ledger.store_state import NOTES
 
@@ -33,7 +33,7 @@ class ChunkNotes:
         self._path = directory / NOTES
 
     def exist(self) -> bool:
-        """Tell whether there may be any notes."""
+        """Whether there may be any notes."""
         return self._path.exists()
 
     def write(self, notes: Iterable[tuple[int, bytes, bytes]]) -> None:
@@ -47,7 +47,7 @@ class ChunkNotes:
     def read(self, places: Sequence[tuple[int, bytes]]) -> list[bytes | None]:
         """Return the notes of these slots, each None unless it is that key's. OSError.
 
-        Slots that follow each other are read at once: each call gives the interpreter up and takes it again.
+        Consecutive slots are read by one call, since each call releases the interpreter lock and takes it again.
         """
         notes = list[bytes | None]()
         try:
@@ -63,7 +63,7 @@ class ChunkNotes:
         return notes
 
     def erase(self, places: Iterable[tuple[int, bytes]]) -> None:
-        """Erase the notes of these keys that are in these slots. OSError."""
+        """Erase the note in each of these slots if it is of the key given. Raises OSError."""
         with suppress(FileNotFoundError), opened(self._path, os.O_RDWR) as file:
             for slot, key in places:
                 if os.pread(file, KEY_BYTES, slot * _PAGE_BYTES) == key:
@@ -77,7 +77,7 @@ class ChunkNotes:
                 try:
                     at = os.lseek(file, at, os.SEEK_DATA) // _PAGE_BYTES * _PAGE_BYTES
                 except OSError as error:
-                    if error.errno == errno.ENXIO:  # no data from there on
+                    if error.errno == errno.ENXIO:  # no data after this offset
                         return
                     raise
                 if any(key := os.pread(file, KEY_BYTES, at)):

@@ -6,12 +6,13 @@ A slab outlives its tables, and then only its headers say what is stored. So eve
 
 | record | content, each with the number of its run and a checksum |
 | --- | --- |
-| 0 | the head: how many records were written with it, and `floor` |
+| 0 | the head: the number of records written together with it, and `floor` |
 | n | a namespace and the generation before which it was cleared: its watermark |
 
-`floor` is the watermark of every namespace that has no record. When a file is full, the other one becomes active: with
-a floor of now, and a record for each namespace that has chunks. It clears all others, which removes nothing: they have
-no chunks, and when they come back, their generations are above the floor. So it has at most one record per slot.
+`floor` is the watermark of every namespace that has no record. When a file is full, the other one becomes active, with
+the current generation as its floor and a record for each namespace that has chunks. This floor also clears all other
+namespaces, which removes nothing: they have no chunks, and chunks that they get later have generations above the floor.
+So a new file starts with at most one record per slot.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagoda.disk_space import allocate
+from pagoda.file_space import allocate
 from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.ledger.clears")
@@ -39,13 +40,13 @@ _RECORD = Struct("<I32sQ")  # run, namespace, watermark
 _CHECK = Struct("<I")
 _BYTES = _RECORD.size + _CHECK.size
 _WORDS = _BYTES // 4
-_HEAD = Struct("<16sQ8x")  # where other records have the namespace: magic, records written with it
+_HEAD = Struct("<16sQ8x")  # instead of a namespace: magic, number of records written with it
 _MAGIC = b"pagoda clears 1\0"
 _SPARE = 1024  # records in addition to one namespace per slot
 
 
 class Watermarks(NamedTuple):
-    """For each namespace the generation before which it was cleared; `floor` for all that are not in `of`."""
+    """For each namespace the generation before which it was cleared; `floor` is for all that are not in `of`."""
 
     floor: int
     of: Mapping[bytes, int]
@@ -61,18 +62,18 @@ class _ActiveFile(NamedTuple):
 
 
 class ClearLog:
-    """The two files of one store. The caller makes sure that one thread of one process uses it at a time."""
+    """The two files of one store. The caller makes sure that only one thread of one process uses it at a time."""
 
     def __init__(self, directory: Path) -> None:
         self._paths = [directory / name for name in _FILES]
 
     def allocate(self, slots: int) -> None:
-        """Give both files the size for so many slots; they never shrink. NoRoomError."""
+        """Enlarge both files for that many slots; they never shrink. Raises NoRoomError."""
         for path in self._paths:
             allocate(path, _BYTES * (slots + _SPARE))
 
     def read(self) -> Watermarks | None:
-        """What is on the medium; None if nothing was ever written. All counts as cleared if it cannot be read."""
+        """Read what is on the medium; None if nothing was ever written. If it is unreadable, all counts as cleared."""
         try:
             return self._read()
         except OSError as error:
@@ -90,7 +91,8 @@ class ClearLog:
         written = 1 + np.flatnonzero(numbers == run.number)
         found = [_parsed(data[at * _BYTES : (at + 1) * _BYTES], run.number) for at in written.tolist()]
         if found and found[-1] is None:
-            found.pop()  # the machine went down during the write: that clear never returned
+            # the last record is torn: the machine went down during the write, so that clear never returned
+            found.pop()
         whole = None not in found and written[: len(found)].tolist() == list(range(1, 1 + len(found)))
         if not whole or len(found) < run.base:
             raise OSError(errno.EIO, f"{run.path} is damaged")
@@ -119,7 +121,7 @@ class ClearLog:
     def replace(self, watermarks: Watermarks) -> None:
         """Write all watermarks into the inactive file, synced, which makes it the active one. OSError."""
         old = self._in_force()
-        if old is None:  # the files may have records of a forgotten run
+        if old is None:  # the files may have records from before their heads were lost
             for path in self._paths:
                 with open(path, "r+b", buffering=0) as file:
                     _put(file.fileno(), 0, bytes(os.fstat(file.fileno()).st_size))
@@ -131,7 +133,8 @@ class ClearLog:
                 raise OSError(errno.ENOSPC, f"{len(watermarks.of)} namespaces do not fit into {path}")
             _put(file.fileno(), 1, records)
             _put(file.fileno(), 0, _sealed(number, _HEAD.pack(_MAGIC, len(watermarks.of)), watermarks.floor))
-        if old is not None:  # if the new head is damaged one day, the old file must not count as the latest
+        # invalidated: if the new head is damaged one day, the old file must not count as the latest
+        if old is not None:
             with open(old.path, "r+b", buffering=0) as file:
                 _put(file.fileno(), 0, bytes(_BYTES))
 

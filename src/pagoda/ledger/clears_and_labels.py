@@ -1,9 +1,9 @@
 """Namespaces: a row for each that has chunks, the generation at which it was last cleared, and labels for people.
 
-A clear sets a *watermark* in the one sequence of generations: what a namespace reserved before it is cleared, what it
-reserves from then on stays. So a namespace without chunks needs no row, and one that comes back begins after every
-watermark that there ever was. Only the slots of a slab that outlives its tables still tell of old chunks; the
-watermarks that they are compared with after a rebuild are kept in files (see `clear_log`).
+A clear sets a *watermark* in the one sequence of generations. Chunks that the namespace reserved before the watermark
+are cleared; chunks that it reserves later stay. So a namespace without chunks needs no row, and when it gets chunks
+again, their generations are above every earlier watermark. Only the slots of a slab that outlives its tables may still
+contain old chunks; the watermarks that they are compared with after a rebuild are kept in files (see `clear_log`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pagoda.ledger.transaction import Transaction
 
 _LABEL_BYTES = 1024  # longer values are cut
 _LONGEST_VALUE = 256
-_LOOK = 8  # labels of which one is chosen to be removed
+_LOOK = 8  # the label to remove is chosen among so many labels
 
 
 class Label(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A namespace in the file of labels; `epoch`: how often it was cleared, if an older version wrote the file."""
+    """A namespace in the file of labels; `epoch`: the number of its clears, if an older version wrote the file."""
 
     fields: dict[str, str]
     epoch: int = 0
@@ -51,13 +51,13 @@ class NamespaceCounts(NamedTuple):
 
 
 def is_live(transaction: Transaction, root: bytes, reserved: int) -> bool:
-    """Whether a chunk that a scan found, reserved at that generation, has not been cleared since."""
+    """Whether a chunk that a scan found was reserved (at generation `reserved`) after the last clear."""
     number, meta = transaction.namespace(root), transaction.meta
     return reserved >= (transaction.watermark(number) if number else max(meta.floor, meta.cleared))
 
 
 def clear(transaction: Transaction, root: bytes | None) -> ClearScope:
-    """Set the watermark of one namespace, or of all: what was reserved before is never committed."""
+    """Set the watermark of one namespace, or of all: chunks that were reserved before it are never committed."""
     watermark = transaction.meta.next_generation
     if root is None:
         transaction.meta.cleared = watermark
@@ -75,7 +75,7 @@ def clear(transaction: Transaction, root: bytes | None) -> ClearScope:
 
 
 def load_saved(transaction: Transaction, directory: Path) -> None:
-    """Enter what outlived the tables: which namespaces were cleared, and their labels."""
+    """Enter into the tables what outlived the old ones: which namespaces were cleared, and their labels."""
     watermarks, labels = read_saved(directory)
     meta = transaction.meta
     meta.floor = max(meta.floor, min(watermarks.floor, meta.next_generation))
@@ -90,7 +90,7 @@ def load_saved(transaction: Transaction, directory: Path) -> None:
 
 
 def label(transaction: Transaction, root: bytes, fields: dict[str, str]) -> None:
-    """Write the label of a namespace, cut to a bound; if there are too many, another one is removed."""
+    """Write the label of a namespace, cut to a limit; if there are too many labels, one is removed."""
     labels, row = transaction.tables.labels, _encoded(fields)
     known = transaction.get(root, db=labels)
     if not fields or row == known:
@@ -101,7 +101,7 @@ def label(transaction: Transaction, root: bytes, fields: dict[str, str]) -> None
 
 
 def _forget_label(transaction: Transaction) -> None:
-    """Remove one of the few labels after a random key: that of a namespace without chunks, if there is one."""
+    """Remove one of the few labels that follow a random key, if possible the label of a namespace without chunks."""
     labels = transaction.tables.labels
     cursor = transaction.txn.cursor(db=labels)
     if not cursor.set_range(secrets.token_bytes(32)):
@@ -137,7 +137,7 @@ def read_saved(directory: Path) -> tuple[Watermarks, dict[bytes, dict[str, str]]
     """Read what a store on disk keeps outside its tables: what was cleared, and the labels."""
     known = read_labels(directory)
     watermarks = ClearLog(directory).read()
-    if watermarks is None:  # an older version counted clears, and wrote the number into the headers
+    if watermarks is None:  # an older version counted clears and wrote that count into the headers
         watermarks = Watermarks(0, {root: label.epoch for root, label in known.items() if label.epoch})
     return watermarks, {root: label.fields for root, label in known.items()}
 
@@ -152,6 +152,6 @@ def read_labels(directory: Path) -> dict[bytes, Label]:
 
 
 def save_labels(directory: Path, known: Mapping[bytes, dict[str, str]]) -> None:
-    """Replace the file of labels. OSError."""
+    """Replace the file of labels. Raises OSError."""
     content = {root.hex(): Label(fields) for root, fields in known.items()}
     write_synced(directory / NAMESPACES, msgspec.json.encode(content))

@@ -4,9 +4,10 @@ Only `generation` and `key` are more than hints: they are the published copy of 
 with it. They are assigned inside the gate, after the commit of the transaction that decided them, and before the
 first byte of the slot is written.
 
-Beside them is a table of *ghosts*: what is remembered of chunks that were evicted, removed or not admitted: when they
-were last asked for, how often, and why they are not here. It is mapped and shared like the columns: a ghost may be lost
-or torn at any time. A key has eight places; when all are taken, the ghost that was asked for longest ago is replaced.
+Beside them is a table of *ghosts*: what is remembered of chunks that were evicted, removed or not admitted. A ghost
+says when its chunk was last asked for, how often, and why it is not here. The table is mapped and shared like the
+columns; a ghost may be lost or torn at any time. A key has eight places; when all are taken, the ghost that was asked
+for longest ago is replaced.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.disk_space import allocate, opened
 from pagoda.errors import NoRoomError
+from pagoda.file_space import allocate, opened
 from pagoda.policy import Ghosts
 
-NOT_READY = np.iinfo(np.int64).max  # `last_use` of a slot that holds nothing to evict
+NOT_READY = np.iinfo(np.int64).max  # `last_use` of a slot that has no chunk to evict
 NO_PARENT = -1
 BARE = 1 << 63  # in the published generation of a slot that has no pages
-FEW = 4  # so few rows are cheaper one by one than by array operations, above all with cold CPU caches
+FEW = 4  # up to so many rows, a loop is cheaper than array operations, above all with cold CPU caches
 KEY_BYTES = 32
 _ALIGN = 4096
 
-_COUNTED = 2048  # slots: the sample that tells how many are leased; takes some us
+_COUNTED = 2048  # the number of slots sampled to estimate how many are leased; takes some us
 
 PER_SLOT = 8
 WIDTHS = (8, 8, 8, 2, 1)  # bytes of the columns of a ghost
 _WAYS = 8
-_MOST_FORGOTTEN = 1024  # batches of replaced ghosts that wait to be learned from
+_MOST_FORGOTTEN = 1024  # batches of replaced ghosts that wait for the policy to learn from them
 _MOST_HITS = np.iinfo(np.uint16).max
 _NONE = np.empty(0, np.int64)
 
@@ -79,13 +80,13 @@ class Columns:
             self._view(np.uint16, ghosts),
             self._view(np.uint8, ghosts),
         )
-        # what policies read of them
+        # the part that policies read
         self.ghosts, self.forgotten = Ghosts(self.table.last_use, self.table.hits), self.table.forgotten
 
     def renew_cells(self) -> None:
-        """Replace `cells`: each column for single values, at two thirds of the cost; the keys as bytes.
+        """Replace `cells`: memory views of the columns, for single values at two thirds of the cost; keys as bytes.
 
-        Code that still uses the old cells can neither read nor write there any more (ValueError).
+        Code that still uses the old cells gets ValueError at its next access.
         """
         for cells in self.cells:
             cells.release()
@@ -118,28 +119,29 @@ class Columns:
         return bytes(self.cells[1][slot * KEY_BYTES : (slot + 1) * KEY_BYTES])
 
     def has(self, slot: int, key: bytes) -> bool:
-        """Tell whether a slot is published as holding the chunk of that key, complete."""
+        """Whether a slot is published as holding the complete chunk of that key."""
         return slot < self.slots and self.key_of(slot) == key and bool(self.last_use[slot] != NOT_READY)
 
     def places_of(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
-        """Return slot and key of those of these keys that are published for a slot, complete or not. Reads all rows."""
+        """Return slot and key for each of these keys that is published, complete or not. Reads all rows."""
         slots = np.flatnonzero(np.isin(self.keys[:, 0], marks_of(keys)))
         asked = set(keys)
         return [(slot, key) for slot in slots.tolist() if (key := self.key_of(slot)) in asked]
 
     def are_published(self, slots: Rows, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        """Tell which of these slots are published under these keys."""
+        """Return for each of these slots whether it is published under its key."""
         asked = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 4)
         return np.asarray((self.keys[slots] == asked).all(axis=1))
 
     def lease(self, rows: Rows, now: int, nanoseconds: int) -> None:
         """Keep these slots from eviction for a while from `now` on; at most half of the slots are leased at once.
 
-        If there are many slots, a sample is counted: counting all would cost more than the rest of a look-up.
+        In a large store a sample is counted: counting all slots would cost more than the rest of a lookup.
         """
         fresh = self.lease_until[rows] <= now
         if fresh.any():
-            # another sample each time, at odd distances: slots of one prompt follow each other, often at powers of two
+            # take another sample each time, at an odd step: the slots of one prompt often have a regular step, a power
+            # of two
             step = self.slots // _COUNTED | 1
             sample = self.lease_until[now % step :: step]
             leased = int(np.count_nonzero(sample > now)) * self.slots // len(sample)
@@ -159,7 +161,7 @@ def map_file(path: Path, nbytes: int) -> mmap.mmap:
 
 
 def map_or_private(path: Path | None, nbytes: int) -> memoryview:
-    """Map a file, made if it is not there. Without a path, or without space for the file: memory of this process."""
+    """Map a file; make it if it does not exist. Without a path or space for the file: return private memory."""
     if path is not None:
         with suppress(NoRoomError, OSError):
             allocate(path, nbytes)
@@ -188,7 +190,7 @@ class GhostTable:
         self, mark: Marks, last_use: Rows, went: Rows, hits: NDArray[np.uint16], reason: NDArray[np.uint8]
     ) -> None:
         self._mark, self.last_use, self._went, self.hits, self._reason = mark, last_use, went, hits, reason
-        self._marks, self._uses = mark.reshape(-1, _WAYS), last_use.reshape(-1, _WAYS)  # a row a place
+        self._marks, self._uses = mark.reshape(-1, _WAYS), last_use.reshape(-1, _WAYS)  # one row per place
         self._places = np.uint64(len(mark) // _WAYS)
         self._forgotten: deque[tuple[NDArray[np.uint32], Rows]] = deque(maxlen=_MOST_FORGOTTEN)
 
@@ -199,7 +201,7 @@ class GhostTable:
         if not len(marks):
             return
         rows, found = self._rows(marks)
-        # keys that would share a place: the first of each, then the rest
+        # several keys may be given the same place: write the first key of each place, then the rest
         if len(set(rows.tolist())) < len(rows):
             firsts = np.unique(rows, return_index=True)[1]
             rest = np.delete(np.arange(len(rows)), firsts)
@@ -216,7 +218,7 @@ class GhostTable:
         self._reason[rows] = reason
 
     def recall(self, marks: Marks) -> tuple[NDArray[np.uint32], Rows]:
-        """Return hits and last use of each; 0 and 0 for what is not remembered."""
+        """Return hits and last use of each mark; 0 and 0 without a ghost."""
         hits, last_use = np.zeros(len(marks), np.uint32), np.zeros(len(marks), np.int64)
         known, rows = self._found(marks)
         if len(known):
@@ -230,8 +232,8 @@ class GhostTable:
             self.last_use[rows] = 0
 
     def find(self, key: bytes) -> tuple[int, int] | None:
-        """Return when a chunk went (recency stamp) and why (index into the ghost reasons), if that is remembered."""
-        # the mark as in `marks_of`: array operations would take some times as long for one key
+        """Return when a chunk was removed (recency stamp) and why (index into the ghost reasons), if it has a ghost."""
+        # the mark as in `marks_of`, without its array operations, which are several times slower for one key
         mark = int.from_bytes(key[:8], sys.byteorder)
         first = mark % len(self._marks) * _WAYS
         for row, other in enumerate(self._mark[first : first + _WAYS].tolist(), first):
@@ -240,12 +242,12 @@ class GhostTable:
         return None
 
     def forgotten(self) -> Iterator[tuple[NDArray[np.uint32], Rows]]:
-        """Take the ghosts that others replaced since the last call, in this process: hits and age (ns) of each."""
+        """Take the ghosts that this process replaced since the last call: hits and age (ns) of each."""
         while self._forgotten:
             yield self._forgotten.popleft()
 
     def copy_from(self, other: GhostTable) -> None:
-        """Copy the ghosts of another table; where a place has too many, those that were asked for last."""
+        """Copy the ghosts of another table; where a place has too many, keep those that were asked for last."""
         there = np.flatnonzero(other.last_use > 0)
         places = (other._mark[there] % self._places).astype(np.int64)
         order = np.lexsort((-other.last_use[there], places))
@@ -260,7 +262,7 @@ class GhostTable:
 
     def _found(self, marks: Marks) -> tuple[Rows, Rows]:
         """Return which of the marks have a ghost, and its row."""
-        # a chunk that was never here, the most common case: array operations would cost five times as much
+        # the most common case is a chunk that was never here; array operations would cost five times as much
         if len(marks) <= FEW and not any(
             mark in self._marks[mark % len(self._marks)].tolist() for mark in marks.tolist()
         ):
@@ -272,7 +274,7 @@ class GhostTable:
         return known, places[known] * _WAYS + same[known].argmax(axis=1)
 
     def _rows(self, marks: Marks) -> tuple[Rows, NDArray[np.bool_]]:
-        """Return the row of each mark's ghost, or the row that it would take, and whether it is there."""
+        """Return the row of each mark's ghost, or the row that it would take, and whether it exists."""
         places = (marks % self._places).astype(np.int64)
         uses = self._uses[places]
         same = (self._marks[places] == marks[:, None]) & (uses > 0)

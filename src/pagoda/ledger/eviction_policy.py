@@ -1,6 +1,6 @@
 """The one way to a ledger's policy: the ledger and `replay` ask it for victims and admission, and report uses.
 
-Blocks on a device have their own order of eviction: `pagoda.blocks.tree`.
+Blocks on a device have another order of eviction: see `pagoda.blocks.tree`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Evictor:
         refuse_all: bool = False,
         already_admitted: bool = False,
     ) -> tuple[int, NDArray[np.uint32]]:
-        """Say how many newcomers, in chain order, are admitted, and the hits with which each begins.
+        """Return how many newcomers, in chain order, are admitted, and the hits with which each begins.
 
-        Leaves ghosts of the others.
+        Leaves ghosts of the newcomers that are not admitted.
 
         `admit_all`, `refuse_all`: overrule the policy, which is still informed. `already_admitted`: an earlier
         call admitted all of them; only their hits are returned.
@@ -62,7 +62,7 @@ class Evictor:
         known_hits, last_use = ghosts.recall(marks)
         if already_admitted:
             return len(marks), known_hits + (last_use > 0)
-        with self._lock:  # the policy may correct what was recalled
+        with self._lock:  # the policy may correct the hits that were recalled
             count = self._policy.admit(Newcomers(stamps, known_hits, last_use), room, now)
         count = len(marks) if admit_all else 0 if refuse_all else count
         hits = known_hits + (last_use > 0)
@@ -71,7 +71,7 @@ class Evictor:
         return count, hits
 
     def refuse(self, marks: Marks, stamps: Rows, now: int) -> None:
-        """Record that newcomers were asked for that follow one that was not admitted."""
+        """Record requests for newcomers that follow one that was not admitted."""
         self.admit(marks, stamps, len(marks), now, refuse_all=True)
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
@@ -80,7 +80,7 @@ class Evictor:
             return self._policy.victims(count, stamp, now)
 
     def prepare(self, stamp: int, now: int) -> None:
-        """Do in advance what the next calls would have to do. Called by one thread, in parallel to other calls."""
+        """Do work in advance that the next calls would have to do. Called by one thread, in parallel to other calls."""
         self._policy.prepare(stamp, now)
 
     def share(self, values: NDArray[np.float64]) -> None:

@@ -12,13 +12,13 @@ from pagoda.ledger.members import has_device
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import Reason
 
-_OWNERS = "\n"  # between the names of the owners of one chunk's pins
+_OWNERS = "\n"  # separates the owners of the pins of one chunk
 
 
 def hold(
     transaction: Transaction, chunks: Sequence[tuple[int, int]], held: list[tuple[int, int]]
 ) -> list[bool]:
-    """Add a hold of this member on each chunk (slot, generation), which is then in `held`.
+    """Add a hold of this member on each chunk (slot, generation), and add the chunk to `held`.
 
     False where the slot has another chunk by now.
     """
@@ -36,7 +36,7 @@ def vacate(
 ) -> list[int]:
     """Make up to `count` slots bare: free ones, then `victims` (slot, generation) that are not pinned or held.
 
-    Returns them. None of a slab in memory that a living member has registered with a GPU, since its pages would stay.
+    Returns these slots. Returns none if a living member has registered the slab with a GPU: its pages would stay.
     """
     if in_memory and has_device(transaction):
         return []
@@ -54,7 +54,7 @@ def vacate(
 
 
 def vacate_unscanned(transaction: Transaction, count: int) -> int:
-    """Take up to `count` slots away from those that wait to be scanned, the last first; return how many."""
+    """Make up to `count` slots bare that wait to be scanned, the last first; return how many."""
     meta = transaction.meta
     taken = min(count, meta.unscanned())
     if taken:
@@ -67,7 +67,7 @@ def vacate_unscanned(transaction: Transaction, count: int) -> int:
 
 
 def release(transaction: Transaction, chunks: Sequence[tuple[int, int]]) -> None:
-    """End one hold of this member on each chunk, if it has one; the last frees the slot if the chunk was removed."""
+    """End one hold of this member on each chunk, if it has one; the last hold frees the slot of a removed chunk."""
     for slot, generation in chunks:
         row = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.holds)
         holds = list(HOLD.iter_unpack(row or b""))
@@ -79,7 +79,7 @@ def release(transaction: Transaction, chunks: Sequence[tuple[int, int]]) -> None
 
 
 def pin(transaction: Transaction, keys: Sequence[bytes], owner: str) -> int:
-    """Pin the chunks that are stored in the name of `owner`, up to a quarter of the slots."""
+    """Pin those of the chunks that are stored, in the name of `owner`; at most a quarter of the slots are pinned."""
     pinned, most = 0, max(1, transaction.meta.with_pages() // 4)
     for key in keys:
         names = set((transaction.get(key, db=transaction.tables.pins) or b"").decode().split(_OWNERS)) - {""}
@@ -118,7 +118,7 @@ def drop(transaction: Transaction, key: bytes, slot: int, generation: int, reaso
         return False
     held = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.slots)
     if held is None or SLOT.unpack(held)[0] != generation or SLOT.unpack(held)[-1] != key:
-        # a damaged entry: the slot has another chunk
+        # the entry is damaged: its slot has another chunk
         return transaction.delete(key, db=transaction.tables.entries)
     return transaction.remove_chunk(slot, reason)
 

@@ -3,8 +3,8 @@
     reserve      -> copy bytes into the slots, no lock held -> commit | abort
     match_prefix -> copy bytes out of the slots, no lock held -> still_valid
 
-Bytes read are the chunk's if and only if the slot's published generation still is, after the copy, the one that the
-*entry* had; so no read lock and no reference count can leak, whatever process dies.
+The bytes that were read are the chunk's if and only if, after the copy, the slot's published generation still is the
+one that the *entry* had. So readers take no lock and no reference count, and nothing leaks if a process dies.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ S = TypeVar("S", bound=_Slab)
 
 _ledgers: list[Ledger] = []  # open, or being closed
 _opening: dict[object, str] = {}  # directories of stores, by the call that opens them
-_changed = Condition()  # of the two; never held while a store is opened or closed
+_changed = Condition()  # guards these two; never held while a store is opened or closed
 
 
 class Ledger:
     """One store's ledger in this process. Thread-safe and fork-safe; `open` returns one shared object per store.
 
-    Calls with `deadline_seconds` never take longer, never raise for a failure at run time, and count what they refuse:
-    `drop_<reason>` for each Refused, `miss_ledger_busy` for each read and `drop_ledger_busy` for each write that was
-    not done in time. The caller counts misses of `match_prefix`.
+    A call with `deadline_seconds` never takes longer, never raises for a failure at run time, and counts what it
+    refuses: `drop_<reason>` for each Refused, `miss_ledger_busy` for each read and `drop_ledger_busy` for each write
+    that was not done in time. The caller counts the misses of `match_prefix`.
     """
 
     def __init__(self, session: Session, policy: str) -> None:
@@ -76,7 +76,7 @@ class Ledger:
         self.directory: Path = session.store.directory
         self.kind: Kind = state.kind
         self.slots, self.slot_bytes = state.slots, state.slot_bytes
-        self.chunk_bytes = state.chunk_bytes  # of a payload; 0: unknown
+        self.chunk_bytes = state.chunk_bytes  # size of a payload; 0: unknown
         self.store_id = bytes.fromhex(state.store_id)
         self.slab_path: Path = self.directory / SLAB
         self.columns: Columns = session.columns
@@ -93,7 +93,8 @@ class Ledger:
         self._now = session.clock.monotonic_ns
         self.count = session.count
         self._last_stamp = 0
-        self._room, self._lacks_pages = 0, False  # after the last reserve
+        # free slots, and whether some have no pages, after the last reserve
+        self._room, self._lacks_pages = 0, False
         self.window = window(self.slots)
 
     @property
@@ -118,8 +119,8 @@ class Ledger:
     ) -> Ledger:
         """Open an existing store as it is. StoreError if there is none.
 
-        `borrowed`: to take space from it. The caller has the lock of its root, and closes it soon; a thread that wants
-        to open it meanwhile waits.
+        `borrowed`: opened only to take space from it. The caller holds the lock of its root and soon closes the ledger;
+        a thread that wants to open it meanwhile waits.
         """
         directory = directory.resolve()
         state = read_state(directory)
@@ -165,7 +166,7 @@ class Ledger:
                 with _changed:
                     _ledgers.append(ledger)
         finally:
-            _opening.pop(me, None)  # built in: no exception of a signal handler comes before it
+            _opening.pop(me, None)  # a built-in: no exception of a signal handler can come before it
             with _changed:
                 _changed.notify_all()
         try:
@@ -201,7 +202,7 @@ class Ledger:
 
     @staticmethod
     def _here(spec: StoreSpec) -> Ledger | None:
-        """Return this process's ledger of that store: by the file, not by the path, or two would be inside one gate."""
+        """Return this process's ledger of that store, found by the file: two paths may name the same store."""
         path = spec.root / spec.name / LOCKS
         for ledger in _ledgers:
             session = ledger.session
@@ -213,13 +214,13 @@ class Ledger:
         if (self.kind, self.slot_bytes) != (spec.kind, spec.slot_bytes):
             raise StoreError(
                 f"{self.directory} is open here for another kind of chunks ({self.kind}, {self.slot_bytes} bytes a "
-                "slot): give each tier a path of its own"
+                "slot): give each tier its own path"
             )
         self._uses += 1
         return self
 
     def _warn_of_others(self, spec: StoreSpec, policy: str) -> None:
-        """Log what one more user in this process does not get, as others had the store open before."""
+        """Log which wishes of one more user in this process have no effect, since the store was already open."""
         if policy != self.evictor.policy:
             text = "%s has policy %s as long as this process has it open, not the %s asked for"
             log.warning(text, self.directory, self.evictor.policy, policy)
@@ -238,7 +239,7 @@ class Ledger:
         already_admitted: bool = False,
         deadline_seconds: float = 1.0,
     ) -> list[Outcome]:  # fmt: skip
-        """Reserve a slot for each key, to copy `tokens` tokens' KV into, evicting as needed; leading keys first.
+        """Reserve a slot for each key, for the KV of `tokens` tokens, evicting as needed; leading keys first.
 
         `keys` are at chain positions from `start` on, after `parent`. At most `window` keys get a slot in one call, and
         one member has at most a quarter of the slots reserved. The policy may keep newcomers out, unless `admit_all`,
@@ -271,7 +272,7 @@ class Ledger:
             lacks = (self._lacks_pages or self.space.exceeds) and self._room < self.window
             self.upkeep_thread.wake(lacks)
             return outcomes
-        except BaseException:  # of a signal handler: the caller never learns of these reservations
+        except BaseException:  # raised by a signal handler: the caller never learns of these reservations
             made = request.made
             self.abort([one for transaction, outcomes in made if transaction.committed for one in outcomes])
             raise
@@ -311,9 +312,10 @@ class Ledger:
                 request.end = new[leading]
 
     def admit(self, keys: Sequence[bytes], *, start: int, stamp: int, deadline_seconds: float = 1.0) -> int:
-        """Ask the policy how many of these keys, from the first on, are admitted or present. At most 64 at once.
+        """Ask the policy how many of these keys, from the first on, are admitted or present. Takes at most 64 keys.
 
-        Changes ghosts, and recency and leases of what is present. Reserve them as `already_admitted`.
+        Changes ghosts, and recency and leases of what is present. Pass the admitted keys to `reserve` as
+        `already_admitted`.
         """
         request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
         if self._room < len(request.keys):  # as in `reserve`: with room for all, all are admitted
@@ -322,7 +324,7 @@ class Ledger:
         return min(request.end, len(request.keys))
 
     def refuse(self, keys: Sequence[bytes], *, start: int, stamp: int) -> None:
-        """Record that keys were asked for that follow one that was not admitted. Changes ghosts only."""
+        """Record requests for keys after a key that was not admitted. Changes ghosts only."""
         if keys:
             self.evictor.refuse(marks_of(keys), stamp - start - np.arange(len(keys)), self._now())
 
@@ -335,10 +337,10 @@ class Ledger:
         left: list[Outcome] = []
         for _ in range(allocation.ATTEMPTS):
             looked = self._room < len(batch)
-            # More than are wanted, so that pinned or held chunks do not hide others that may be evicted.
+            # Ask for more than are wanted: some may be pinned or held.
             wanted = max(0, min(request.end, batch.stop) - batch.start)
             count = min(wanted + 4 * passed_over, allocation.MOST_VICTIMS)
-            # none of its own keys
+            # recency is below this request's, so no key of the request is a victim
             victims = self._victims(count, request.stamp - allocation.STAMP_STEP + 1) if looked else []
             reserve = partial(allocation.reserve, request=request, batch=batch, victims=victims)
             try:
@@ -347,9 +349,10 @@ class Ledger:
                 request.outcomes += [Refused(request.keys[i], error.reason) for i in batch]
                 return error.reason
             self._room, self._lacks_pages = made.totals.free(), made.totals.with_pages() < self.slots
-            # before the next victims are chosen
+            # before the next victims are chosen, so that present chunks are not among them
             self._keep_present(made.outcomes, request.start + batch.start, request.stamp)
-            if made.passed_over:  # pinned or held: they are not offered again and again
+            # pinned or held: raise their recency, so that they are not offered in every attempt
+            if made.passed_over:
                 stamps = np.full(len(made.passed_over), max(self.stamp(), request.stamp))
                 self.evictor.touch(np.array(made.passed_over, np.int64), stamps, asked=False)
             passed_over += len(made.passed_over)
@@ -382,9 +385,9 @@ class Ledger:
     ) -> list[CommitResult]:
         """Record that the bytes of one part are stored; a chunk is visible when all its parts are.
 
-        LOST: not stored (superseded, cleared, reaped), or not yet: what missed its deadline is committed by this
-        process's next transaction. An exception (of a signal handler) leaves nothing reserved; a ValueError, for a
-        wrong part, changes nothing.
+        LOST: the part is not stored (superseded, cleared, reclaimed), or not yet: a commit that missed its deadline is
+        done by this process's next transaction. After an exception (of a signal handler) nothing is reserved; a
+        ValueError, for a wrong part, changes nothing.
         """
         done: list[CommitResult] = []
         until = time.monotonic() + deadline_seconds
@@ -407,8 +410,8 @@ class Ledger:
     def abort(self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0) -> None:
         """Give up this member's parts of what was reserved, and free the slots that no other member writes into.
 
-        Only when this member writes into them no longer. An outcome that is no reservation of this member, or is
-        committed by now, is left alone: so this call is safe after any exception.
+        Call it only when this member no longer writes into them. An outcome that is not a reservation of this member,
+        or is already committed, is left alone; so this call is safe after any exception.
         """
         until = time.monotonic() + deadline_seconds
         for batch in batches([one for one in outcomes if isinstance(one, Reserved)]):
@@ -430,7 +433,7 @@ class Ledger:
         return done
 
     def _now_or_later(self, work: Callable[[Transaction], None], deadline_seconds: float) -> None:
-        """Run work whose result no caller needs, now or with the next transaction, also if a signal handler raises."""
+        """Run work now or with the next transaction, also if a signal handler raises. No caller needs its result."""
         self.session.defer(work)
         with contextlib.suppress(UnavailableError):
             self.session.write(lambda _: None, deadline_seconds)
@@ -438,7 +441,7 @@ class Ledger:
     def _owed(
         self, work: Callable[[Transaction], T], undo: Callable[[Transaction], None], seconds: float
     ) -> T:
-        """Run work whose result the caller releases later; `undo` it if an exception of a signal handler loses that."""
+        """Run work whose result the caller must release; `undo` it if a signal handler's exception loses the result."""
         begun: list[Transaction] = []
 
         def noted(transaction: Transaction) -> T:
@@ -459,10 +462,10 @@ class Ledger:
         stamp: int | None = None, lease_seconds: float = 0.0, touch: bool = True, asked: bool = True,
         deadline_seconds: float = 1.0,
     ) -> Match:  # fmt: skip
-        """Return the leading run of keys that may be read. Changes recency (unless told not to) and leases.
+        """Return the leading run of keys that may be read. Changes leases, and recency unless the caller refuses that.
 
         `keys` are at chain positions from `start` on (None: unknown). With a `namespace` (its root), a chunk of another
-        namespace or at another position is a miss, and stays.
+        namespace or at another position counts as a miss and stays in the store.
 
         `asked`: the caller wants to read them, which counts as a hit; False if it is about to store what follows them.
 
@@ -494,9 +497,9 @@ class Ledger:
         self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, asked: bool = True,
         deadline_seconds: float = 1.0,
     ) -> list[bool] | None:  # fmt: skip
-        """Raise the recency of those keys that are present, also after holes. Return which are; None: not in time.
+        """Raise the recency of the keys that are present, also after holes. Return which are; None: not done in time.
 
-        `asked`: a request asked for them, and another tier had them.
+        `asked`: a request asked for them and got them from another tier.
         """
         try:
             found, _ = self.session.read(partial(queries.find_entries, keys=keys), deadline_seconds)
@@ -527,7 +530,7 @@ class Ledger:
             columns.parent_generation[slots[1:][child]] = generations[:-1][child]
 
     def explain_miss(self, key: bytes) -> Miss:
-        """Tell why a key that has no entry has none, as far as it is remembered."""
+        """Return why a key has no entry, as far as it is remembered."""
         ghost = self.columns.table.find(key)
         if ghost is None:
             return Miss(Reason.ABSENT, None)
@@ -536,24 +539,32 @@ class Ledger:
         return Miss(GHOST_REASONS[reason % len(GHOST_REASONS)], max(0.0, age))
 
     def still_valid(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Tell for each slot whether what was copied out of it was the chunk that was matched. Takes no lock."""
+        """Return for each slot whether the bytes copied out of it are those of the matched chunk. Takes no lock."""
         barrier()
         return np.asarray(self.columns.generation[slots] == generations)
 
     def is_valid(self, slot: int, generation: int) -> bool:
-        """Do for one slot what `still_valid` does for many."""
+        """Return for one slot what `still_valid` returns for many."""
         barrier()
         return bool(self.columns.cells[0][slot] == generation)
 
     def is_ready(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Tell for each slot whether its chunk is committed and still there; a hint, for reports. Takes no lock."""
+        """Return for each slot whether its chunk is committed and still there; a hint, for reports. Takes no lock."""
         there = self.still_valid(slots, generations) & (self.columns.last_use[slots] != NOT_READY)
         return np.asarray(there & (not self.session.lost))
 
-    def last_change(self) -> int | None:
-        """Return the number of the last change, which is published; None if it is not known now. Waits for none.
+    def last_clear(self) -> int:
+        """Return a number that changes when chunks are cleared, of whatever namespace, by any process. Takes no lock.
 
-        Until it is another number, each slot has the chunk that it has now, and what is not ready stays so.
+        It is for chunks that wait without a slot: nothing in the tables says that they were cleared.
+        """
+        return self.session.store.locks.marked()
+
+    def last_change(self) -> int | None:
+        """Return the published number of the last change; None if it is not known now. Never waits.
+
+        As long as the number is the same, each slot keeps the chunk that it has now, and a slot that is not ready stays
+        so.
         """
         try:
             return self.session.read(lambda txn, _: txn.id(), deadline_seconds=0.0)
@@ -605,7 +616,7 @@ class Ledger:
     # ---- the slab, the end
 
     def open_slab(self, opener: Callable[[Path], S]) -> S:
-        """Open this store's slab with `opener(path)`. StoreError if another store is in the directory by now."""
+        """Open this store's slab with `opener(path)`. StoreError if the directory has another store by now."""
         with os_errors_mapped(self.directory):
             slab = opener(self.slab_path)
             try:
@@ -616,9 +627,9 @@ class Ledger:
         return slab
 
     def register_device(self) -> list[range]:
-        """Record that this process registers the slab with a GPU, whose copies may outlive it.
+        """Record that this process registers the slab with a GPU, whose copies may outlive the process.
 
-        Returns the slots that have pages: from now on, as long as this process lives, no store takes them.
+        Returns the slots that have pages: as long as this process lives, no store takes them away.
         """
         self.session.write(mark_device)
         return self.space.backed_ranges()
@@ -648,21 +659,22 @@ def _reset_in_child() -> None:
     _opening.clear()
     for ledger in list(_ledgers):
         ledger.namespaces.forget()
-        ledger.evictor = Evictor(ledger.evictor.policy, ledger.columns)  # a thread may have been inside it
+        # the parent may have been in the old one
+        ledger.evictor = Evictor(ledger.evictor.policy, ledger.columns)
         ledger.upkeep_thread = UpkeepThread(
             ledger.session, ledger.evictor, ledger.upkeep_thread.learned, ledger.space
         )
-        if ledger._closing or ledger._borrowed:  # by a thread that this process does not have
+        if ledger._closing or ledger._borrowed:  # in a thread of the parent, which this process does not have
             _ledgers.remove(ledger)
             ledger.session.close()
 
 
 def _with_space(step: Callable[[float], T], until: float) -> T:
-    """Call `step` with the seconds left; if there is too little space, again after what may free some."""
+    """Call `step` with the seconds left; if space is short, again after dropped stores are closed."""
     try:
         return step(_left(until))
     except NoRoomError:
-        close_dropped(_left(until))  # a store that was dropped without a close may have the space
+        close_dropped(_left(until))  # a store that was dropped without `close` may still hold space
         return step(_left(until))
 
 

@@ -1,11 +1,11 @@
-"""The tables of a ledger, in LMDB: everything that must be right.
+"""The tables of a ledger, in LMDB. They contain everything that must be right; all other files are hints.
 
 | table | row |
 | --- | --- |
 | entries | key -> slot, generation, number of the namespace, position of a chunk that may be read |
-| slots | slot -> generation, number of the namespace, position, tokens, key of the same |
+| slots | slot -> generation, number of the namespace, position, tokens, key of the chunk in that slot |
 | free | slot that was used and is free again |
-| bare | slot without pages, below `Meta.backed` |
+| bare | slot below `Meta.backed` that has no pages |
 | pending | key -> slot, generation of the latest reservation of that key |
 | reserved | slot -> `Reservation` |
 | members | number -> counter row, process id, reserved slots, device |
@@ -19,8 +19,8 @@
 LMDB is opened without its locks, without sync and without a writable map (see `locks`): a thread that begins a
 transaction is inside the gate, and ends the transaction before it releases the gate.
 
-A forked child never uses an environment of its parent, whatever call it returns into: all are closed there, and what is
-closed refuses every use. So each is known here as soon as it is open.
+A forked child never uses an environment of its parent, whatever call it returns into: all environments are closed in
+the child, and a closed environment refuses every use. So each one is registered here as soon as it is open.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import lmdb
 from pagoda.fork import reset_in_child
 from pagoda.ledger.locks import Gate
 
-PLACE = Struct("<IQ")  # a row of `pending`, and how a row of `entries` begins
+PLACE = Struct("<IQ")  # a row of `pending`, and the beginning of a row of `entries`
 ENTRY = Struct("<IQQI")
 SLOT = Struct("<QQII32s")
 SLOT_KEY = Struct(">I")
@@ -58,20 +58,20 @@ META_ROW, COUNTERS_ROW, COUNTER_NAMES_ROW = b"meta", b"counters", b"counter name
 
 _BYTES_PER_SLOT = 640  # all tables, half-full pages and copy-on-write included
 _LEAST_MAP_BYTES = 4 << 20
-_SPARE_BYTES = 1 << 20  # of the map, for transactions that free slots: others get none of it
-_BYTES_PER_LABEL = 8192  # of the map: a label takes at most an eighth of it
+_SPARE_BYTES = 1 << 20  # part of the map that only transactions that free slots may use
+_BYTES_PER_LABEL = 8192  # part of the map for each label; a label itself takes at most an eighth of that
 
 
 @dataclass(slots=True)
 class Meta:
     """The totals.
 
-    `unused`: slots from there on were never used. `backed`: slots from there on have no pages; `bare`: how many of the
-    slots before it have none. `scan`: slots from there to `backed` wait to be scanned; then `unused` is `backed`, too.
-    Only a slot with pages may be reserved.
+    `unused`: slots from this one on were never used. `backed`: slots from this one on have no pages. `bare`: the number
+    of slots before `backed` that have no pages. `scan`: slots from `scan` to `backed` wait to be scanned; during a scan
+    `unused` equals `backed`. Only a slot with pages may be reserved.
 
-    `cleared`: what was reserved before that generation was cleared, in all namespaces. `floor`: the same, during a
-    scan, for chunks of namespaces that have no row.
+    `cleared`: chunks of all namespaces that were reserved before that generation are cleared. `floor`: the same during
+    a scan, for chunks of namespaces that have no row.
     """
 
     slots: int
@@ -100,7 +100,7 @@ class Meta:
         return self.unscanned() > 0
 
     def with_pages(self) -> int:
-        """Count the slots that have pages: as many chunks fit now."""
+        """Count the slots that have pages; so many chunks fit now."""
         return self.backed - self.bare
 
     def unscanned(self) -> int:
@@ -118,10 +118,10 @@ class Meta:
 
 
 class Reservation(NamedTuple):
-    """A slot that is being filled. `writers`: for each part the member that has yet to write it, 0 once it is stored.
+    """A slot that is being filled. `writers`: for each part the member that must still write it, 0 once it is stored.
 
-    With owner NO_MEMBER it will not become a chunk: the slot waits until its `writers` are done. They may still write,
-    or, if a chunk was removed while it was held, they are its holders.
+    With owner NO_MEMBER it will not become a chunk: the slot waits until its `writers` are done. These members may
+    still write into it; or, if a chunk was removed while it was held, they are its holders.
     """
 
     generation: int
@@ -154,9 +154,9 @@ class Tables:
     )  # fmt: skip
 
     def __init__(self, path: Path, map_bytes: int, create: bool = False, gate: Gate | None = None) -> None:
-        """Open them. `gate`: whoever uses them is inside it, as this call is; None: only this thread uses them.
+        """Open them. `gate`: their users are inside it, also the caller; None: only this thread uses them.
 
-        LMDB's errors, also in a child that a signal handler forked since.
+        Raises LMDB's errors, also in a child that a signal handler has forked since the gate was taken.
         """
         self.most_labels = map_bytes // _BYTES_PER_LABEL
         self._map_bytes = map_bytes
@@ -168,10 +168,11 @@ class Tables:
             lmdb.open, map_size=map_bytes - _SPARE_BYTES, subdir=False, lock=False, writemap=False, sync=False,
             metasync=False, readahead=False, create=create, mode=0o600, max_dbs=len(self.NAMES),
         )  # fmt: skip
-        self._opened.extend(map(opener, [str(path)]))  # built in: no signal handler runs before it is noted
+        self._opened.extend(map(opener, [str(path)]))  # a built-in: no signal handler runs in between
         [self.env] = self._opened
         try:
-            if self._forked or (gate is not None and gate.forked):  # before that, or within: it calls Python
+            # the fork came before the opening or during it (`opener` calls Python)
+            if self._forked or (gate is not None and gate.forked):
                 raise lmdb.Error("a signal handler forked: the tables are the parent's")
             opened = [self.env.open_db(name.encode(), create=create) for name in self.NAMES]
         except lmdb.Error:
@@ -195,7 +196,7 @@ class Tables:
             yield from cursor.iternext()
 
     def used_bytes(self) -> int:
-        """Return how much of the file is, or was, in use."""
+        """Return how many bytes of the file are, or once were, in use."""
         return (int(self.env.info()["last_pgno"]) + 1) * int(self.env.stat()["psize"])
 
     def begin(self, write: bool = False) -> Txn:
@@ -219,10 +220,11 @@ class Tables:
         self.env.close()
 
     def reset(self) -> None:
-        """Close, in a forked child, what its parent had open, with a transaction in which a signal handler forked.
+        """Close, in a forked child, what its parent had open, also a transaction in which a signal handler forked.
 
-        If another thread was using it, a close would wait for that thread, which does not exist here: then it stays
-        open as long as the process lives, whatever drops its references. Nothing that runs here has one.
+        If another thread of the parent was using it, a close would wait for that thread, which does not exist in the
+        child. Then the environment stays open as long as the process lives, whichever references to it are dropped; no
+        code that runs in the child has a reference to it.
         """
         self._forked = True
         used_here = self._thread == threading.get_ident() if self._gate is None else self._gate.entered()

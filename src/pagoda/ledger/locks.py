@@ -1,15 +1,15 @@
-"""Locks between processes: byte ranges of one file next to the ledger, held by its open file description.
+"""Locks between processes: byte ranges of one file beside the ledger, held by an open file description.
 
-`F_OFD_SETLK` locks belong to the description that a `LockFile` has open, one for each store that a process has open.
-Other code of the process that opens and closes the same file does not affect them; they conflict with those of every
-other description, also of the same process, and with the POSIX locks of older versions. A kill frees them, containers
-that share the file see them. Threads of one process share a description: so a thread takes a thread lock before the
-gate.
+`F_OFD_SETLK` locks belong to an open file description; a process has one `LockFile` with one description for each store
+that it has open. Other code of the process that opens and closes the same file does not affect these locks; they
+conflict with the locks of every other description, also of the same process, and with the POSIX locks of older
+versions. A kill releases them, and containers that share the file see them. The threads of a process share a
+description, so a thread takes a thread lock before the gate.
 
-A fork shares the description too, so a child first gives up its copy and opens a new description without locks: else
-the locks of a dead parent would last, and what the child unlocks would be the parent's. Two cases run no hooks of
-Python: an `exec` (it closes the descriptor), and a child made in C, which unlocks nothing; if it outlives the parent,
-so do the parent's locks.
+A fork shares the description too, so a child first closes its copy and opens a new description without locks. Otherwise
+the locks of a dead parent would last, and the child would unlock locks of its parent. In two cases Python's fork hooks
+do not run: after an `exec` (which closes the descriptor), and in a child made in C. Such a child unlocks nothing; if it
+outlives the parent, the parent's locks last as long as the child.
 
 | byte | meaning |
 | --- | --- |
@@ -45,29 +45,29 @@ MEMBERS = 1024
 
 T = TypeVar("T")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
-_UNLOCK_ALL = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)  # a range without an end
+_UNLOCK_ALL = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)  # the range has no end: all bytes
 _UNLOCK_INTENT = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, INTENT, 1, 0)
 _UNLOCK_BOTH = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, GATE, 2, 0)  # gate and intent
 _CLOSED = "the lock file is closed"
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 20e-6, 1e-3
 
 _files: weakref.WeakSet[LockFile] = weakref.WeakSet()
-_forks = 0  # of this process so far
+_forks = 0  # forks that led to this process, as far as it has seen them
 
 
 class DeadlineMissedError(Exception):
-    """The gate could not be taken in time. Never leaves the ledger: it becomes `Reason.LEDGER_BUSY`."""
+    """The gate could not be taken in time. It never leaves the ledger: it becomes `Reason.LEDGER_BUSY`."""
 
 
 def timed_out(seconds: float, doing: str) -> StoreError:
-    """Return the error of a wait for what another process is doing."""
+    """Return the error for a wait that timed out because of another process."""
     return StoreError(f"timed out after {seconds:g} s: another process {doing}; look for a stopped process")
 
 
 class LockFile:
     """Byte-range locks of one file, by one open file description. Single calls are thread-safe.
 
-    `close` gives up all of them, and so does the end of the last reference; from then on none can be taken (OSError).
+    `close` releases all of them, and so does the end of the last reference; afterwards none can be taken (OSError).
     """
 
     def __init__(self, path: Path, create: bool = True) -> None:
@@ -79,14 +79,14 @@ class LockFile:
             forks = _forks
             self._file = FileIO(path, "r+", opener=lambda name, _: os.open(name, flags, 0o600))
             self._fd = self._file.fileno()
-            if forks == _forks:  # else a forked child may have a copy that it does not know of
+            if forks == _forks:  # otherwise a forked child may have a copy that it does not know of
                 return
             self.close()
 
     def close(self) -> None:
-        """Give up all locks and the descriptor; idempotent. No other thread may be using it."""
+        """Release all locks and close the descriptor; idempotent. No other thread may be using it."""
         if self._fd >= 0:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _UNLOCK_ALL)  # since a child made in C would keep them
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _UNLOCK_ALL)  # a child made in C would keep them
             self._fd = -1
             self._file.close()
 
@@ -97,10 +97,20 @@ class LockFile:
         except OSError:
             return False
 
+    def mark(self) -> None:
+        """Change what `marked` returns, in every process that has the file open. OSError."""
+        os.utime(self._fd, ns=(now := time.time_ns(), now))
+
+    def marked(self) -> int:
+        """Return when the file was marked, in ns; -1 after `close`."""
+        with contextlib.suppress(OSError):
+            return os.fstat(self._fd).st_mtime_ns
+        return -1
+
     def lock(self, byte: int, exclusive: bool, until: float = 0.0) -> bool:
         """Take or convert the lock of one byte; False if another description has it.
 
-        Tries until `time.monotonic()` passes `until`: by default once.
+        Tries until `time.monotonic()` reaches `until`; by default it tries once.
         """
         request, pause = _request(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, byte), _FIRST_PAUSE_SECONDS
         while True:
@@ -123,7 +133,7 @@ class LockFile:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
 
     def unlocking(self, byte: int) -> Callable[[], object]:
-        """Return a built-in that releases the lock of one byte, if held: so no signal handler can run before it."""
+        """Return a built-in that releases the lock of one byte, if held; no signal handler can run before it."""
         if self._fd < 0:
             raise OSError(errno.EBADF, _CLOSED)
         return partial(fcntl.fcntl, self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
@@ -141,7 +151,7 @@ class LockFile:
         if self._fd < 0:
             return
         try:
-            # works also if the file was removed by now
+            # this works even if the file has been removed
             own = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             self._fd = -1
@@ -160,7 +170,7 @@ class Gate:
     """The one lock around transactions: `gate.run(work, seconds)`; a writer calls it with `exclusive=True`.
 
     Thread-safe. Raises DeadlineMissedError if it cannot be taken within the seconds given, and at once in a thread that
-    is inside already (a signal handler or a finalizer in the middle of a transaction).
+    is already inside (a signal handler or a finalizer in the middle of a transaction).
 
     A signal handler may raise an exception after any call, also after the call that took a lock. So nothing is taken
     before the `try` whose `finally` releases it, and built-in functions release it, each in a separate `finally`:
@@ -170,12 +180,13 @@ class Gate:
 
     def __init__(self, file: LockFile) -> None:
         self._file = file
-        self._inside = threading.RLock()  # knows its owner as soon as it is taken; never taken twice
-        # whether this thread is inside, or waits for other processes: a signal handler or a finalizer asks, and a
-        # transaction, because a child that a signal handler forks in the middle of a call is not inside
+        # an RLock, because it knows its owner as soon as it is taken; it is never taken twice
+        self._inside = threading.RLock()
+        # whether this thread is inside, or waits for other processes. A signal handler or a finalizer asks it; so does
+        # a transaction, because a child that a signal handler forks in the middle of a call is not inside
         self.entered: Callable[[], bool] = self._inside._is_owned  # type: ignore[attr-defined]
         self._owner: int | None = None
-        self.forked = False  # this is a child of the process whose gate it is
+        self.forked = False  # this process is a child of the one that made the gate
 
     @property
     def taken(self) -> bool:
@@ -207,7 +218,7 @@ class Gate:
                     self._inside.release()
             else:
                 try:  # noqa: SIM105  # `contextlib.suppress` is no built-in function
-                    self._inside.release()  # it may have been taken without being recorded
+                    self._inside.release()  # an interrupt may come between taking it and recording that
                 except RuntimeError:
                     pass
 
@@ -222,7 +233,7 @@ class Gate:
 
 
 def barrier() -> None:
-    """Order this thread's memory accesses before against those after (free on x86, a fence on ARM)."""
+    """Complete this thread's earlier memory accesses before its later ones (free on x86, a fence on ARM)."""
     lock = threading.Lock()
     for _ in range(2):
         lock.acquire()
@@ -234,7 +245,7 @@ def _count_fork() -> None:
     _forks += 1
 
 
-@call_in_child  # before all others of the ledger, which take locks in the child
+@call_in_child  # registered before the ledger's other hooks, which take locks in the child
 def _reset_in_child() -> None:
     for file in list(_files):
         with contextlib.suppress(OSError):

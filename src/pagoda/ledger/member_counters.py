@@ -24,7 +24,7 @@ CounterRow = NDArray[np.uint64]
 
 
 def map_counters(path: Path) -> CounterRow:
-    """Map the file, (MEMBER_ROWS, WIDTH)."""
+    """Map the file as an array of shape (MEMBER_ROWS, WIDTH)."""
     return np.frombuffer(map_file(path, COUNTERS_BYTES), np.uint64).reshape(MEMBER_ROWS, WIDTH)
 
 

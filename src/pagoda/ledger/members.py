@@ -1,4 +1,4 @@
-"""Members: the processes that have the store open, and taking back what dead ones left. Steps of a transaction."""
+"""Members are the processes that have the store open. These steps of a transaction also reclaim what dead ones left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_member(transaction: Transaction) -> int:
 
 
 def mark_device(transaction: Transaction) -> None:
-    """Record that this member's memory is registered with a GPU: its slots are freed some time after its death."""
+    """Record that this member's memory is registered with a GPU: its slots are freed a while after its death."""
     row = transaction.get(MEMBER_KEY.pack(transaction.member), db=transaction.tables.members)
     if row is not None:
         counter_row, pid, reserved, _ = MEMBER.unpack(row)
@@ -44,9 +44,10 @@ def has_device(transaction: Transaction) -> bool:
 
 
 def reap(transaction: Transaction, most: int) -> int:
-    """Take back up to `most` slots that only dead members could still fill; return how many.
+    """Reclaim up to `most` slots that only dead members could still fill; return how many.
 
-    A dead member's row is removed when nothing is left of it; its counters stay there until then (`remove_member`).
+    A dead member's row is removed when it has no reservation left; its counters stay there until then
+    (`remove_member`).
     """
     freed = 0
     for slot, reservation in _reservations(transaction):
@@ -65,7 +66,7 @@ def reap(transaction: Transaction, most: int) -> int:
 
 
 def remove_dead(transaction: Transaction, counters: NDArray[np.uint64]) -> bool:
-    """Remove the dead members of which nothing is left; return whether there was one."""
+    """Remove the dead members that have no reservation left; return whether there was one."""
     tables = transaction.tables
     numbers = [MEMBER_KEY.unpack(row)[0] for row, _ in tables.rows(transaction.txn, tables.members)]
     dead = [number for number in numbers if not transaction.alive(number)]
@@ -93,7 +94,7 @@ def remove_member(transaction: Transaction, member: int, counters: NDArray[np.ui
 
 
 def leave(transaction: Transaction, counters: NDArray[np.uint64]) -> None:
-    """Remove this member, its holds, and the reservations that no other member writes into."""
+    """Remove this member, its holds, and its reservations that no other member writes into."""
     for slot, reservation in _reservations(transaction):
         own = {0, transaction.member}
         if reservation.owner in own and own.issuperset(reservation.writers):  # NO_MEMBER is 0
@@ -103,11 +104,12 @@ def leave(transaction: Transaction, counters: NDArray[np.uint64]) -> None:
 
 
 def publish_committed(transaction: Transaction, columns: Columns, start: int, stamp: int) -> int | None:
-    """Publish chunks, in slots from `start` on, whose member died before it could; return where to continue.
+    """Publish committed chunks, in slots from `start` on, whose member died before it published them.
 
-    Without that their recency would keep them from eviction for ever, and what a rebuild found would be a miss.
+    Returns the slot to continue at, None at the end. Without this call the recency of such a chunk would keep it from
+    eviction for ever, and every lookup of it would be a miss.
     """
-    end = min(transaction.meta.scan, transaction.meta.unused)  # no slot after it was ever used
+    end = min(transaction.meta.scan, transaction.meta.unused)  # the slots from `end` on were never used
     silent = start + np.flatnonzero(columns.last_use[start:end] == NOT_READY)
     for slot in silent[:_LOOK].tolist():
         row = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.slots)
@@ -126,7 +128,7 @@ def _reservations(transaction: Transaction) -> list[tuple[int, Reservation]]:
 
 
 def _may_still_be_written(transaction: Transaction, reservation: Reservation) -> bool:
-    if reservation.owner == NO_MEMBER:  # a negative age is from another boot: long ago
+    if reservation.owner == NO_MEMBER:  # a negative age: the time is from another boot, long ago
         return 0 <= transaction.now - reservation.started < DEVICE_GRACE_NS
     keys = (MEMBER_KEY.pack(writer) for writer in reservation.writers if writer)
     rows = (transaction.get(key, db=transaction.tables.members) for key in keys)

@@ -25,9 +25,10 @@ from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.ledger.spaces")
 
-# labels that are known to be written; then all are written again, since some may have been removed
+# after so many labels that are known to be written, all are written again, since some may have been removed
 _MOST_TOLD = 4096
-_MOST_WAITING = 256  # labels that wait for a transaction; in a flood, more are registered another time
+# labels that wait for a transaction; further ones are dropped and registered again by later calls
+_MOST_WAITING = 256
 _SAVE_SECONDS, _SAVING_SECONDS = 60.0, 1.0
 
 
@@ -45,15 +46,15 @@ class NamespaceRegistry:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what waits, in a forked child: the parent writes it. No lock of another thread stays locked."""
-        self._lock = threading.Lock()  # of the files of labels and of clears, within this process
+        """Drop waiting labels, in a forked child: the parent writes them. Makes a new lock."""
+        self._lock = threading.Lock()  # guards the files of labels and of clears within this process
         self._waiting: dict[bytes, dict[str, str]] = {}  # labels
 
     # ---- clears
 
     def save_clear(self, namespace: bytes | None) -> None:
-        """Write to the medium what the tables say of a clear. StoreError."""
-        if self._in_memory:  # is never rebuilt
+        """Write to the medium what the tables say about a clear. Raises StoreError."""
+        if self._in_memory:  # a store in memory is never rebuilt
             return
         with self._file_lock():
             try:
@@ -83,7 +84,7 @@ class NamespaceRegistry:
 
     @contextlib.contextmanager
     def _file_lock(self) -> Iterator[None]:
-        """Hold the lock of the file of clears: the tables are read inside, so the file never goes back in time."""
+        """Hold the lock of the file of clears: read the tables inside, so that no old state replaces a newer one."""
         with self._lock:
             locks = self._session.store.locks
             unlock = locks.unlocking(LABELS)
@@ -97,9 +98,9 @@ class NamespaceRegistry:
                 unlock()
 
     def _watermarks(self) -> Watermarks:
-        """Return what to write to the file: a floor of now, and the watermarks of the namespaces that have chunks.
+        """Return what to write to the file: the present generation as floor; the watermarks of namespaces with chunks.
 
-        During a scan it is not known which have: the floor stays, and all that have a row keep their watermark.
+        During a scan it is not known which have chunks: the floor stays, and all that have a row keep their watermark.
         """
         meta = self._session.read(lambda txn, tables: tables.load_meta(txn))
         found = {t.root: t for t in self.counts()}
@@ -146,7 +147,7 @@ class NamespaceRegistry:
         self._session.defer(partial(self._label, namespace_root))
 
     def _label(self, root: bytes, transaction: Transaction) -> None:
-        fields = self._waiting.pop(root, None)  # tried once: a label must not keep other work from being done
+        fields = self._waiting.pop(root, None)  # tried once: a label that fails must not block other work
         if fields is not None:
             clears_and_labels.label(transaction, root, fields)
 
@@ -156,11 +157,11 @@ class NamespaceRegistry:
             self._session.write(lambda _: None, deadline_seconds)
 
     def save_labels(self, every_seconds: float = _SAVE_SECONDS) -> None:
-        """Save the labels where they outlive the tables, if there are new ones and the last save is old. Does I/O."""
+        """Save the labels in the file that outlives the tables, if some are new and the last save is old. Does I/O."""
         if self._in_memory or not self._unsaved or time.monotonic() - self._saved < every_seconds:
             return
         self._unsaved, self._saved = False, time.monotonic()
-        with contextlib.suppress(StoreError, OSError), self._lock:  # they are only labels
+        with contextlib.suppress(StoreError, OSError), self._lock:  # labels are not essential
             self._session.require_store()
             self.write_labels(_SAVING_SECONDS)
             clears_and_labels.save_labels(self._directory, self.labels(time.monotonic() + _SAVING_SECONDS))

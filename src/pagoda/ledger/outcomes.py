@@ -35,7 +35,7 @@ class Busy(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """There is no free slot, or the policy or a bound refuses the chunk."""
+    """There is no free slot, or the policy or a limit refuses the chunk."""
 
     key: bytes
     reason: Reason
@@ -45,16 +45,16 @@ Outcome = Reserved | Present | Busy | Refused
 
 
 class CommitResult(IntEnum):
-    """The result of committing one part of a chunk; true if it is stored. Of all parts one, the last, is WHOLE."""
+    """The result of committing one part of a chunk; true if it is stored. Only the last part gets WHOLE."""
 
     LOST = 0  # superseded, cleared, reaped, or not committed in time
-    WHOLE = 1  # stored, and it was the last: the chunk is visible now
-    # stored, and other parts are missing: the chunk cannot be read yet, though its generation is valid
+    WHOLE = 1  # stored, and it was the last part: the chunk is visible now
+    # stored, but other parts are missing: the chunk cannot be read yet, though its generation is valid
     PART = 2
 
 
 class Match(NamedTuple):
-    """The leading run that may be read: slot i, of generation i, holds key i; and why the run ends where it does.
+    """The leading run that may be read: slots[i], of generations[i], holds key i. `reason`: why the run ends there.
 
     `reason` is None if all keys are in the run.
     """
@@ -98,7 +98,7 @@ class ScannedChunk(NamedTuple):
     """A chunk whose header was read from the slab during a rebuild.
 
     `epoch` is compared with the generation before which its namespace was cleared. It equals `sequence`; an older
-    version wrote how often the namespace had been cleared, which is less than any generation.
+    version wrote the number of the namespace's clears instead, which is less than any generation.
     """
 
     key: bytes

@@ -1,9 +1,10 @@
 """Which slots of a slab in memory are being read or written, so that no process takes their pages away.
 
-A mapped page that is taken away comes back at the next access, also at a read, and if the file system is full by then
-the access is SIGBUS. So every view of a slot is guarded, and the pages of a slot are taken in this order: the slot is
-bare in the tables and published as such; no process has a view of it; the hole is punched. A process that wants a view
-marks the slot first and reads what is published afterwards: one of the two sees the other (as with hazard pointers).
+If a process accesses (even only reads) a mapped page that was taken away, the system allocates the page again; if the
+file system is full by then, the access is a SIGBUS. So every view of a slot is guarded, and the pages of a slot are
+taken in this order: the slot is bare in the tables and published as bare; no process has a view of it; the hole is
+punched. A process that wants a view first marks the slot and then reads what is published: so one of the two processes
+sees the other (as with hazard pointers).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from pagoda.ledger.columns import BARE, Columns, map_file
 from pagoda.ledger.locks import Gate, barrier
 from pagoda.ledger.store_state import GUARD_BYTES, GUARD_WORDS
 
-_BUCKETS = 64  # slots that are equal modulo this share a bit of a word
-# the word of all calls that find no other free: cleared when the last of them has ended
+_BUCKETS = 64  # slots that are equal modulo this number share a bit of a word
+# shared by all calls that find no other word free; cleared when the last of them has ended
 _SHARED = GUARD_WORDS - 1
 _POLL_SECONDS = 0.002
 
@@ -31,14 +32,14 @@ Bytes = NDArray[np.uint8]
 
 
 class _Guard(weakref.ref[Bytes]):
-    """The views of one call, as long as their base lives. `word`: where their slots are marked, -1 if nowhere."""
+    """A weak reference to the base of one call's views. `word`: where their slots are marked, -1 if nowhere."""
 
     __slots__ = ("word",)
     word: int
 
 
 class PageGuards:
-    """Which slots each process has views of: a row of words a member, mapped. Thread-safe.
+    """Which slots each process has views of: one mapped row of words per member. Thread-safe.
 
     Each call marks the slots of its views in a separate word. A built-in function records the end of a view, since an
     exception that a signal handler raises in a finalizer written in Python is lost. The next call that lends a view or
@@ -46,10 +47,10 @@ class PageGuards:
     """
 
     def __init__(self, path: Path, columns: Columns, join: Callable[[], object]) -> None:
-        """Map the file. `join` makes this process a member, if it is none yet, by calling `become`."""
+        """Map the file. `join` makes this process a member, if it is not yet one, by calling `become`."""
         self._rows = memoryview(map_file(path, GUARD_BYTES)).cast("Q")
         self._generation = columns.generation.data
-        self._join = weakref.WeakMethod(join)  # else a store that is closed keeps its mapped files
+        self._join = weakref.WeakMethod(join)  # weak, or a closed store would keep its mapped files
         self.forget()
 
     def forget(self) -> None:
@@ -57,7 +58,7 @@ class PageGuards:
         self._joined = False
         self._own = memoryview(bytearray(GUARD_WORDS * 8)).cast("Q")
         self._free = list(range(_SHARED))
-        self._sharing = 0  # guards in the shared word
+        self._sharing = 0  # number of guards in the shared word
         self._lock, self._fence = threading.RLock(), threading.Lock()
         self._out: dict[int, _Guard] = {}  # by id
         self._ended: deque[weakref.ref[Bytes]] = deque()
@@ -66,13 +67,13 @@ class PageGuards:
         """Become the member of this row, inside that gate."""
         with self._lock:
             own = self._rows[row * GUARD_WORDS : (row + 1) * GUARD_WORDS]
-            if gate.forked:  # it is the parent's row; no signal handler runs between this and what follows
+            if gate.forked:  # the row is the parent's; no signal handler runs between this line and the next
                 return
             own[:] = self._own
             self._own, self._joined = own, True
 
     def leave(self) -> None:
-        """Count privately from now on: another member may soon get the row, and views may outlive the store's close."""
+        """Use a private row from now on: another member may soon get the old one, and views may outlive the store."""
         with self._lock:
             own = memoryview(bytearray(GUARD_WORDS * 8)).cast("Q")
             own[:] = self._own
@@ -80,7 +81,7 @@ class PageGuards:
 
     def lend(self, slots: Sequence[int], base: Bytes) -> list[int]:
         """Guard the pages of slots for as long as `base` lives; return those that have no pages."""
-        if not self._joined:  # a forked child that uses what its parent has found
+        if not self._joined:  # a forked child that uses slots which its parent found
             join = self._join()
             if join is not None:
                 join()
@@ -102,7 +103,7 @@ class PageGuards:
                 loan.word = _SHARED
                 self._own[_SHARED] |= mask
                 self._sharing += 1
-        with self._fence:  # after a lock was released: a barrier, see `locks.barrier`
+        with self._fence:  # taking and releasing a lock is a barrier, see `locks.barrier`
             pass
         generation = self._generation
         return [slot for slot in slots if generation[slot] & BARE]
@@ -122,14 +123,14 @@ class PageGuards:
                     if not self._sharing:
                         self._own[_SHARED] = 0
                 elif word >= 0:
-                    self._own[word] = 0  # in a child that was forked meanwhile it is no row of the parent
+                    self._own[word] = 0  # in a child that was forked meanwhile, the row is not the parent's
                     free.append(word)
                 out.pop(id(loan), None)
-                if ended and ended[0] is loan:  # else a signal handler has run this in between
+                if ended and ended[0] is loan:  # otherwise a signal handler has run this method in between
                     ended.popleft()
 
     def untouched(self, slots: Iterable[int], rows: Sequence[int], seconds: float) -> list[int]:
-        """Return those of these bare slots that no member of these rows uses; waits up to `seconds` for the others."""
+        """Return which of these bare slots no member of these rows uses; waits up to `seconds` for the others."""
         barrier()
         until = time.monotonic() + seconds
         left, free = list(slots), list[int]()

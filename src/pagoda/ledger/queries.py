@@ -23,7 +23,7 @@ from pagoda.ledger.lmdb_tables import (
 from pagoda.ledger.outcomes import Present
 from pagoda.metrics import Reason
 
-_FEW_ENTRIES = 32  # so few are checked one by one
+_FEW_ENTRIES = 32  # up to so many entries are checked one by one
 _ENTRY_ROW = np.dtype([("slot", "<u4"), ("generation", "<u8"), ("namespace", "<u8"), ("position", "<u4")])
 
 
@@ -33,8 +33,9 @@ def match_prefix(
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64], int, Reason | None]:  # fmt: skip
     """Look up keys until one is absent, or is not the chunk of that namespace at that position (from `start` on).
 
-    Without a namespace neither is checked. Returns slots and generations of that run, how many leading chunks of it are
-    published under the keys asked for, and why it ends before the last key, if the tables tell.
+    Without a namespace, neither namespace nor position is checked. Returns slots and generations of that run; how many
+    of its leading chunks are published under the keys asked for; and why the run ends before the last key, if the
+    tables show it.
     """
     rows: list[bytes] = []
     get, table = txn.get, tables.entries

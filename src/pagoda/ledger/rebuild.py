@@ -15,7 +15,7 @@ from pagoda.metrics import Reason
 
 
 def unscanned(ledger: Ledger) -> range:
-    """Return the slots whose headers have yet to be read after a rebuild. StoreError."""
+    """Return the slots whose headers must still be read after a rebuild. Raises StoreError."""
     meta = ledger.session.read(lambda txn, tables: tables.load_meta(txn))
     return range(meta.scan, meta.scan + meta.unscanned())
 
@@ -31,7 +31,7 @@ def end_scan(ledger: Ledger) -> None:
 
 
 def absorb(ledger: Ledger, first_slot: int, found: Sequence[ScannedChunk | None]) -> None:
-    """Enter what the headers of the next unscanned slots say; None where a slot holds nothing. At most 64."""
+    """Enter what the headers of the next unscanned slots say; None where a slot is empty. At most 64 slots."""
     whole = ledger.slab_path.stat().st_blocks * 512 >= ledger.slots * ledger.slot_bytes
     ledger.session.write(lambda transaction: _absorb(transaction, first_slot, found, whole))
     if not len(unscanned(ledger)):
@@ -46,8 +46,9 @@ def _absorb(
 ) -> None:
     """Enter the next slots that wait to be scanned; ValueError if `first_slot` is not the next.
 
-    A chunk that was cleared is left out; of one key the highest sequence counts. Slots that hold nothing are free if
-    the slab is known to have all pages (`all_backed`); else they count as bare until they are allocated.
+    A chunk that was cleared is left out; of several chunks with one key, the one with the highest sequence is kept.
+    Empty slots are free if the slab is known to have all pages (`all_backed`); otherwise they count as bare until they
+    are allocated.
     """
     if first_slot != transaction.meta.scan:
         raise ValueError(f"slot {transaction.meta.scan} is the next to be scanned, not {first_slot}")
@@ -79,6 +80,6 @@ def _enter(transaction: Transaction, slot: int, chunk: ScannedChunk) -> bool:
     transaction.meta.ready += 1
     transaction.add_to_namespace(number, chunks=1)
     transaction.publish_filling(slot, chunk.sequence, chunk.key, 0, chunk.position, None)
-    # Older than whatever is used from now on. Sequences rise along a chain; its tail must be the oldest.
+    # Older than everything that is used from now on. Sequences rise along a chain, but its tail must be the oldest.
     transaction.ready[slot] = max(0, min(chunk.sequence, FIRST_OFFSET) - 2 * chunk.position)
     return True

@@ -1,8 +1,8 @@
-"""The last requests of all processes that share a store, with why each got no more: a ring of records in one page.
+"""The last requests of all processes that share a store, and why each got no more tokens: a ring in one page.
 
 `CacheCounters` appends a record where it counts a request, `StoreStats` reads them. An append is two plain writes to
-mapped memory, with no lock and no call of the system: of two processes that append at the same moment one record may be
-lost. What is torn, or of another version, has a wrong checksum and is left out. Nothing else depends on them.
+mapped memory, without a lock or a system call; if two processes append at the same moment, one record may be lost. A
+torn record, or one of another version, has a wrong checksum and is left out. Nothing else depends on the records.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from pagoda.ledger.columns import map_or_private
 from pagoda.metrics import TIER_KINDS
 
 MOST_REQUESTS = 63
-NAMESPACE_BYTES = 16  # of the root of a namespace that are kept
-_PAGE_BYTES, _RECORD_BYTES = 4096, 64  # of the page the first 8 bytes are the number of the next record
-# time (Unix), process id, tokens asked for and hit by kind of tier, begin of the root of the namespace, reason
+NAMESPACE_BYTES = 16  # so many bytes of a namespace's root are kept
+_PAGE_BYTES, _RECORD_BYTES = 4096, 64  # the first 8 bytes of the page are the number of the next record
+# time (Unix), process id, tokens asked for and hit by kind of tier, first bytes of the namespace's root, reason
 _RECORD = Struct(f"<dIIIII{NAMESPACE_BYTES}s16s")
 _CHECKSUM = Struct("<I")
-_WORD = 0xFFFFFFFF  # the largest number in a record: no request may fail because its numbers are odd
+# the largest number in a record; larger ones are cut, so that no request fails because of them
+_WORD = 0xFFFFFFFF
 
 
 class RecentRequest(NamedTuple):
-    """A request that was counted. `namespace`: how its root begins, zeros if it is not known."""
+    """A request that was counted. `namespace`: the first bytes of its root, zeros if it is not known."""
 
     time: float
     pid: int
@@ -40,16 +41,16 @@ class RecentRequest(NamedTuple):
 
 
 class RequestRing:
-    """The ring of one store. Thread-safe and fork-safe; without space for its page it is this process's own."""
+    """The ring of one store. Thread-safe and fork-safe; without space for the page, only this process sees it."""
 
     def __init__(self, path: Path) -> None:
-        """Map the page, made if it is not there."""
+        """Map the page; make it if it does not exist."""
         self._page = map_or_private(path, _PAGE_BYTES)
         self._next = self._page[:8].cast("Q")
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
-        """Note which process this is: to ask the system each time would cost as much as the rest of an append."""
+        """Note the process id: asking the system at each append would double its cost."""
         self._pid = os.getpid()
 
     def append(self, counts: Mapping[str, int], namespace: bytes, reason: str) -> None:

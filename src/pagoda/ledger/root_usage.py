@@ -19,9 +19,9 @@ _LIMIT = "limit"
 
 @dataclass(frozen=True)
 class Holding:
-    """What one store of a root holds of the space that all share. `state` None: of an unknown format.
+    """How much of the shared space one store of a root holds. `state` is None for a store of an unknown format.
 
-    `limit`: how much all stores may hold, according to the processes that have this one open.
+    `limit`: how much all stores may hold together, according to the processes that have this one open.
     """
 
     directory: Path
@@ -32,9 +32,9 @@ class Holding:
 
 
 def holdings(root: Path) -> list[Holding]:
-    """Return what the stores of a root hold: pages of slabs, and all files of a store of an unknown format.
+    """Return what the stores of a root hold: slots of slabs, and all files of a store of an unknown format.
 
-    What another version has in memory is not counted: two versions side by side have a limit each.
+    Stores of another version in memory are not counted: two versions side by side have separate limits.
     """
     found = []
     for directory in stores(root):
@@ -43,15 +43,16 @@ def holdings(root: Path) -> list[Holding]:
             continue
         with contextlib.suppress(FileNotFoundError):  # a private store may be removed at any time
             files = directory.iterdir() if state is None else [directory / SLAB] if state.slot_bytes else []
-            nbytes = sum(held_bytes(file) for file in files if file.is_file())
+            unit = 1 if state is None else state.slot_bytes
+            nbytes = sum(held_bytes(file, unit) for file in files if file.is_file())
             found.append(Holding(directory, state, nbytes, in_use(directory), _read_limit(directory)))
     return found
 
 
-def held_bytes(file: Path) -> int:
-    """Return the bytes that a file takes, without blocks for the file system's metadata."""
+def held_bytes(file: Path, unit: int) -> int:
+    """Return the bytes that a file takes, in whole units: the file system's metadata for its holes rarely fill one."""
     status = file.stat()
-    return min(status.st_blocks * 512, -(-status.st_size // 4096) * 4096)
+    return min(status.st_blocks * 512, -(-status.st_size // 4096) * 4096) // unit * unit
 
 
 def root_limit(every: Sequence[Holding]) -> int | None:
@@ -62,11 +63,12 @@ def root_limit(every: Sequence[Holding]) -> int | None:
 def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
     """Record how much the stores of the root may hold; while other processes have the store open, it never shrinks.
 
-    None: the caller only reads the store, or takes from it; if it is the only user (`sole`), an old limit is removed.
+    None: the caller only reads the store, or takes space from it; if it is the only user (`sole`), an old limit is
+    removed.
     """
     file = directory / _LIMIT
     fresh = file.with_suffix(".new")
-    fresh.unlink(missing_ok=True)  # of a process that was killed while it wrote
+    fresh.unlink(missing_ok=True)  # left by a process that was killed while it wrote
     if nbytes is None:
         if sole:
             file.unlink(missing_ok=True)
@@ -78,7 +80,7 @@ def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
         fresh.write_text(f"{nbytes}\n")
         fresh.chmod(0o600)
         os.replace(fresh, file)
-    except OSError:  # a full file system: the limit of before stays
+    except OSError:  # the file system is full: the old limit stays
         pass
     finally:
         fresh.unlink(missing_ok=True)

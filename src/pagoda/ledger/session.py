@@ -1,12 +1,13 @@
 """This process's part in a store: its open tables and columns, its member, and running transactions.
 
 A transaction begins and ends in one function on one thread inside the gate, with no I/O, log or yield in it. It is a
-function passed to `write` or `read`: a `with` statement would lose the gate to signal handlers (see `Gate`). Whatever
-prevents it becomes an `UnavailableError` with a reason; the ledger turns that into a miss.
+A transaction is a function passed to `write` or `read`: a `with` statement would lose the gate to signal handlers (see
+`Gate`). A failure to run it becomes an `UnavailableError` with a reason; the ledger turns that into a miss.
 
-A signal handler may fork in the middle of it, and the child returns into a transaction that is its parent's. There the
-tables are closed, the views that write to the columns are released, and the gate is `forked`: the child keeps nothing
-of what the parent did, and its errors say nothing about the store. What it calls afterwards is its own.
+A signal handler may fork in the middle of a transaction, and the child returns into a transaction that is its parent's.
+In the child the tables are closed, the views that write to the columns are released, and the gate is `forked`: the
+child keeps nothing of what the parent did, and its errors say nothing about the store. Its later calls run in new
+tables.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLE
 from pagoda.ledger.table_integrity import is_damage
 from pagoda.ledger.transaction import BATCH, Transaction
 from pagoda.metrics import COUNTERS, Reason, guarded_logger
+from pagoda.threads import if_free
 
 log = guarded_logger("pagoda")
 
@@ -53,15 +55,18 @@ _LEAVE_SECONDS = 2.0
 _JOIN_SECONDS = 1.0
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+# held by a fork, which may come from a signal handler: no session is added meanwhile
+_beginning = threading.RLock()
 
 
 class UnavailableError(StoreError):
-    """The ledger could not run a transaction, and why.
+    """The ledger could not run a transaction; `reason` says why.
 
-    An engine's call turns it into a miss or a drop; an operator's lets it pass, as the StoreError that it is.
+    A call of an engine turns it into a miss or a drop; a call of an operator raises it, as a StoreError.
     """
 
-    reason = Reason.IO_ERROR  # of the class: the error must be the same after it was sent to another process
+    # a class attribute, so that it survives when the error is sent to another process
+    reason = Reason.IO_ERROR
 
 
 class Session:
@@ -75,9 +80,9 @@ class Session:
         self.closed = False
         # the directory belongs to another store now: no file in it is opened by path again
         self.lost = self._told = False
-        self._damaged = False  # its tables; this was logged
+        self._damaged = False  # its tables are damaged, and this was logged
         self._counters = map_counters(store.directory / COUNTERS_FILE)
-        self._row = np.zeros(WIDTH, np.uint64).data  # of a member: its row of the mapped counters
+        self._row = np.zeros(WIDTH, np.uint64).data  # once there is a member: its row of the mapped counters
         self._column: dict[str, int] = {}
         self._counting = threading.Lock()
         self.page_guards = (
@@ -88,7 +93,9 @@ class Session:
         self._deferred: deque[Callable[[Transaction], object]] = deque()
         self._tables: Tables | None = None
         self._publish_from: int | None = 0 if store.sole else None
-        _sessions.add(self)  # first: a fork during the opening concerns it, too
+        # not while another thread forks: the fork could overlook the tables that this opens
+        if_free(_beginning, partial(_sessions.add, self), _FORK_SECONDS)
+        _sessions.add(self)  # in any case, so that a fork during the opening closes it too
         self._begin(deadline_seconds)
 
     # ---- transactions
@@ -136,25 +143,25 @@ class Session:
         except BaseException as error:
             try:
                 self._publish_or_undo(tables, transaction, begun)
-            except BaseException:  # another signal: again, from the start
+            except BaseException:  # another signal: start again
                 self._publish_or_undo(tables, transaction, begun)
                 raise
             if is_damage(error) or (
                 isinstance(error, lmdb.Error) and not isinstance(error, lmdb.MapFullError)
             ):
-                self._shut()  # LMDB refuses to continue after a failed write: open it again
+                self._shut()  # LMDB refuses to continue after a failed write: the next call opens it again
             raise
         return transaction, result
 
     def _publish_or_undo(
         self, tables: Tables, transaction: Transaction | None, begun: list[Callable[[Transaction], object]]
     ) -> None:
-        """After an exception at any point of a transaction: publish it if it was committed, else undo everything."""
+        """Handle an exception at any point of a transaction: publish what was committed, else undo everything."""
         if transaction is not None and self._committed(tables, transaction):
             transaction.committed = True
             transaction.publish(self.columns, self.stamp(transaction.now))
             return
-        while begun:  # put deferred work back, one by one and none twice
+        while begun:  # put deferred work back, each item once
             if not (self._deferred and self._deferred[0] is begun[-1]):
                 self._deferred.appendleft(begun[-1])
             begun.pop()
@@ -167,7 +174,7 @@ class Session:
         )
 
     def _free(self, work: Callable[[Transaction], T]) -> tuple[Transaction, T]:
-        """Run one transaction that frees slots: if the map is full, in the spare part of it."""
+        """Run one transaction that frees slots; if the map is full, it may use the spare part."""
         with contextlib.suppress(lmdb.MapFullError):
             return self._transact(work)
         tables = self._open()
@@ -175,7 +182,7 @@ class Session:
         try:
             return self._transact(work)
         finally:
-            if self._tables is tables:  # else they were closed, and are opened again
+            if self._tables is tables:  # else they were closed, and the next call opens new ones
                 tables.narrow()
 
     def read(self, work: Callable[[Txn, Tables], T], deadline_seconds: float = PATIENT_SECONDS) -> T:
@@ -197,7 +204,7 @@ class Session:
         self, table: Callable[[Tables], lmdb._Database], made: Callable[[Txn, Tables, bytes, bytes], T],
         until: float | None = None, most: int = _PAGE,
     ) -> Iterator[T]:  # fmt: skip
-        """Walk a table, `most` rows in each transaction, while others go on: what is made of each. StoreError."""
+        """Walk a table, `most` rows per transaction; yield what `made` returns for each row. Raises StoreError."""
 
         def page(txn: Txn, tables: Tables) -> tuple[list[T], bytes | None]:
             rows = list(islice(tables.rows(txn, table(tables), start or b""), most + 1))
@@ -225,7 +232,8 @@ class Session:
     def _is_trouble(self, error: Exception) -> bool:
         """Whether this error is a fault of the store, not wrong use; damaged tables are marked as such.
 
-        They are used as long as a process has the store open (what cannot be read is a miss), and rebuilt after that.
+        A damaged store is used as long as a process has it open (what cannot be read is a miss), and rebuilt after
+        that.
         """
         if is_damage(error) and not self._damaged:
             self._damaged = True
@@ -237,9 +245,10 @@ class Session:
     def _raise_unavailable(self, done: str, error: Exception, gate: Gate) -> None:
         """Turn the error of a transaction into UnavailableError or ClosedError.
 
-        Returns if it was wrong use, or is what `check` found.
+        Returns if the error is wrong use, or is what `check` found.
 
-        `gate`: where it ran. What a forked child meets in its parent's transaction says nothing about the store.
+        `gate`: where the transaction ran. An error that a forked child meets in its parent's transaction says nothing
+        about the store.
         """
         if gate.forked:
             reason = Reason.IO_ERROR
@@ -261,7 +270,7 @@ class Session:
         return ClosedError(f"the store at {self.store.directory} was closed; open it again")
 
     def defer(self, work: Callable[[Transaction], object]) -> None:
-        """Have the next transaction run `work`, which could not be run now."""
+        """Let the next transaction run `work`."""
         self._deferred.append(work)
 
     def stamp(self, now: int) -> int:
@@ -271,7 +280,7 @@ class Session:
     # ---- members
 
     def recover(self, deadline_seconds: float) -> int:
-        """Take back what dead members reserved and publish what they committed; return how many slots were freed."""
+        """Reclaim what dead members reserved and publish what they committed; return how many slots were freed."""
         freed, got, until = 0, BATCH, time.monotonic() + deadline_seconds
         with contextlib.suppress(UnavailableError):
             while got == BATCH:
@@ -282,7 +291,7 @@ class Session:
         return freed
 
     def _reap(self, transaction: Transaction) -> int:
-        """Take back up to BATCH slots of dead members, and remove the members of which nothing is left."""
+        """Reclaim up to BATCH slots of dead members, and remove the members that have none left."""
         freed = reap(transaction, BATCH)
         if freed < BATCH:
             self._remove_dead(transaction)
@@ -293,7 +302,7 @@ class Session:
             self._publish_from = 0
 
     def _publish(self, transaction: Transaction) -> int | None:
-        """Publish some of what dead members committed and did not publish; return where to continue."""
+        """Publish some chunks that dead members committed but did not publish; return where to continue."""
         stamp = self.stamp(transaction.now)
         return publish_committed(transaction, self.columns, self._publish_from or 0, stamp)
 
@@ -301,8 +310,8 @@ class Session:
         return self.store.locks.held_by_other(MEMBERS + member)
 
     def untouched(self, slots: list[int], seconds: float) -> list[int]:
-        """Return those of these bare slots that no process reads or writes; waits up to `seconds` for the others."""
-        if self.page_guards is None:  # a file: a reader of pages that were taken away reads zeros
+        """Return which of these bare slots no process reads or writes; waits up to `seconds` for the others."""
+        if self.page_guards is None:  # a slab file needs no guards: a reader of punched pages reads zeros
             return slots
         rows = [row for row, _ in self.read(self._living, seconds)]
         return self.page_guards.untouched(slots, rows, seconds)
@@ -328,8 +337,8 @@ class Session:
             for counter, n in counts.items():
                 column = self._column.get(counter)
                 if column is not None:
-                    self._row[column] += n  # in a child that was forked meanwhile it is no row of the parent
-                # else the versions that used this store before left no column for it
+                    self._row[column] += n  # in a forked child the row is not the parent's
+                # otherwise other versions that used this store have taken all columns
                 elif counter not in COUNTERS:
                     raise KeyError(counter)
 
@@ -364,11 +373,11 @@ class Session:
         if self.closed:
             raise self._was_closed()
         gate, tables = self.gate, self._tables
-        if not gate.entered():  # a signal handler forked since it was taken: it is the parent's
+        if not gate.entered():  # a signal handler has forked since: the gate is the parent's
             raise DeadlineMissedError
         if tables is None:
             tables = self._own_tables(gate)
-            if not gate.forked:  # no signal handler runs between this and what follows
+            if not gate.forked:  # no signal handler runs between this line and the next
                 self._tables = tables
         if not self.member:
             self._add_member(tables, gate)
@@ -386,11 +395,11 @@ class Session:
         return tables
 
     def is_at(self, locks: Path) -> bool:
-        """Whether this is the session of the store with that lock file, and still usable."""
+        """Whether this is the session of the store with that lock file, and is still usable."""
         return not self.closed and not self.lost and self.store.locks.is_at(locks)
 
     def require_store(self) -> None:
-        """Raise StoreError if the directory is no longer this store's, now or at an earlier call; logged once."""
+        """Raise StoreError if the directory is no longer this store's, now or at an earlier call. It is logged once."""
         self.lost = self.lost or not self.store.is_current()
         if not self.lost:
             return
@@ -427,7 +436,8 @@ class Session:
             if not gate.forked and self._committed(tables, transaction):
                 self._become(number, row, gate)
             else:
-                self.store.locks.unlock(MEMBERS + number)  # or no process could ever become that member
+                # otherwise no process could ever become that member
+                self.store.locks.unlock(MEMBERS + number)
             raise
 
     def _become(self, number: int, row: int, gate: Gate) -> None:
@@ -460,12 +470,12 @@ class Session:
     def close(self) -> None:
         """Give up reservations and holds, leave the store, and mark it clean if no other process has it open.
 
-        Ends in bounded time: if the gate cannot be taken, other processes reap this member later.
+        Ends in bounded time: if the gate cannot be taken, other processes reclaim this member's slots later.
         """
-        if self.closed:  # a forked child that lost the store has nothing to give up
+        if self.closed:  # or a forked child that lost the store: it has nothing to give up
             _sessions.discard(self)
             return
-        # shared with a thread inside the gate: the last reference to the lock file closes it
+        # another thread may be inside the gate; then the last reference to the lock file closes it
         shared, gate = False, self.gate
         try:
             gate.run(self._finish, _LEAVE_SECONDS, exclusive=True)
@@ -477,7 +487,7 @@ class Session:
         finally:
             self.closed = True
             with self._counting:
-                self._row = np.array(self._row).data  # another member may soon get the row
+                self._row = np.array(self._row).data  # copied, since another member may soon get the row
             if self.page_guards is not None:
                 self.page_guards.leave()
             if self.member:
@@ -492,7 +502,7 @@ class Session:
         tables, state = self._tables, self.store.state
         try:
             if tables is not None and self.member:
-                # the tables are whole, with a dead member in them
+                # if the map is full the tables stay sound, with a dead member in them
                 with contextlib.suppress(lmdb.MapFullError):
                     self._transact(partial(leave, counters=self._counters))
             if tables is not None and state.kind == "file" and not state.private and self.store.is_last():
@@ -514,7 +524,7 @@ class Session:
     def after_fork_in_child(self) -> None:
         """Start without reservations, without a member and with separate locks, until the first call."""
         self.gate.forked = True
-        self._tables = None  # closed, unless another thread of the parent had them
+        self._tables = None  # closed, unless another thread of the parent was using them
         self._deferred.clear()
         self._counting = threading.Lock()
         self._row = np.zeros(WIDTH, np.uint64).data
@@ -523,7 +533,7 @@ class Session:
         self.columns.renew_cells()
         if self.page_guards is not None:
             self.page_guards.forget()
-        if self.store.state.private:  # the fork copied its memory: the child's slots are not the parent's
+        if self.store.state.private:  # the fork copied its memory, so the child's slots are not the parent's
             self.closed = True
             self.store.locks.close()
         if not self.closed:
@@ -534,7 +544,7 @@ class Session:
 
 
 def _do_late(work: Callable[[Transaction], object], transaction: Transaction) -> None:
-    """Run deferred work. An error of wrong use is dropped: no caller waits for the result."""
+    """Run deferred work. Errors of wrong use are dropped, since no caller waits for the result."""
     try:
         work(transaction)
     except (ValueError, struct.error) as error:
@@ -546,6 +556,7 @@ class _Forking(threading.local):
     """The sessions that a fork of this thread has closed; two threads may fork at once."""
 
     sessions: tuple[Session, ...] = ()
+    holds = 0  # how often it holds `_beginning`: a signal handler may fork within a fork
 
 
 _forking = _Forking()
@@ -553,7 +564,8 @@ _forking = _Forking()
 
 def _before_fork() -> None:
     until = time.monotonic() + _FORK_SECONDS
-    # a signal handler may fork in the middle of a transaction, which keeps its gate
+    _forking.holds += _beginning.acquire(timeout=_FORK_SECONDS)
+    # a signal handler may fork in the middle of a transaction: that session keeps its gate
     _forking.sessions = tuple(session for session in _sessions if not session.gate.entered())
     for session in _forking.sessions:
         session.before_fork(until)
@@ -562,17 +574,21 @@ def _before_fork() -> None:
 def _after_in_parent() -> None:
     for session in _forking.sessions:
         session.gate.let_go()
+    if _forking.holds:
+        _forking.holds -= 1
+        _beginning.release()
 
 
 def _after_in_parent_again() -> None:
-    """The first hook may have ended in an exception of a signal handler."""
+    """Repeat the first hook: it may have ended in an exception of a signal handler."""
     _after_in_parent()
-    _forking.sessions = ()  # or their files would stay open after they are closed
+    _forking.sessions = ()  # references would keep the files of closed sessions open
 
 
 @call_in_child
 def _reset_in_child() -> None:
-    _forking.sessions = ()
+    global _beginning
+    _beginning, _forking.sessions, _forking.holds = threading.RLock(), (), 0
     for session in list(_sessions):
         session.after_fork_in_child()
 

@@ -1,20 +1,21 @@
-"""How the stores of one root share its space: each grows into free space, and the coldest chunk of any is evicted.
+"""How the stores of one root share its space: each grows into free space, then the coldest chunk of all is evicted.
 
 The limit is for the pages of all slabs of the root: the largest that a store in use was opened with. A fair share is
 the limit divided by the stores that are in use or hold something. When nothing is free, a store below its share takes
 from those above theirs. A store at or above its share only takes what is colder than its own coldest chunk, from stores
 above their share or without a process that has them open. Stores of unknown formats on disk count, and are left alone;
-those of other versions in memory have a separate limit.
+stores of other versions in memory have a separate limit.
 
-One transfer, all of it under the lock of the root, and never inside two gates at once:
+The steps of one transfer, all under the lock of the root, and never inside two gates at once:
 
-    the giver's gate    its free slots and coldest chunks are taken out of its tables and are bare
+    the giver's gate    its free slots and those of its coldest chunks leave its tables and become bare
     no gate             views of a slab in memory are waited for (`page_guards`), then the holes are punched
     no gate             the taker allocates pages for its slots: without free space it gets fewer, without an error
-    the taker's gate    these slots are free, and only now may be reserved
+    the taker's gate    these slots become free, and may be reserved only from now on
 
-A process that dies in between leaves bare slots with pages, or pages that no table lists: the next one that needs space
-punches them. `Ledger` fits a new store into it, and `upkeep_thread` asks for more.
+A process that dies between these steps leaves bare slots with pages, or pages that no table lists: the next one that
+needs space punches them. `Ledger` calls this module to fit a new store into the root, `upkeep_thread` to get more
+slots.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagoda.disk_space import allocate_range, data_ranges, free_bytes, punch
+from pagoda.disk_space import free_bytes
 from pagoda.errors import ClosedError, NoRoomError, StoreError
+from pagoda.file_space import allocate_range, data_ranges, punch
 from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE, NOT_READY, Columns
 from pagoda.ledger.lmdb_tables import Meta
@@ -46,19 +48,19 @@ if TYPE_CHECKING:
 
 log = guarded_logger("pagoda")
 
-_MOST_PIECE_BYTES = 64 << 20  # taken at once: some tens of ms under the lock of the root
-_LEAST_PIECES = 8  # that a limit has
-_RANGE_BYTES = 1 << 30  # allocated in one call
+_MOST_PIECE_BYTES = 64 << 20  # taken in one transfer, which holds the lock of the root for some tens of ms
+_LEAST_PIECES = 8  # into how many pieces a limit is divided at least
+_RANGE_BYTES = 1 << 30  # how much one call allocates
 _ROOT_SECONDS = 2.0
 _BORROW_SECONDS = 0.5
-_LENT_SECONDS = 0.2  # the wait for copies; a slot that is used for longer keeps its pages for now
-_SETTLE_SECONDS = 3.0  # for what an opening takes from other stores
-_BARREN_SECONDS = 10.0  # a store that had nothing to give is not asked again
+_LENT_SECONDS = 0.2  # how long to wait for copies; a slot that is in use for longer keeps its pages for now
+_SETTLE_SECONDS = 3.0  # how long an opening may take pieces from other stores
+_BARREN_SECONDS = 10.0  # so long a store that had nothing to give is not asked again
 _TROUBLE = (StoreError, ClosedError, OSError)
 
 
 class SpaceShare:
-    """The share of one store in its root. Thread-safe: what it changes, it changes under the lock of the root."""
+    """The share of one store in its root. Thread-safe: it makes every change under the lock of the root."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger: Ledger = weakref.proxy(ledger)  # no cycle: a closed ledger frees its mapped files
@@ -67,9 +69,10 @@ class SpaceShare:
         self._directory = ledger.directory
         self._root = ledger.directory.parent
         self._in_memory = ledger.kind == "memory"
-        self.grown = 0  # how often, in this process
-        self.exceeds = False  # whether the root held more than its limit at the last look
-        self._barren: dict[Path, float] = {}  # until when
+        self.grown = 0  # how often it has grown, in this process
+        self.exceeds = False  # whether the root held more than its limit when that was last checked
+        self._metadata_bytes = 0  # what the slab holds beyond its slots when all others are punched
+        self._barren: dict[Path, float] = {}  # store -> until when it is not asked
 
     # ---- taking
 
@@ -80,9 +83,11 @@ class SpaceShare:
         """
         if not self._slot_bytes:
             return
-        with root_locked(self._root, seconds):  # all of it, or others get what was given before it is taken
+        with root_locked(self._root, seconds):  # or other stores would take what was given
             write_limit(self._directory, asked_bytes, sole=False)
-            self._grow(self._ledger.slots)
+            # holes that are filled need no metadata: there may be space for more then
+            while self._grow(self._ledger.slots):
+                pass
             until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
             excess = self._shrink()
             begin_with = self._fair(holdings(self._root)) // 2
@@ -106,7 +111,8 @@ class SpaceShare:
     def more(self) -> bool:
         """Get one more piece, free or from other stores; False if there is none now.
 
-        If the root holds too much, as what was leased or used by others could not be given, that is given back now.
+        If the root holds too much, because leased or used slots could not be given earlier, the excess is given back
+        now.
         """
         try:
             with root_locked(self._root, _ROOT_SECONDS):
@@ -126,7 +132,7 @@ class SpaceShare:
             self._tell(excess)
 
     def _shrink(self) -> int:
-        """Take what the root holds beyond its limit from the stores above their share; return what is left of that.
+        """Take what the root holds beyond its limit from the stores above their share; return how much is left.
 
         Under the lock of the root.
         """
@@ -152,9 +158,10 @@ class SpaceShare:
         meta, nbytes = self._meta(), self._slot_bytes
         if meta.unscanned() or not meta.unbacked():
             return 0
-        left_over = self._own_bytes() - meta.with_pages() * nbytes  # of a transfer that was not ended
-        if left_over >= nbytes:
-            self._punch_all()
+        listed_bytes = meta.with_pages() * nbytes
+        left_over = self._own_bytes() - listed_bytes  # also of a transfer that was not ended
+        if left_over <= self._metadata_bytes or self._punch_all():
+            self._metadata_bytes = self._own_bytes() - listed_bytes
         every = holdings(self._root)
         limit = root_limit(every)
         count = min(most, meta.unbacked(), free_bytes(self._root, self._in_memory) // nbytes)
@@ -197,8 +204,8 @@ class SpaceShare:
         given = self._ask(giver, nbytes)
         if not given:
             self._barren[giver.directory] = time.monotonic() + _BARREN_SECONDS
-            return True  # there may be another
-        # less may have been given than a slot needs: another gives the rest
+            return True  # another store may give
+        # it may have given less than a slot needs: then another store gives the rest
         return self._grow(max(1, nbytes // self._slot_bytes)) > 0 or given < nbytes
 
     def _ask(self, holding: Holding, nbytes: int) -> int:
@@ -214,7 +221,8 @@ class SpaceShare:
                 return giver.space.give(nbytes, idle=not holding.in_use)
         except _TROUBLE as error:
             log.debug("%s gives nothing: %s", holding.directory, error)
-            return 0 if holding.directory.exists() else holding.nbytes  # it was unusable, and was removed
+            # unusable, so it was removed: all is free
+            return 0 if holding.directory.exists() else holding.nbytes
 
     # ---- which store gives
 
@@ -238,11 +246,11 @@ class SpaceShare:
         return None if best is None else best[1:]
 
     def most_slots(self) -> int:
-        """Return how many slots may have pages if no other store of the root needs space. OSError."""
-        slots = self._ledger.slots
-        return (
-            min(slots, self._limit(holdings(self._root)) // self._slot_bytes) if self._slot_bytes else slots
-        )
+        """Return how many slots may have pages if no other store of the root needs space; all if that is not known."""
+        if self._slot_bytes:
+            with contextlib.suppress(OSError):  # the root may have been removed
+                return min(self._ledger.slots, self._limit(holdings(self._root)) // self._slot_bytes)
+        return self._ledger.slots
 
     def _fair(self, every: Sequence[Holding]) -> int:
         """Return the bytes of a fair share."""
@@ -299,18 +307,15 @@ class SpaceShare:
         `idle`: no process has the store open, so a scan of its headers is not waited for. Under the lock of the root.
         """
         before = self._own_bytes()
-        # a file system without holes fails here, before a chunk is evicted for nothing
+        # on a file system that cannot punch holes this fails, before any chunk is evicted
         with self._slab() as fd:
             punch(fd, self._ledger.slots * self._slot_bytes, self._slot_bytes)
-        if self._in_use_by_others():  # perhaps only since it was examined
+        if self._in_use_by_others():  # another process may have opened it after the plan was made
             nbytes = min(nbytes, before - self._fair(holdings(self._root)))
-        pending = max(0, before - self._meta().with_pages() * self._slot_bytes)  # was in use then
-        missing = -(-(nbytes - pending) // self._slot_bytes)
-        slots = self._vacate(missing, idle) if missing > 0 else []
-        if pending >= self._slot_bytes:
+        if before - self._meta().with_pages() * self._slot_bytes > self._metadata_bytes:  # was in use then
             self._punch_all()
-        else:
-            self._punch(slots)
+        missing = -(-(nbytes - before + self._own_bytes()) // self._slot_bytes)
+        self._punch(self._vacate(missing, idle) if missing > 0 else [])
         return before - self._own_bytes()
 
     def _vacate(self, count: int, idle: bool) -> list[int]:
@@ -323,7 +328,8 @@ class SpaceShare:
             self._session.write(partial(hold_pin_remove.vacate_unscanned, count=meta.backed - first), 1.0)
             return list(range(first, meta.backed))
         slots = list[int]()
-        for reach in (count - meta.free(), self._ledger.slots):  # pinned or held chunks may hide others
+        # if pinned or held chunks were chosen, look further
+        for reach in (count - meta.free(), self._ledger.slots):
             victims = self.coldest(reach) if reach > 0 else []
             while len(slots) < count:
                 batch, victims = victims[:BATCH], victims[BATCH:]
@@ -350,7 +356,7 @@ class SpaceShare:
         return self._ledger._uses > 1 or len(self._session.processes()) > 1
 
     def _last_with_pages(self, meta: Meta, count: int) -> int:
-        """Return the slot from which on `count` slots that wait to be scanned have pages; a slot may be a hole."""
+        """Return the slot from which on `count` slots that wait to be scanned have pages; some of them may be holes."""
         nbytes, size = 0, self._slot_bytes
         with self._slab() as fd:
             for start, stop in reversed(data_ranges(fd, meta.scan * size, meta.backed * size)):
@@ -359,22 +365,26 @@ class SpaceShare:
                     return (start + nbytes - count * size) // size
         return meta.scan
 
-    def _punch_all(self) -> None:
-        """Punch all slots without pages in the tables. Under the lock of the root, so none of them gets pages."""
-        meta, bare = self._backing()
-        self._punch(bare, range(meta.backed, self._ledger.slots))
+    def _punch_all(self) -> bool:
+        """Punch all slots without pages in the tables; return False if some are in use.
 
-    def _punch(self, slots: list[int], never_used: range = range(0)) -> None:
-        """Free the pages of bare slots, except slots in use. Under the lock of the root."""
+        Under the lock of the root, so none of them gets pages.
+        """
+        meta, bare = self._backing()
+        return self._punch(bare, range(meta.backed, self._ledger.slots))
+
+    def _punch(self, slots: list[int], never_used: range = range(0)) -> bool:
+        """Free the pages of bare slots, except slots in use; return False if some are. Under the lock of the root."""
         generation = self._session.columns.generation
         silent = [slot for slot in slots if not int(generation[slot]) & BARE]
-        # the process that took them out of the tables died before it published that
+        # `silent`: the process that made these slots bare died before it published that they are
         for part in batches(silent):
             self._session.write(partial(Transaction.mark_bare_again, slots=part), _ROOT_SECONDS)
-        holes = [*_ranges(self._session.untouched(slots, _LENT_SECONDS)), never_used]
+        unused = self._session.untouched(slots, _LENT_SECONDS)
         with self._slab() as fd:
-            for hole in filter(len, holes):
+            for hole in filter(len, [*_ranges(unused), never_used]):
                 punch(fd, hole.start * self._slot_bytes, len(hole) * self._slot_bytes)
+        return len(unused) == len(slots)
 
     # ---- what there is
 
@@ -391,17 +401,17 @@ class SpaceShare:
         return self._session.read(queries.backing, _ROOT_SECONDS)
 
     def _own_bytes(self) -> int:
-        return held_bytes(self._ledger.slab_path)
+        return held_bytes(self._ledger.slab_path, self._slot_bytes)
 
     @contextlib.contextmanager
     def _slab(self) -> Iterator[int]:
         with open(self._ledger.slab_path, "r+b", buffering=0) as slab:
-            self._session.require_store()  # or the file would be another store's
+            self._session.require_store()  # otherwise the file might be another store's
             yield slab.fileno()
 
 
 def _gives(holding: Holding) -> bool:
-    """Whether a store can be asked to give: one of an unknown format cannot."""
+    """Whether a store can be asked to give space: a store of an unknown format cannot."""
     state = holding.state
     return state is not None and state.format == FORMAT and not state.private and holding.nbytes > 0
 

@@ -22,8 +22,9 @@ import lmdb
 import msgspec
 
 from pagoda.clock import Clock
-from pagoda.disk_space import allocate, free_bytes, lengthen, require_free, require_local, require_own
+from pagoda.disk_space import free_bytes, other_place, require_free, require_local, require_own, require_umask
 from pagoda.errors import NoRoomError, StoreError
+from pagoda.file_space import allocate, lengthen
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.lmdb_tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
 from pagoda.ledger.locks import OPEN, LockFile
@@ -56,7 +57,7 @@ from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.ledger.store_directory")
 
-_LAST_STAMP = 1 << 62  # no clock gets there: a larger stamp is damaged
+_LAST_STAMP = 1 << 62  # no clock reaches this: a larger stamp is damaged
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class StoreSpec:
     """Which store: `slots` slots of `slot_bytes` (stride in the slab file, headers included) in `<root>/<name>/`.
 
     `chunk_bytes` is the size of a payload, for processes that know no layout (0: unknown).
-    `limit_bytes` is for the slabs of all stores of the root, and the largest of those in use counts: `space_sharing`
-    tells how they share it. A `private` store belongs to one process, and is removed when it is closed or the process
+    `limit_bytes` limits the slabs of all stores of the root together; the largest limit of the stores in use counts
+    (see `space_sharing`). A `private` store belongs to one process, and is removed when it is closed or the process
     dies. With `slot_bytes` 0 it has no slab.
     """
 
@@ -89,7 +90,7 @@ class StoreSpec:
 
 @dataclass(frozen=True)
 class OpenStore:
-    """A store that this process has open: byte OPEN is shared. `sole`: no other process had it open at that moment."""
+    """A store that this process has open (it shares byte OPEN). `sole`: no other process had it open at that moment."""
 
     directory: Path
     state: StoreState
@@ -109,11 +110,11 @@ class OpenStore:
         )
 
     def mark_clean(self, used_bytes: int) -> None:
-        """Record that what the last process synced (`used_bytes` of the tables) can be trusted. OSError."""
+        """Record that what this last process synced (`used_bytes` of the tables) can be trusted. Raises OSError."""
         if not self.is_current() or is_marked(self.directory, TableMark.DAMAGED, self.state.incarnation):
             return
         known = checksum(self.directory, self.state.slots, used_bytes)
-        # still the last: a child that a signal handler forked meanwhile is not
+        # checked again: a child that a signal handler forked meanwhile must not mark the store
         if known is not None and self.is_last():
             clean = msgspec.structs.replace(self.state, clean=True, used_bytes=used_bytes, checksum=known)
             write_state(self.directory, clean)
@@ -125,13 +126,13 @@ class OpenStore:
                 set_mark(self.directory, TableMark.DAMAGED, self.state.incarnation)
 
     def is_last(self) -> bool:
-        """Whether no other process has it open; if so, this process now has it alone."""
+        """Whether no other process has it open; if so, this process now holds it exclusively."""
         return self.locks.is_at(self.directory / LOCKS) and self.locks.lock(OPEN, exclusive=True)
 
     def release(self) -> None:
         """Let other processes discard it; a private store is removed at once."""
         if self.state.private and self.is_last():
-            with contextlib.suppress(OSError):  # another process was quicker
+            with contextlib.suppress(OSError):  # another process has removed it already
                 discard(self.directory)
         self.locks.unlock(OPEN)
 
@@ -176,8 +177,8 @@ def unusable(directory: Path, why: str) -> StoreError:
 def reopen_store(store: OpenStore) -> OpenStore:
     """Open the same store again (after a fork). StoreError if it is gone.
 
-    After the death of the parent there may have been a time without a process that had it open, and another one may
-    have resized or rebuilt it: the mapped files would then be those of the past.
+    After the death of the parent there may have been a time when no process had it open, and another process may have
+    resized or rebuilt it. The files that this process has mapped would then be outdated.
     """
     if not store.locks.lock(OPEN, exclusive=False) or not store.is_current():
         store.locks.close()
@@ -187,10 +188,11 @@ def reopen_store(store: OpenStore) -> OpenStore:
 
 def _prepare(root: Path, create: bool) -> None:
     if create:
+        require_umask()
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"{root} cannot be made ({error.strerror}): choose another path") from error
+            raise StoreError(f"{root} cannot be made ({error.strerror}): {other_place(root)}") from error
     if not root.is_dir():
         raise StoreError(f"there is no directory {root}")
     require_own(root)
@@ -228,12 +230,13 @@ def _open_existing(
         raise StoreError(f"{directory} is a symbolic link, which a store cannot be: remove it")
     with contextlib.ExitStack() as undo:
         locks = undo.enter_context(contextlib.closing(LockFile(directory / LOCKS)))
-        # Shared first: so no process can be the last to leave, and mark as clean what this one will change.
+        # Take the shared lock first: so no other process can be the last to leave, and mark the store as clean, while
+        # this one changes it.
         if not locks.lock(OPEN, exclusive=False, until=until):
             raise StoreError(
                 f"timed out: another process holds {directory} exclusively; look for a stopped process"
             )
-        if not locks.is_at(directory / LOCKS):  # it was removed during the wait
+        if not locks.is_at(directory / LOCKS):  # the store was removed during the wait
             return None
         if locks.lock(OPEN, exclusive=True):
             state = _judge(directory, spec, clock, locks)
@@ -274,14 +277,14 @@ def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
 
 
 def warn_of_slots(directory: Path, slots: int, spec: StoreSpec) -> None:
-    """Log it if a store that is open already has fewer slots than are asked for."""
+    """Log a warning if a store that is already open has fewer slots than the caller asks for."""
     if slots < spec.slots:
         text = "%s has at most %d slots as long as others have it open, not the %d asked for"
         log.warning(text, directory, slots, spec.slots)
 
 
 def _require_alone(directory: Path, locks: LockFile) -> None:
-    """Raise StoreError in a child that a signal handler forked since the store was taken: it has given up the lock."""
+    """Raise StoreError in a child that a signal handler forked since the store was taken: the child has no lock."""
     if not locks.lock(OPEN, exclusive=True):
         raise StoreError(f"the parent of this process is opening the store at {directory}: open it again")
 
@@ -326,7 +329,7 @@ def _distrusted(directory: Path, state: StoreState, boot: str, locks: LockFile) 
     if state.clean and checksum(directory, state.slots, state.used_bytes) != state.checksum:
         return "its tables are not what they were when it was closed"
     _require_alone(directory, locks)
-    # Damaged pages may end this process by a signal: the next start must not end the same way.
+    # Damaged pages may kill this process by a signal; with the mark, the next process rebuilds them.
     set_mark(directory, TableMark.OPENING, state.incarnation)
     wrong = find_damage(directory, state, known=state.clean)
     set_mark(directory, TableMark.OPENING, 0)
@@ -338,7 +341,7 @@ def _renew(directory: Path, state: StoreState, spec: StoreSpec, boot: str, clock
     offset = state.recency_offset
     if state.boot_id != boot:
         columns = Columns(directory / COLUMNS, state.slots)
-        columns.lease_until[:] = 0  # times of another boot
+        columns.lease_until[:] = 0  # these times are from another boot
         known = columns.last_use[columns.last_use < _LAST_STAMP]
         offset = max(FIRST_OFFSET, int(known.max(initial=0))) + 1 - clock.monotonic_ns()
     renewed = msgspec.structs.replace(
@@ -376,7 +379,7 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
             f"the store at {directory} cannot be made ({error}): free some room or choose another path"
         ) from error
     finally:
-        if os.getpid() == maker:  # no child that a signal handler forked
+        if os.getpid() == maker:  # not in a child that a signal handler forked
             shutil.rmtree(making, ignore_errors=True)
     return OpenStore(directory, state, locks, sole=True)
 
@@ -404,7 +407,7 @@ def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> 
 
 
 def _rebuild(directory: Path, state: StoreState) -> StoreState:
-    """Replace a ledger that is not trusted by an empty one; all its slots wait to be scanned."""
+    """Replace a ledger that cannot be trusted by an empty one; all its slots wait to be scanned."""
     state = msgspec.structs.replace(
         state,
         format=FORMAT,
@@ -426,7 +429,8 @@ def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState
         state,
         slots=spec.slots,
         map_bytes=max(state.map_bytes, map_bytes(spec.slots)),
-        incarnation=state.incarnation + 1,  # a process that has the old files mapped must not continue
+        # so that a process that has the old files mapped does not continue
+        incarnation=state.incarnation + 1,
         boot_id=NEVER_BOOTED,
         clean=False,
     )
@@ -471,7 +475,7 @@ def _ledger_bytes(state: StoreState) -> int:
 
 
 def _first_slots(spec: StoreSpec, state: StoreState) -> int:
-    """Return for how many slots a new store has pages at once. NoRoomError if there is too little free space."""
+    """Return how many slots of a new store get pages immediately. NoRoomError if there is too little free space."""
     ledger, in_memory = _ledger_bytes(state), spec.kind == "memory"
     if not spec.slot_bytes:
         require_free(spec.root, ledger, in_memory)

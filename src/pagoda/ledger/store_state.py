@@ -4,8 +4,8 @@
 
 | page | content |
 | --- | --- |
-| 0, 1 | records; the sound one with the higher number is valid, a new one overwrites the other, so none is lost |
-| 2 | marks, a word each: the incarnation of the tables that they are about |
+| 0, 1 | records; the sound one with the higher number is valid; a new record overwrites the other page |
+| 2 | marks, one word each: the incarnation of the tables that the mark applies to |
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from typing import Literal, NamedTuple
 import msgspec
 import xxhash
 
-from pagoda.disk_space import opened
+from pagoda.file_space import opened
 from pagoda.ledger.columns import columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
 
-# Of tables, columns, counters and marks: raise it with any change of them. A store on disk of another format is
-# rebuilt from the headers of its slab once no process has it open; one in memory has another directory
+# The format of tables, columns, counters and marks: raise it with any change of them. A store on disk of another format
+# is rebuilt from the headers of its slab once no process has it open; one in memory has another directory
 # (`HostTier.open`).
 FORMAT = 4
-# Of the slots of a file and their headers: a store of another format is left alone.
+# The format of the slots of a file and their headers: a store of another format is left alone.
 SLAB_FORMAT = 1
 STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES, PAGE_GUARDS = (
     "state", "locks", "data.mdb", "columns", "counters", "slab", "namespaces", "lent",
 )  # fmt: skip
-GUARD_WORDS = 64  # a member, see `page_guards`
+GUARD_WORDS = 64  # words per member, see `page_guards`
 GUARD_BYTES = MEMBER_ROWS * GUARD_WORDS * 8
 PROMPTS, OLD_PROMPTS = "prompts", "prompts-old"  # the log of prompts: see `cache/prompt_log`
-NOTES = "notes"  # of chunks, for routers of requests: see `chunk_notes`; of no format
-# the last ones: see `request_ring`; of no format, so that every version opens the store
+NOTES = "notes"  # notes of chunks, for routers: see `chunk_notes`; not part of FORMAT
+# the last requests: see `request_ring`; not part of FORMAT, so that every version opens the store
 REQUESTS = "requests"
-SPEEDS = "speeds"  # see `cache/load_cost`; of no format
-FIRST_OFFSET = 1 << 60  # recency stamps of a new store begin here, above those that a rebuild gives
+SPEEDS = "speeds"  # see `cache/load_cost`; not part of FORMAT
+FIRST_OFFSET = 1 << 60  # recency stamps of a new store begin here, above the stamps that a rebuild gives
 NEVER_BOOTED = ""  # boot id of a store whose ledger is being made or resized: never trusted
 
 Kind = Literal["memory", "file"]
@@ -55,10 +55,11 @@ _WORD = Struct("<Q")
 
 
 class TableMark(IntEnum):
-    """Why tables must not be trusted whatever the record says; a mark does not apply to a later incarnation."""
+    """Why tables must not be trusted whatever the record says. A mark applies to one incarnation only."""
 
     DAMAGED = 0  # a process met an error in them
-    # a process that has the store alone opens them: if a signal ends it, the next one rebuilds them
+    # set while the only process that uses the store opens the tables: if a signal kills it, the next process rebuilds
+    # them
     OPENING = 1
 
 
@@ -78,9 +79,9 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
     private: bool
     inodes: dict[str, int]
     slab_format: int = 1
-    used_bytes: int = 0  # of the tables, at a clean close
-    checksum: str = ""  # of these and of the columns
-    # of a payload; 0 if only older versions, or none that stores payloads, had the store alone
+    used_bytes: int = 0  # of the tables, when the store was closed cleanly
+    checksum: str = ""  # checksum of those bytes and of the columns
+    # size of a payload; 0: unknown (so far only older versions, or users without payloads, had the store to themselves)
     chunk_bytes: int = 0
 
     def sizes(self) -> dict[str, int]:
@@ -106,7 +107,7 @@ class _Record(NamedTuple):
 
 
 def read_state(directory: Path) -> StoreState | None:
-    """Read the state of a store, of any format; None if there is none or it is damaged."""
+    """Read the state of a store, of any format; None if it is absent or damaged."""
     try:
         content = _read(directory)
         record = _newest(content)
@@ -118,7 +119,7 @@ def read_state(directory: Path) -> StoreState | None:
 
 
 def write_state(directory: Path, state: StoreState) -> None:
-    """Replace the state of a store, synced; only with the store alone. Takes no space once the file exists."""
+    """Replace the state of a store, synced; the caller has the store to itself. Takes no space if the file exists."""
     text = msgspec.json.encode(state)
     record = _newest(_read(directory))
     if record is None:  # no file yet, or one of an older format
@@ -128,7 +129,7 @@ def write_state(directory: Path, state: StoreState) -> None:
 
 
 def set_mark(directory: Path, mark: TableMark, incarnation: int) -> None:
-    """Mark the tables of an incarnation, synced; 0 clears the mark. Any member may, at any time. OSError."""
+    """Mark the tables of an incarnation, synced; 0 clears the mark. Any member may, at any time. Raises OSError."""
     _write_at(directory, 2 * _PAGE + mark * _WORD.size, _WORD.pack(incarnation))
 
 
@@ -148,7 +149,8 @@ def _read(directory: Path) -> bytes:
 
 def _write_at(directory: Path, offset: int, content: bytes) -> None:
     with opened(directory / STATE, os.O_WRONLY) as fd:
-        os.pwrite(fd, content, offset)  # the blocks exist already: all of it, or OSError
+        # the blocks exist already, so all of it is written, or OSError is raised
+        os.pwrite(fd, content, offset)
         os.fsync(fd)
 
 
@@ -180,7 +182,8 @@ def write_synced(path: Path, content: bytes) -> None:
     remove_abandoned(path.parent, f".{path.name}-*")
     try:
         with open(fresh, "wb", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
-            file.write(content)  # all of it, or OSError: `os.write` to a full disk may write only a part
+            # writes all of it or raises OSError; `os.write` to a full disk may write only a part
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
@@ -196,7 +199,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_abandoned(directory: Path, names: str) -> None:
-    """Remove the files of a pattern that are older than any write takes: their writers were killed. OSError."""
+    """Remove the files of a pattern that are older than any write takes: their writers were killed. Raises OSError."""
     for file in directory.glob(names):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - file.stat().st_mtime > _WRITE_SECONDS:
@@ -204,7 +207,7 @@ def remove_abandoned(directory: Path, names: str) -> None:
 
 
 def mismatch(directory: Path, state: StoreState) -> str | None:
-    """Tell how the files of a store differ from its state; None if they do not."""
+    """Return how the files of a store differ from its state; None if they agree."""
     for name, size in state.sizes().items():
         try:
             status = os.stat(directory / name)
@@ -218,7 +221,7 @@ def mismatch(directory: Path, state: StoreState) -> str | None:
 
 
 def inodes(directory: Path, state: StoreState) -> dict[str, int]:
-    """Return the inode of each mapped file of a store in memory, where a copied file would be another one."""
+    """Return the inode of each mapped file of a store in memory, to detect files that were copied."""
     return (
         {name: os.stat(directory / name).st_ino for name in state.sizes()} if state.kind == "memory" else {}
     )

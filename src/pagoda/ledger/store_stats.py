@@ -1,4 +1,4 @@
-"""What one store says at one moment: `pagoda stats` and `pagoda top` show it, a server may send it.
+"""The statistics of one store at one moment: `pagoda stats` and `pagoda top` show it, a server may send it.
 
 Calls `admin`; touches no recency and no counter.
 """
@@ -18,7 +18,7 @@ from pagoda.metrics import COUNTERS
 
 
 class StoreStats(NamedTuple):
-    """What one store said at one moment."""
+    """The statistics of one store at one moment."""
 
     directory: Path
     tier: str
@@ -28,7 +28,7 @@ class StoreStats(NamedTuple):
     counters: dict[str, int]
     pins: dict[str, int]  # owner -> chunks
     namespaces: list[NamespaceRow]  # the one with most chunks first
-    requests: list[RecentRequest]  # that were counted here, the newest first
+    requests: list[RecentRequest]  # requests that were counted in this store, the newest first
 
     @classmethod
     def of(cls, ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> StoreStats:
@@ -43,7 +43,7 @@ class StoreStats(NamedTuple):
             tier=ledger.tier,
             kind=ledger.kind,
             slot_bytes=ledger.slot_bytes,
-            # this process is a member too while it looks; people ask about the others
+            # while it reads, this process is a member too; people want to know about the others
             gauges={**numbers, "members": numbers["members"] - 1},
             counters=counters,
             pins={owner: len(keys) for owner, keys in pins.items()},
@@ -53,7 +53,7 @@ class StoreStats(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all slots that there is memory or disk for."""
+        """The bytes of all slots that have memory or disk space."""
         return (self.gauges["slots"] - self.gauges["unbacked"]) * self.slot_bytes
 
     @property

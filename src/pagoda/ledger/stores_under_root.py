@@ -1,4 +1,4 @@
-"""The stores under one root: their lock, which there are, how one is removed, and what killed processes left.
+"""The stores under one root: list them, lock the root, remove a store, and clean up what killed processes left.
 
 `store_directory` and `space_sharing` call it under the lock of the root, the CLI to list and to remove stores.
 """
@@ -33,7 +33,7 @@ def discard_idle(directory: Path, deadline_seconds: float) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Rename a whole store, then remove it. The caller has it alone."""
+    """Rename a whole store, then remove it. Only the caller has it open."""
     doomed = directory.with_name(f"{_GOING}{secrets.token_hex(6)}")
     os.rename(directory, doomed)
     # the next process that opens a store of the root removes what is left
@@ -41,7 +41,7 @@ def discard(directory: Path) -> None:
 
 
 def stores_in(root: Path) -> list[Path]:
-    """Return the stores under a root, damaged ones and those of other versions too, not the private ones of processes.
+    """Return the stores under a root, also damaged ones and those of other versions, but no private ones.
 
     Changes nothing. Raises OSError.
     """
@@ -49,7 +49,7 @@ def stores_in(root: Path) -> list[Path]:
 
 
 def refuse_others(root: Path) -> None:
-    """Raise StoreError if a root, in which this user has no store, has one of another user. OSError."""
+    """Raise StoreError if a root has a store of another user and none of this user. Also raises OSError."""
     for path in root.iterdir():
         if _STORE_NAME.fullmatch(path.name) and (owner := path.lstat().st_uid) != os.geteuid():
             raise StoreError(f"{path} belongs to user {owner}: run the command as that user")
@@ -62,7 +62,7 @@ def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
     """
     with root_locked(directory.parent, deadline_seconds):
         if not _is_store(directory):
-            raise StoreError(f"{directory} is no store, or holds other things too: remove it by hand")
+            raise StoreError(f"{directory} is not a store, or also has other files: remove it by hand")
         if in_use(directory):
             raise StoreError(
                 f"{directory} is open in a process{_openers(directory)}: stop it first (`pagoda serve` keeps stores "
@@ -85,7 +85,7 @@ def _openers(directory: Path) -> str:
     there = {entry.resolve() for entry in directory.iterdir()}
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # of another user, or gone
+        with contextlib.suppress(OSError):  # the process is another user's, or has ended
             if any(Path(os.readlink(file)) in there for file in (process / "fd").iterdir()):
                 found.append(f"{process.name} {(process / 'comm').read_text().strip()}")
     return f" (pid {', '.join(found)})" if found else ""

@@ -1,6 +1,6 @@
-"""Whether the tables of a store can be trusted: a checksum from its last clean close tells, else a look at every row.
+"""Whether the tables of a store can be trusted: a checksum from the last clean close decides, else a read of all rows.
 
-LMDB has no checksums: a damaged page is an error, a wrong row, or the end of the process by a signal.
+LMDB has no checksums: a damaged page may cause an error, give a wrong row, or kill the process by a signal.
 `store_directory` calls this module.
 """
 
@@ -38,7 +38,7 @@ from pagoda.ledger.store_state import COLUMNS, TABLES, StoreState
 
 _SECONDS = 1.0  # if it takes longer, reading the headers back in the background is the faster start
 _PIECE_BYTES = 64 << 20  # read between two checks of the clock: the tables of most stores are one piece
-# slots of a store whose tables are read through when it is opened: some tenths of a second
+# a store with at most so many slots has every row read when it is opened: some tenths of a second
 _MOST_ROWS = 1 << 17
 
 _DAMAGE = (
@@ -49,9 +49,9 @@ _DAMAGE = (
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether this error, met in the tables, means that they are damaged."""
+    """Whether this error, raised by the tables, means that they are damaged."""
     if isinstance(error, struct.error):
-        return "unpack" in str(error)  # else the caller tried to pack a wrong number
+        return "unpack" in str(error)  # otherwise the caller tried to pack a wrong number
     return isinstance(error, _DAMAGE)
 
 
@@ -73,9 +73,10 @@ def checksum(directory: Path, slots: int, used_bytes: int) -> str | None:
 
 
 def find_damage(directory: Path, state: StoreState, known: bool) -> str | None:
-    """Open the tables as a member will, and say what is wrong with them; None if they are sound.
+    """Open the tables as a member will, and return what is wrong with them; None if they are sound.
 
-    `known`: they are what was written when the store was closed; else every row is read. May end the process.
+    `known`: the checksum has shown that they are as they were written; otherwise every row is read. May kill the
+    process.
     """
     try:
         tables = Tables(directory / TABLES, state.map_bytes)
@@ -106,7 +107,7 @@ def check(txn: Txn, tables: Tables, columns: Columns, totals: dict[str, int]) ->
 
 
 def verify(txn: Txn, tables: Tables) -> dict[int, tuple[int, int, int, int, bytes]]:
-    """Read every row of all tables; LedgerCorrupt, or an error of LMDB or struct. Return the chunks by slot."""
+    """Read every row of all tables; LedgerCorrupt, or an error of LMDB or struct. Returns the chunks by slot."""
     for table in (tables.members, tables.holds, tables.pins, tables.labels, tables.meta):
         for _ in tables.rows(txn, table):
             pass

@@ -34,13 +34,13 @@ from pagoda.ledger.lmdb_tables import (
 )
 from pagoda.metrics import Reason
 
-BATCH = 64  # chunks a transaction
+BATCH = 64  # chunks per transaction
 
 T = TypeVar("T")
 
 
 def batches(items: Sequence[T]) -> list[Sequence[T]]:
-    """Split items, in the order given, into as many as one transaction takes."""
+    """Split items, in the order given, into batches of at most BATCH."""
     return [items[at : at + BATCH] for at in range(0, len(items), BATCH)]
 
 
@@ -61,7 +61,8 @@ class Transaction:
         self.meta: Meta = tables.load_meta(txn)
         self.counts: defaultdict[str, int] = defaultdict(int)  # counters, added after the commit
         self.owed: defaultdict[int, int] = defaultdict(int)  # member -> change of the slots it has reserved
-        # to be published: slot -> parent slot, its generation; slot -> recency stamp, from which on it may be evicted
+        # to be published: `links`: slot -> parent slot and its generation; `ready`: slot -> recency stamp of a complete
+        # chunk
         self.links: dict[int, tuple[int, int]] = {}
         self.ready: dict[int, int] = {}
         self._namespace_changes: dict[
@@ -94,15 +95,15 @@ class Transaction:
         return None
 
     def free_slot(self, slot: int) -> None:
-        """Put a slot among the free ones, with a new generation: what is being read from it must not count as valid."""
+        """Put a slot among the free ones, with a new generation, so that a read in progress is not valid."""
         self.put(SLOT_KEY.pack(slot), b"", db=self.tables.free)
         self._generations[slot] = self.next_generation()
         self.ready.pop(slot, None)
 
     def mark_bare(self, slot: int) -> None:
-        """Put a slot among those without pages; the pages are taken away after the commit and not before.
+        """Put a slot among those without pages; the pages are punched only after the commit.
 
-        The generation published for it says so: a reader must not touch it (see `PageGuards`).
+        The published generation marks it as bare: a reader must not touch it (see `PageGuards`).
         """
         self.put(SLOT_KEY.pack(slot), b"", db=self.tables.bare)
         self.meta.bare += 1
@@ -115,14 +116,14 @@ class Transaction:
             self._generations[slot] = BARE | self.next_generation()
 
     def add_pages(self, slots: Sequence[int]) -> None:
-        """Put bare slots among the free ones: they have been allocated."""
+        """Put bare slots among the free ones, after their pages were allocated."""
         for slot in slots:
             if self.delete(SLOT_KEY.pack(slot), db=self.tables.bare):
                 self.put(SLOT_KEY.pack(slot), b"", db=self.tables.free)
                 self.meta.bare -= 1
 
     def extend_backed(self, backed: int) -> None:
-        """Count all slots up to `backed` among those that have pages: they have been allocated."""
+        """Count all slots before `backed` among those that have pages, after these were allocated."""
         self.meta.backed = max(self.meta.backed, backed)
 
     def detach_chunk(self, slot: int, reason: Reason) -> bytes | None:
@@ -146,7 +147,7 @@ class Transaction:
             return False
         self.delete(key, db=self.tables.pins)
         holders = self.holders(slot)
-        if holders:  # they may be copying out of it, and do not check again: no byte of it may change
+        if holders:  # they may be copying out of it without a second check, so no byte of it may change
             reservation = Reservation(self.next_generation(), NO_MEMBER, 0, 0, 0, 0, 0, key, holders)
             self.put(SLOT_KEY.pack(slot), reservation.pack(), db=self.tables.reserved)
             self.meta.reserved += 1
@@ -217,12 +218,12 @@ class Transaction:
         self.owed[reservation.owner] -= 1
 
     def forget_pending(self, reservation: Reservation) -> None:
-        """Let others reserve the key of a reservation, unless they have done so already."""
+        """Remove the pending key of a reservation, if it is still the latest, so that others may reserve the key."""
         if self.is_latest(reservation):
             self.delete(reservation.key, db=self.tables.pending)
 
     def is_latest(self, reservation: Reservation) -> bool:
-        """Whether no member has reserved the same key since."""
+        """Whether this is the latest reservation of its key."""
         row = self.get(reservation.key, db=self.tables.pending)
         return row is not None and bool(PLACE.unpack_from(row)[1] == reservation.generation)
 
@@ -236,8 +237,9 @@ class Transaction:
     def add_namespace(self, root: bytes, watermark: int | None = None) -> int:
         """Add the row of a namespace that has none; `save` removes it again if it gets no chunk or reservation.
 
-        Whatever the slab still has of it was evicted or cleared: its watermark is now, so that what was cleared cannot
-        come back. During a scan that is not known, but then all that were cleared since `floor` have rows.
+        Whatever the slab still has of this namespace was evicted or cleared. Its watermark is the current generation,
+        so that chunks that were cleared cannot come back. During a scan the slab's content is not known; but then all
+        namespaces that were cleared since `floor` have rows.
         """
         meta = self.meta
         number = meta.next_namespace
@@ -256,7 +258,7 @@ class Transaction:
         return max(NAMESPACE.unpack(row)[1], self.meta.cleared) if row is not None else 2**64
 
     def remove_empty_namespaces(self) -> None:
-        """Have `save` remove all namespaces that have nothing: a scan has ended."""
+        """Let `save` remove all namespaces that have no chunk or reservation, after a scan has ended."""
         for row, _ in self.tables.rows(self.txn, self.tables.namespaces):
             self.add_to_namespace(NUMBER.unpack(row)[0])
 
@@ -280,7 +282,7 @@ class Transaction:
     def save(self) -> None:
         """Write the counts and totals: the last step inside the transaction.
 
-        A namespace that has nothing is removed, except during a scan (see `Meta.floor`).
+        A namespace without chunks and reservations is removed, except during a scan (see `Meta.floor`).
         """
         for member, change in self.owed.items():
             row = self.get(MEMBER_KEY.pack(member), db=self.tables.members)
@@ -304,9 +306,9 @@ class Transaction:
 
     def publish(self, columns: Columns, stamp: int) -> None:
         """Assign to the columns what was committed: after the commit, before the gate is released."""
-        cells = columns.cells  # first: a fork between two steps releases these in the child
+        cells = columns.cells  # read once, first: a fork between two steps releases them in the child
         if os.getpid() != self._pid:
-            return  # a signal handler forked meanwhile: the parent publishes, or has done so
+            return  # a signal handler has forked: the parent publishes
         columns.capacity = max(1, self.meta.with_pages())
         for reason, gone in self._ghosts.items():
             slots = np.array([slot for slot, _ in gone], np.int64)
@@ -316,7 +318,7 @@ class Transaction:
             )
         generation, keys, last_use, lease_until, parent_slot, parent_generation, hits, position = cells
         for slot, number in self._generations.items():
-            last_use[slot] = NOT_READY  # first: the old chunk must not be taken for one of the new generation
+            last_use[slot] = NOT_READY  # first: no reader may take the old chunk for the new generation's
             generation[slot] = number
             lease_until[slot] = hits[slot] = 0
         for slot, (key, asked, place, parent) in self._filling.items():
@@ -327,7 +329,7 @@ class Transaction:
             last_use[slot] = recency
         for slot, link in self.links.items():
             parent_slot[slot], parent_generation[slot] = link
-        # a chunk with a ghost begins with a hit, unless the ghost is of this transaction
+        # a chunk that has a ghost begins with hits, unless this transaction made the ghost
         back = [key for key, asked, *_ in self._filling.values() if asked or self._ghosts]
         if back:
             columns.table.forget(marks_of(back))

@@ -1,6 +1,7 @@
-"""What a policy learns: the file in which it is kept, and the thread that learns off the request path.
+"""The file that keeps what a policy learns, and the thread on which it learns, off the request path.
 
-`Ledger` starts it on use. The thread also asks for more slots, when a reserve had too few (see `space_sharing`).
+`Ledger` starts the thread on use. The thread also asks for more slots, when a reserve had too few (see
+`space_sharing`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.disk_space import allocate
 from pagoda.errors import ClosedError
+from pagoda.file_space import allocate
 from pagoda.ledger.columns import map_file
 from pagoda.ledger.eviction_policy import Evictor
 from pagoda.ledger.session import Session, UnavailableError
@@ -28,10 +29,10 @@ _SHARE_SECONDS = 1.0
 _PAUSE_SECONDS, _PAUSE_SHARE = (
     0.1,
     10,
-)  # between two rounds: seconds, and at least so many times the last round
-_IDLE_SECONDS = 10.0  # without use, then the thread ends
+)  # the rest between two rounds: seconds, and at least this multiple of the last round's time
+_IDLE_SECONDS = 10.0  # after so long without use the thread ends
 _LAST_SECONDS = 1.0
-_NO_ROOM_SECONDS = 1.0  # until the root is asked for more again
+_NO_ROOM_SECONDS = 1.0  # the wait before the root is asked for more space again
 
 
 def map_learned(directory: Path, evictor: Evictor) -> NDArray[np.float64] | None:
@@ -52,11 +53,12 @@ class UpkeepThread:
         self._session, self._evictor, self.learned, self._space = session, evictor, learned, space
         self._lacks = self._closed = False
         self._woken = Event()
-        self._starting = threading.RLock()  # never waited for: the thread that has it starts the other
-        self._thread = threading.Thread()  # not started: not alive
+        # no thread waits for it: the thread that holds it starts the upkeep thread
+        self._starting = threading.RLock()
+        self._thread = threading.Thread()  # not started, so not alive
 
     def wake(self, lacks: bool = False) -> None:
-        """Report a use; `lacks`: that there are too few slots. Cheap."""
+        """Report a use; `lacks`: there are too few slots. Cheap."""
         self._lacks |= lacks
         if (self.learned is None and not self._lacks) or (self._woken.is_set() and self._thread.is_alive()):
             return
@@ -64,17 +66,18 @@ class UpkeepThread:
 
     def _start(self) -> None:
         self._woken.set()
-        if not self._thread.is_alive():  # also not one that was about to end when it was last woken
+        # checked again: the thread may have been about to end when it was woken
+        if not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="pagoda-upkeep", daemon=True)
             begin(self._thread)
 
     def run_once(self) -> None:
-        """Share what was learned and prepare, now. The thread does it too; both together do no harm."""
+        """Share what was learned and prepare, now. The thread does the same; both at once do no harm."""
         self._share(1.0)
         self._prepare()
 
     def close(self) -> None:
-        """Share a last time, and end the thread."""
+        """Share what was learned a last time, and end the thread."""
         self._share(_LAST_SECONDS)
         self._closed = True
         self._woken.set()

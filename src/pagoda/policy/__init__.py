@@ -6,7 +6,7 @@ advice: the ledger checks each victim again inside its transaction (pins, holds,
 The chunks of one request carry stamps that fall by one with each position in the chain, so a tail is always older
 than its head.
 
-Modules, in the order in which data meets them:
+Modules, in the order in which data reaches them:
 
     reuse_worth     learns when chunks are asked for again, and the worth of a slot that holds one of them
     eviction_queue  keeps slots in the order of eviction, tail before head, for all policies
@@ -37,7 +37,7 @@ class Ghosts(NamedTuple):
 
 
 class Hints(Protocol):
-    """The columns that a policy may read; it may write only `last_use`. Each has length `slots`, those of ghosts more.
+    """The columns that a policy may read; it may write only `last_use`. Each has length `slots`; ghosts have more.
 
     `capacity`: how many chunks fit now; it may be less than `slots`, because slots may have no pages.
     """
@@ -57,7 +57,7 @@ class Hints(Protocol):
         """Return the ghosts."""
 
     def forgotten(self) -> Iterable[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
-        """Take the ghosts that this process replaced by others since the last call: hits and age (ns) of each."""
+        """Take the ghosts that this process replaced since the last call: hits and age (ns) of each."""
 
 
 class Newcomers(NamedTuple):
@@ -67,24 +67,24 @@ class Newcomers(NamedTuple):
     """
 
     stamps: NDArray[np.int64]  # the recency that each will carry
-    hits: NDArray[np.uint32]  # of its ghost: how often it was asked for after the first time
-    last_use: NDArray[np.int64]  # of its ghost; 0: it has none
+    hits: NDArray[np.uint32]  # from its ghost: how often it was asked for after the first time
+    last_use: NDArray[np.int64]  # from its ghost; 0: it has no ghost
 
 
 class Policy(Protocol):
     """Orders the slots of one ledger. Called by one thread at a time; may keep any state between calls."""
 
     shared_values: ClassVar[int]
-    """How many float64 it shares with the other processes of the ledger, and keeps across a restart."""
+    """How many float64 values it shares with the other processes of the ledger and keeps across a restart."""
 
     def touch(self, rows: NDArray[np.int64], stamps: NDArray[np.int64], asked: bool = True) -> None:
-        """Raise the recency of these slots; `asked`: a request asked for them, and not only for a neighbour.
+        """Raise the recency of these slots; `asked`: a request asked for them, and not only for their neighbours.
 
         Called before `hits` is raised.
         """
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
-        """Return how many leading newcomers are admitted, `room` of them without a victim. Each comes once."""
+        """Return how many leading newcomers are admitted, `room` of them without a victim. Each occurs once."""
 
     def victims(self, count: int, stamp: int, now: int) -> NDArray[np.int64]:
         """Return up to `count` slots to evict for newcomers of recency `stamp`, the first to evict first.

@@ -31,13 +31,13 @@ class Arc:
         self._t1 = EvictionQueue(hints, lambda: np.minimum(hints.hits, 1).astype(np.float64))
         self._t2 = EvictionQueue(hints, lambda: (hints.hits == 0).astype(np.float64))
         self._target = 0.0  # of the size of T1: p of the paper
-        self._shared = 0.0  # its value when it was last shared
-        self._from_t1: list[bool] = []  # of the victims of the latest newcomers: whether T1 loses each
+        self._shared = 0.0  # the value of `_target` when it was last shared
+        self._from_t1: list[bool] = []  # for each victim of the latest newcomers, whether T1 loses it
         self._forgets = 0  # how many of those are not remembered
-        self._unremembered = 0  # chunks that T1 lost are in B1 only if they are younger than this stamp
+        self._unremembered = 0  # chunks that T1 lost count as in B1 only if they are younger than this stamp
 
     def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
-        """Raise the recency of these slots; those that were asked for have hits now and are therefore in T2."""
+        """Raise the recency of these slots; slots that were asked for now have hits and are therefore in T2."""
         raise_recency(self._hints, rows, stamps)
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
@@ -61,7 +61,7 @@ class Arc:
         return rows if len(rows) == count else self._t1.first(count, stamp, now)
 
     def prepare(self, stamp: int, now: int) -> None:
-        """Do nothing: a pass is short."""
+        """Do nothing, because a pass is short."""
 
     def share(self, values: NDArray[np.float64]) -> None:
         """Merge the targets for the size of T1 of all processes."""
@@ -115,7 +115,7 @@ class Arc:
         return t1, int(np.count_nonzero(ready)) - t1
 
     def _of_t1(self, count: int) -> int:
-        """Return how many of the next victims should be from T1: the plan's, then as many as T1 is above its target."""
+        """Return how many of the next victims should be from T1: by the plan, then as many as T1 has too many."""
         planned = self._from_t1[:count]
         ones = sum(planned)
         if len(planned) < count:
@@ -126,7 +126,7 @@ class Arc:
     def _own(self, queue: EvictionQueue, count: int, stamp: int, now: int) -> Rows:
         """Return the first slots of a queue that belong to its list; the slots of the other list come after them."""
         rows, ranks = queue.unleased(count, stamp, now)
-        if count and (ranks > 0).any():  # it had none left, but may have got more since
+        if count and (ranks > 0).any():  # the queue had none left, but may have got more since
             queue.fill(count, stamp, now)
             rows, ranks = queue.unleased(count, stamp, now)
         return rows[ranks <= 0]

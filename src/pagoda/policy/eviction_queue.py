@@ -18,7 +18,8 @@ from pagoda.policy import Hints
 # A queue that held recent slots would return a head before the tail that was stored after the queue was filled.
 _SHARE, _LEAST = 16, 8
 _LOOK = 256  # entries examined at once
-_FEW, _FEW_LOOKS = 8, 32  # up to this number they are searched one by one: cheaper than array operations
+# up to so many slots are searched one by one, which is cheaper than array operations
+_FEW, _FEW_LOOKS = 8, 32
 NOT_READY = np.iinfo(np.int64).max
 
 Rows = NDArray[np.int64]
@@ -33,8 +34,8 @@ class _PrefixTree(NamedTuple):
     generation: NDArray[np.uint64]
     ready: Flags
     above: Rows  # the slot of the parent, or the slot itself
-    lost: Flags  # not reachable: its parent was evicted
-    youngest: Rows  # recency of the youngest chunk of it and its descendants
+    lost: Flags  # not reachable, because its parent was evicted
+    youngest: Rows  # recency of the youngest of the chunk and its descendants
     order: Rows  # the order of eviction for slots of one rank
 
     @classmethod
@@ -67,11 +68,12 @@ class _Snapshot:
         self.youngest = tree.youngest[rows]
         at = np.full(len(ranks), -1)
         at[rows] = np.arange(len(rows))
-        self.heir = np.where(tree.above[rows] == rows, -1, at[tree.above[rows]])  # where its parent is
-        self.barred = np.zeros(len(rows), np.bool_)  # an ancestor of a chunk that was queued but stays
+        # the index of its parent in `rows`
+        self.heir = np.where(tree.above[rows] == rows, -1, at[tree.above[rows]])
+        self.barred = np.zeros(len(rows), np.bool_)  # it is an ancestor of a chunk that was queued but stays
         self.next = 0
-        self.lapse = 0  # when the first lease ends of those that kept a slot out of the queue
-        self.rest = 0  # what is neither queued nor leased is at least as young as this stamp
+        self.lapse = 0  # when the first of the leases ends that kept slots out of the queue
+        self.rest = 0  # slots that are not queued and not leased are at least as young as this stamp
 
     def bar(self, at: int) -> None:
         """Keep the ancestors of an entry from eviction."""
@@ -102,7 +104,7 @@ class EvictionQueue:
         found, _ = self.unleased(count, stamp, now)
         if len(found) < count:
             others = self._others(found, stamp)[: count - len(found)]
-            if len(others):  # when they are evicted, their ancestors may be
+            if len(others):  # when these are evicted, their ancestors may be evicted
                 self._batch.lapse = 0
             return np.concatenate([found, others])
         return found
@@ -118,7 +120,7 @@ class EvictionQueue:
         return batch.rows[found], batch.ranks[found]
 
     def _few(self, count: int, stamp: int, now: int) -> list[int] | None:
-        """As `_valid`, but one entry at a time; None if `count` are not among the next few entries."""
+        """Do the same as `_valid`, one entry at a time; None if the next few entries do not have `count` valid ones."""
         hints, batch = self._hints, self._batch
         found: list[int] = []
         for at in range(batch.next, min(batch.next + _FEW_LOOKS, len(batch.rows))):
@@ -139,7 +141,7 @@ class EvictionQueue:
         return None
 
     def _valid(self, batch: _Snapshot, count: int, stamp: int, now: int) -> Rows:
-        """Return where the first `count` entries are that did not change since they were queued and may be evicted."""
+        """Return the indices of the first `count` entries that may be evicted, unchanged since they were queued."""
         hints = self._hints
         found: list[Rows] = []
         have, at = 0, batch.next
@@ -148,7 +150,7 @@ class EvictionQueue:
             rows = batch.rows[look]
             same = hints.generation[rows] == batch.generations[look]
             valid = same & (hints.last_use[rows] == batch.uses[look])
-            if not self._by_use and (same & ~valid).any():  # it may come before another by now
+            if not self._by_use and (same & ~valid).any():  # its order may have changed
                 batch.rest = 0
                 break
             free = valid & (hints.lease_until[rows] <= now)
@@ -183,7 +185,7 @@ class EvictionQueue:
     def _others(self, but: Rows, stamp: int) -> Rows:
         """Return all others older than `stamp` in the order in which the leases on them and their descendants end.
 
-        Some have no lease: those that became free after the queue was filled, when another process evicted a
+        Some have no lease: they became free after the queue was filled, when another process evicted a
         descendant. They come first.
         """
         tree = _PrefixTree.of(self._hints)
@@ -197,7 +199,7 @@ class EvictionQueue:
 
 def _lift(values: NDArray[np.float64] | Rows, above: Rows) -> None:
     """Give each slot the highest value of all its descendants; `above` is the slot's parent, or itself."""
-    while (values[above] < values).any():  # twice as far up the chain each time
+    while (values[above] < values).any():  # each round goes twice as far up the chain
         np.maximum.at(values, above, values.copy())
         above = above[above]
 
@@ -205,14 +207,14 @@ def _lift(values: NDArray[np.float64] | Rows, above: Rows) -> None:
 def _spread(flags: Flags, above: Rows) -> None:
     """Flag each descendant of a flagged slot."""
     known = 0
-    while known < (found := int(np.count_nonzero(flags))):  # twice as far up the chain each time
+    while known < (found := int(np.count_nonzero(flags))):  # each round goes twice as far up the chain
         known = found
         flags |= flags[above]
         above = above[above]
 
 
 def _lowest(ranks: Ranks, uses: Rows, count: int) -> Rows:
-    """Return where the lowest `count` are, in order of rank and, within one rank, of recency."""
+    """Return the indices of the lowest `count`, in order of rank and, within one rank, of recency."""
     if count < len(ranks):
         bound = np.partition(ranks, count - 1)[count - 1]
         below, equal = np.flatnonzero(ranks < bound), np.flatnonzero(ranks == bound)

@@ -24,22 +24,22 @@ from pagoda.policy.reuse_worth import AGES, CLASSES, Table, age_of, class_of, ta
 # repeated requests within this time count as one use: LRU-K's correlated references
 _AT_ONCE_NS = 1_000_000_000
 _LEARN_SECONDS = 5.0
-# how old a queue may become: a pass takes at most a thousandth of that time
+# the longest age of a queue; a pass takes at most a thousandth of that time
 _STALE_NS, _STALE_NS_A_SLOT = 1_000_000_000, 100_000
 _MEMORY = 32  # how many uses are remembered for each slot; beyond that all counts are halved
 _CENSUS = 1 << 15  # how many slots and ghosts are sampled to learn
 _TABLE = CLASSES * AGES
-_MOST = 2.0**53  # every valid shared value is smaller
+_MOST = 2.0**53  # all valid shared values are smaller
 
 # `ShadowLru`
-_BEHIND = 0.003  # of the requested chunks: Hindsight may serve that much less
-_MOST_AHEAD, _MOST_BEHIND = 0.003, 0.0045  # an old lead or lag counts at most that much
+_BEHIND = 0.003  # Hindsight may serve less by this share of the requested chunks
+_MOST_AHEAD, _MOST_BEHIND = 0.003, 0.0045  # an old lead or lag counts at most this much
 _LOOKED_AT = 1 << 15
 _NEWER = 1 / 32  # share of the slots filled before the oldest is searched again: on average half a queue
 
 
 class ShadowLru:
-    """Counts what was served and what LRU would have served of the same requests, without a second cache.
+    """Counts what was served, and what LRU would have served, without a second cache.
 
     LRU keeps the chunks that were used last, as many as there are slots (Mattson's stack, 1970). Slots and ghosts
     together have the last use of more chunks than that, independent of the evictions. So one number is enough, the last
@@ -52,7 +52,7 @@ class ShadowLru:
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
         self._oldest = 0  # last use of the oldest chunk that LRU would have; 0: it would have all
-        self._here = [0, 0, 0]  # asked for, served, served by LRU; not yet shared
+        self._here = [0, 0, 0]  # chunks asked for, served, and served by LRU; not yet shared
         self.wins = False
         self._random = np.random.default_rng(1)
 
@@ -88,7 +88,7 @@ class ShadowLru:
 
 
 class _SharedValues(NamedTuple):
-    """The shared values. `version` says which of the two copies of the worth is complete: a writer may be killed."""
+    """The shared values. `version` says which of the two copies of the worth is complete (a writer may be killed)."""
 
     version: NDArray[np.float64]
     learned_at: NDArray[np.float64]  # when a process last began to learn: a stamp, in seconds
@@ -115,17 +115,18 @@ class Hindsight:
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        me = weakref.proxy(self)  # which holds the queue: a store that is closed frees its columns at once
+        # `me` holds the queue; weak, so that a closed store frees its columns immediately
+        me = weakref.proxy(self)
         self._queue = EvictionQueue(hints, lambda: me._ranks())
         self._shadow = ShadowLru(hints)
-        # here, not yet shared
+        # counted here, not yet shared
         self._asked, self._watched = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
-        self._known = self._asked, self._watched  # by all processes, when it was last shared
+        self._known = self._asked, self._watched  # counts of all processes, when they were last shared
         self._worth = worth(*self._known)
         self._version = 0.0
-        self._stamp = 0  # of the latest call
+        self._stamp = 0  # recency stamp of the latest call
         self._filled_at = 0
-        self._room = 0  # free slots, when the latest newcomers came
+        self._room = 0  # free slots when the latest newcomers arrived
         self._elected, self._to_publish = False, False
         self._refuses = False  # whether enough has been seen to refuse newcomers
         self._random = np.random.default_rng(0)
@@ -171,7 +172,7 @@ class Hindsight:
             asked, watched = self._known
             self._worth, self._to_publish = worth(asked, watched + self._census(stamp)), True
         stale = not 0 <= stamp - self._filled_at < max(_STALE_NS, _STALE_NS_A_SLOT * self._hints.slots)
-        if stale and self._room * 8 < self._hints.capacity:  # else none has to be evicted soon
+        if stale and self._room * 8 < self._hints.capacity:  # otherwise nothing must be evicted soon
             self._filled_at = stamp
             self._queue.fill(0, stamp, now)
 
@@ -203,7 +204,7 @@ class Hindsight:
             self._elected, self._known = True, (learned.asked.copy(), learned.watched.copy())
 
     def _note(self, hits: NDArray[np.uint32], ages_ns: Rows) -> None:
-        """Count chunks of so many hits that were asked for again at these ages."""
+        """Count chunks with these hits that were asked for again at these ages."""
         later = ages_ns >= _AT_ONCE_NS
         if later.any():
             seen = tally(class_of(hits[later]), age_of(ages_ns[later]))

@@ -37,10 +37,10 @@ class Lru:
         return self._queue.first(count, stamp, now)
 
     def prepare(self, stamp: int, now: int) -> None:
-        """Do nothing: a pass is short."""
+        """Do nothing, because a pass is short."""
 
     def share(self, values: NDArray[np.float64]) -> None:
-        """Do nothing: the columns are shared already."""
+        """Do nothing, because the columns are already shared."""
 
 
 class Fifo(Lru):

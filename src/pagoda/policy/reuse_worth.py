@@ -1,4 +1,4 @@
-"""When chunks are asked for again, as far as it is known, and what their slots are therefore worth.
+"""Learns when chunks are asked for again, and from that what their slots are worth.
 
 Chunks are divided by how often they were asked for (`classes`). For each class the policy learns at which ages they
 are asked for again. As in a life table (Kaplan and Meier, 1958), chunks that were not asked for again *yet* count for
@@ -22,8 +22,8 @@ _LOWER_SECONDS = np.concatenate([[0.0], _UPPER_SECONDS[:-1]])
 _WIDTH_SECONDS = _UPPER_SECONDS - _LOWER_SECONDS
 _UPPER_NS = (_UPPER_SECONDS * 1e9).astype(np.int64)
 
-# The guess before anything is known: the longer ago, the less likely, as for least recently used. Its weight is given
-# as a number of watched chunks.
+# The guess before anything is known: the longer ago the last use, the less likely, as in least recently used. Its
+# weight is given as a number of watched chunks.
 _GUESS, _GUESS_WEIGHT = 0.1 * _WIDTH_SECONDS / _UPPER_SECONDS, 20.0
 
 Table = NDArray[np.float64]
@@ -50,11 +50,12 @@ def tally(classes: NDArray[np.int64], ages: NDArray[np.int64], weight: float = 1
 def worth(asked: Table, watched: Table) -> Table:
     """Return the yield per second of a slot with a chunk of each class and age, (CLASSES, AGES).
 
-    `asked`: how many were asked for again at that age. `watched`: how many were not watched beyond that age: those
-    asked for, and others that were forgotten at that age or have not become older yet. Changes nothing.
+    `asked`: how many were asked for again at that age. `watched`: how many were watched up to that age and no longer:
+    those that were asked for, those forgotten at that age, and those that are not older yet. Changes nothing.
     """
     beyond = np.cumsum(watched[:, ::-1], axis=1)[:, ::-1] - watched
-    risk = beyond + asked + (watched - asked) / 2  # the others were watched for half of the bucket
+    # those not asked for were watched for half of the bucket on average
+    risk = beyond + asked + (watched - asked) / 2
     guess = (asked.sum(axis=0) + _GUESS_WEIGHT * _GUESS) / (risk.sum(axis=0) + _GUESS_WEIGHT)
     hazard = np.minimum((asked + _GUESS_WEIGHT * guess) / (risk + _GUESS_WEIGHT), 1.0)
     alive = np.concatenate([np.ones((CLASSES, 1)), np.cumprod(1.0 - hazard, axis=1)], axis=1)

@@ -1,15 +1,15 @@
 """What approximate KV costs in quality, on a user's own model and prompts.
 
-`pagoda quality` calls it; `measure_quality` is the same for a model that is loaded already. It calls `CachedModel` of
+`pagoda quality` calls it; `measure_quality` does the same for a model that is already loaded. It calls `CachedModel` of
 `pagoda.connectors.transformers`, and `pagoda.codec`.
 
     prompt_lines   the file of prompts
-    approaches     how the KV of a prompt is come by: computed, reused, blended, through a codec, or spoiled on purpose
-    measure        each approach on each prompt, beside exact KV
+    approaches     the ways to get the KV of a prompt: computed, reused, blended, through a codec, or spoiled on purpose
+    measure        runs each approach on each prompt, and exact KV for comparison
     bootstrap      confidence intervals
     judge          figures, bounds and verdicts
     write_verdict  the file of a verdict
-    run            all of it, for one model
+    run            the whole measurement for one model
 """
 
 from __future__ import annotations

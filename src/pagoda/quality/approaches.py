@@ -1,7 +1,7 @@
-"""How the KV of a prompt is come by: computed, reused, blended, through a codec, or spoiled on purpose. Thread-safe.
+"""Ways to get the KV of a prompt: computed, reused, blended, through a codec, or spoiled on purpose. Thread-safe.
 
-Called by `measure`. An approach prepares a prompt (what would have been stored is stored), and then fills a cache of
-Transformers, which is what is timed. `exact_kv` is the KV of all tokens but the last, computed; it is not changed.
+Called by `measure`. An approach first prepares a prompt (it stores what would have been stored), and then fills a cache
+of Transformers; only the latter is timed. `exact_kv` is the computed KV of all tokens but the last; it is not changed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ PLAIN_REUSE = "plain reuse"
 
 
 class KVLayer(Protocol):
-    """What is used of one layer of a DynamicCache: [1, heads, tokens, dim]."""
+    """The parts of a DynamicCache's layer that are used: [1, heads, tokens, dim]."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
 
 class KVCache(Protocol):
-    """What is used of a DynamicCache."""
+    """The parts of a DynamicCache that are used."""
 
     layers: list[KVLayer]
 
@@ -44,24 +44,24 @@ class KVCache(Protocol):
 class Prepared(NamedTuple):
     """A prompt whose KV is stored."""
 
-    fill: Callable[[], KVCache]  # KV of leading tokens; timed
-    stored_bytes: int = 1  # of that KV as it is stored ...
+    fill: Callable[[], KVCache]  # returns the KV of leading tokens; this call is timed
+    stored_bytes: int = 1  # bytes of that KV as it is stored ...
     exact_bytes: int = 1  # ... and as it was computed
 
 
 class Approach(Protocol):
-    """One way to the KV of a prompt."""
+    """One way to get the KV of a prompt."""
 
     @property
     def name(self) -> str:
-        """In tables."""
+        """The name in tables."""
 
     @property
     def setting(self) -> Setting | None:
-        """What a verdict says of it; None: it is no feature."""
+        """The setting that a verdict names; None: the approach is not a feature."""
 
     def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
-        """Store what is stored of the prompt."""
+        """Store what this approach stores of the prompt."""
 
 
 class Blend:
@@ -70,7 +70,7 @@ class Blend:
     def __init__(
         self, cached: CachedModel, policy: SelectionPolicy, recompute: float, min_tokens: int = 0
     ) -> None:
-        """Raises ValueError for a share that is none."""
+        """Raise ValueError for a bad share."""
         self._cached, self._policy, self._recompute, self._least = cached, policy, recompute, min_tokens
         self.setting = blend_setting(policy, recompute, min_tokens)
         self.name = self.setting.flag.partition(" ")[2] if recompute or min_tokens else PLAIN_REUSE
@@ -93,7 +93,7 @@ class Codec:
     """The whole chunks of the prompt come back from a tier with a lossy codec; what follows them is computed."""
 
     def __init__(self, name: str, model: torch.nn.Module, probed: ProbedModel) -> None:
-        """Raises ConfigError for a codec that is not known or cannot be used, or a layout that it refuses."""
+        """Raise ConfigError for a codec that is unknown or cannot be used, or for a layout that it refuses."""
         codec.require(name)
         codec.require_layout(name, probed.layout)
         self.name, self._model, self._probed = name, model, probed
@@ -127,7 +127,7 @@ class Codec:
 
 
 class Spoiled:
-    """A control: a copy of exact KV that is spoiled, layer by layer, by the tokens of its documents."""
+    """A control: a copy of exact KV, spoiled layer by layer at the tokens of its documents."""
 
     setting = None
 
@@ -158,7 +158,7 @@ document have the values of the next one (without documents: of another half).""
 
 
 def _spans(prompt: QualityPrompt) -> list[int]:
-    """Return the tokens of each document; of one alone, and of a prompt without documents, those of its halves."""
+    """Return the token range of each document; for a single document or none, the two halves."""
     lengths = [len(document) for document in prompt.documents] or [len(prompt.question) - 1]
     if len(lengths) == 1:
         return [lengths[0] // 2, lengths[0] - lengths[0] // 2]

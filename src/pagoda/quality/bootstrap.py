@@ -1,11 +1,11 @@
 """Confidence intervals by the paired bootstrap. Pure.
 
 The prompts are drawn again with replacement, thousands of times, and the figure is computed for each draw; the interval
-is between two quantiles of these values. Paired: the same prompts are drawn for both sides of a comparison, so that how
-hard a prompt is cancels out. Draws depend on the seed and the number of prompts only.
+is between two quantiles of these values. Paired: the same prompts are drawn for both sides of a comparison, so the
+difficulty of a prompt cancels out. Draws depend only on the seed and the number of prompts.
 
-Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993): the percentile interval. It knows no more than
-the prompts: for a share of which no prompt differs, it has no width. Whoever judges asks for enough prompts.
+Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993): the percentile interval. It knows only the given
+prompts: if no prompt differs, the interval has no width. So the judge must require enough prompts.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import numpy.typing as npt
 from pagoda.quality_bounds import Interval
 
 DRAWS = 10_000
-_AT_ONCE = 1 << 20  # numbers in memory
+_AT_ONCE = 1 << 20  # so many numbers are in memory at once
 
 Floats = npt.NDArray[np.float64]
 Numbers = Sequence[float] | Floats
 
 
 def ratio_interval(parts: Numbers, wholes: Numbers, *, confidence: float = 0.95, seed: int = 0) -> Interval:
-    """Return sum(parts) / sum(wholes) over prompts, and its interval. With wholes of 1 it is the mean.
+    """Return sum(parts) / sum(wholes) over prompts, and its interval. With wholes of 1 this is the mean.
 
     Args:
-        parts: one number per prompt, such as the tokens that are the same.
-        wholes: one number per prompt, such as all of its tokens.
+        parts: one number per prompt, such as its number of equal tokens.
+        wholes: one number per prompt, such as its number of tokens.
         confidence: how often such an interval holds the true figure, below 1.
-        seed: of the draws.
+        seed: the seed of the draws.
 
     Raises:
-        ValueError: no prompts, unequal numbers of them, or wholes that sum to 0.
+        ValueError: no prompts, unequal lengths, or wholes that sum to 0.
     """
     above, below = _paired(parts, wholes)
     if not below.sum():
@@ -42,7 +42,7 @@ def ratio_interval(parts: Numbers, wholes: Numbers, *, confidence: float = 0.95,
     drawn = []
     for prompts in _draws(len(above), seed):
         sums = below[prompts].sum(1)
-        known = sums != 0  # a draw without any whole has no ratio
+        known = sums != 0  # a draw whose wholes sum to 0 has no ratio
         drawn.append(above[prompts].sum(1)[known] / sums[known])
     return _interval(float(above.sum() / below.sum()), np.concatenate(drawn), confidence)
 
@@ -50,7 +50,7 @@ def ratio_interval(parts: Numbers, wholes: Numbers, *, confidence: float = 0.95,
 def difference_interval(
     a: Numbers, b: Numbers, wholes: Numbers, *, confidence: float = 0.95, seed: int = 0
 ) -> Interval:
-    """Return (sum(a) - sum(b)) / sum(wholes), and its interval: above 0: a is more than b. As `ratio_interval`."""
+    """Return (sum(a) - sum(b)) / sum(wholes), and its interval; above 0, a is more than b. See `ratio_interval`."""
     left, right = _paired(a, b)
     return ratio_interval(left - right, wholes, confidence=confidence, seed=seed)
 
@@ -63,7 +63,7 @@ def _paired(a: Numbers, b: Numbers) -> tuple[Floats, Floats]:
 
 
 def _draws(prompts: int, seed: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield draws as rows of numbers of prompts."""
+    """Yield draws, as rows of indices of prompts."""
     draw, left = np.random.default_rng(seed), DRAWS
     while left:
         rows = min(left, max(1, _AT_ONCE // prompts))

@@ -1,4 +1,4 @@
-"""From samples to figures, and from figures to verdicts. Called by `pagoda quality`; calls `bootstrap`. Pure."""
+"""Makes figures from samples, and verdicts from figures. Called by `pagoda quality`; calls `bootstrap`. Pure."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class RunFacts(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """One row of the report. A setting has a result; exact KV and controls have none."""
+    """One row of the report. A setting has a result; exact KV and controls do not."""
 
     name: str
     figures: Figures
     seconds: float  # to the first token, a prompt
     result: Result | None = None
-    over_reuse: Interval | None = None  # nats a token by which it is nearer to exact KV than plain reuse
+    over_reuse: Interval | None = None  # nats per token by which it is nearer to exact KV than plain reuse
 
 
 def judged(
@@ -44,13 +44,13 @@ def judged(
 ) -> list[Judged]:
     """Return the rows of the report: exact KV, each setting with its verdict, the controls.
 
-    A control that may keep the bounds of a setting fails the setting: then these prompts do not show that KV is wrong.
+    If a control may keep the bounds of a setting, the setting fails, because these prompts do not detect wrong KV.
 
     Args:
-        samples: of each approach, by its name, and of "exact".
-        settings: of the approaches that are settings.
+        samples: the samples of each approach, by its name, and of "exact".
+        settings: the settings, by the name of their approach.
         controls: the names of the approaches that must fail.
-        bounds: by feature.
+        bounds: the bounds of each feature.
         has_answers: whether all prompts have an expected answer.
         facts: of the run; its confidence and its seed make the intervals.
     """
@@ -72,7 +72,7 @@ def judged(
 def figures_of(
     samples: Sequence[QualitySample], exact: Sequence[QualitySample], has_answers: bool, facts: RunFacts
 ) -> Figures:
-    """Return what samples show beside those with exact KV of the same prompts."""
+    """Return the figures of samples, compared with the samples of exact KV on the same prompts."""
 
     def share(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
         return ratio_interval(parts, wholes, confidence=facts.confidence, seed=facts.seed)

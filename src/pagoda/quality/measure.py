@@ -1,8 +1,8 @@
-"""Each approach on each prompt, beside exact KV. Calls the model; called by `judge`.
+"""Each approach on each prompt, compared with exact KV. Calls the model; called by `run`.
 
-The model answers with exact KV first, greedily. Then, for each approach, the same tokens are fed to it over the KV of
+The model first answers with exact KV, greedily. Then, for each approach, the same tokens are fed to it over the KV of
 the approach, and the distributions over the next token are compared at each of them. From the first token that would
-have been another one, the answer is written on.
+differ, the model continues its own answer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 from pagoda.quality.approaches import Approach, KVCache, Prepared
 from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer
 
-_HUGE_KL = 1e3  # instead of what is no finite number: nothing that has it passes
+_HUGE_KL = 1e3  # used instead of a number that is not finite; no setting passes with it
 
 
 class QualitySample(NamedTuple):
     """One approach on one prompt."""
 
     tokens: int  # of the exact answer
-    kl: float  # sum over them, of the exact distribution from the approach's, in nats
-    same_tokens: int  # of them, the most likely one is the same
+    kl: float  # KL divergence from the exact distribution, summed over the tokens, in nats
+    same_tokens: int  # tokens whose most likely successor is the same
     same_text: bool  # the greedy answer is the same
-    right: bool  # it begins with the expected answer; False if none was expected
-    seconds: float  # to the first token
+    right: bool  # the answer begins with the expected one; False if none was expected
+    seconds: float  # seconds to the first token
     stored_bytes: int
     exact_bytes: int
 
@@ -39,7 +39,7 @@ class _Exact(NamedTuple):
 
     answer: list[int]
     logprobs: torch.Tensor  # [tokens of the answer, vocabulary]
-    kv: KVCache  # of all tokens of the prompt but the last
+    kv: KVCache  # KV of all tokens of the prompt but the last
     sample: QualitySample
 
 
@@ -54,15 +54,15 @@ def measured(
 ) -> dict[str, list[QualitySample]]:
     """Return the samples of each approach by its name, and of "exact", in the order of the prompts.
 
-    Changes nothing but the stores of approaches. The first prompt is run twice, so that what is set up at the first
+    Changes nothing but the stores of approaches. The first prompt is run twice, so that setup at the first
     use is not timed.
 
     Args:
         model: a causal model of Transformers.
         prompts: at least one.
-        approaches: what is compared with exact KV.
+        approaches: the approaches to compare with exact KV.
         tokenizer: needed if an expected answer is text.
-        new_tokens: most tokens of an answer of which none is expected.
+        new_tokens: the most tokens of an answer for a prompt without an expected answer.
         step: called before each approach on each prompt, with its name.
     """
     runner = _Runner(model, tokenizer, new_tokens)
@@ -108,7 +108,7 @@ class _Runner:
         began = time.perf_counter()
         kv: KVCache = import_module("transformers").DynamicCache(config=self._model.config)
         logits = self._forward(prompt.tokens, kv)
-        answer = [int(logits[-1].argmax())]  # waits for the device
+        answer = [int(logits[-1].argmax())]  # this waits for the device
         seconds = time.perf_counter() - began
         tokens = len(prompt.tokens)
         self._write_on(answer, kv, self._most(prompt))
@@ -124,7 +124,7 @@ class _Runner:
         began = time.perf_counter()
         kv = prepared.fill()
         logits = self._forward(prompt.tokens[kv.get_seq_length() :], kv)
-        int(logits[-1].argmax())  # waits for the device
+        int(logits[-1].argmax())  # this waits for the device
         seconds = time.perf_counter() - began
         logprobs = self._answered(logits, exact.answer, kv)
         chosen: list[int] = logprobs.argmax(-1).tolist()
@@ -177,7 +177,7 @@ class _Runner:
 
 
 def _cut(kv: KVCache, tokens: int) -> None:
-    """Keep the first tokens only."""
+    """Keep only the first `tokens` tokens."""
     for layer in kv.layers:
         layer.keys, layer.values = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
 

@@ -1,6 +1,6 @@
-"""The prompts that quality is measured on: one JSON object per line.
+"""The prompts for measuring quality: one JSON object per line.
 
-    {"documents": [TEXT, ...], "question": TEXT, "answer": TEXT}     for blending and codecs; the answer may be left out
+    {"documents": [TEXT, ...], "question": TEXT, "answer": TEXT}     for blending and codecs; the answer is optional
     {"prompt": TEXT, "answer": TEXT}                                 for codecs only
 
 TEXT is a text, or a list of token ids. Changes nothing.
@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from reprlib import repr as shown  # what a line has may be of any length
+from reprlib import repr as shown  # values in a line may be of any length
 from typing import NamedTuple, Protocol
 
 import msgspec
 from blake3 import blake3
 
-_MOST_TOKENS = 2**20  # of one prompt
-_MORE_TOKENS = 2  # than an expected text has: in its place it may be divided in another way
+_MOST_TOKENS = 2**20  # the most tokens of one prompt
+# an answer may have so many more tokens than the expected text, which may be split differently in its context
+_MORE_TOKENS = 2
 
 
 class Tokenizer(Protocol):
-    """What is used of a tokenizer of Transformers."""
+    """The methods of a Transformers tokenizer that are used."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
@@ -31,11 +32,11 @@ class Tokenizer(Protocol):
 
 
 class ExpectedAnswer(NamedTuple):
-    """An expected answer. It is given if what the model writes begins with it."""
+    """An expected answer. An answer of the model is right if it begins with this one."""
 
     ids: list[int]  # empty for a text
     text: str  # empty for ids
-    new_tokens: int  # what the model has to write for it, at most
+    new_tokens: int  # the most tokens that the model must write for it
 
 
 class QualityPrompt(NamedTuple):
@@ -60,19 +61,19 @@ class BadLine(NamedTuple):
 
 
 class _NoPrompt(ValueError):
-    """What is wrong with a line."""
+    """The reason why a line cannot be used."""
 
 
 def read_prompts(
     path: Path, tokenizer: Tokenizer | None, *, vocabulary: int, most_tokens: int | None = None
 ) -> tuple[list[QualityPrompt], list[BadLine]]:
-    """Return the prompts of a file, and the lines that are none. Empty lines are passed over.
+    """Return the prompts of a file, and its bad lines. Empty lines are ignored.
 
     Args:
         path: the file.
         tokenizer: for text; None: a line with text is a bad one.
-        vocabulary: how many tokens the model knows.
-        most_tokens: of a prompt and its answer, which the model can take; None: it sets no limit.
+        vocabulary: the number of tokens that the model knows.
+        most_tokens: the most tokens of a prompt and its answer that the model accepts; None: no limit.
 
     Raises:
         OSError: the file cannot be read.
@@ -91,13 +92,13 @@ def read_prompts(
 
 
 def prompts_digest(prompts: Sequence[QualityPrompt]) -> str:
-    """Return 32 hex characters that name prompts and expected answers. Pure."""
+    """Return 32 hex characters that identify prompts and expected answers. Pure."""
     named = [(one.documents, one.question, one.expected) for one in prompts]
     return str(blake3(msgspec.json.encode(named), derive_key_context="PagodaKV prompts").hexdigest(16))
 
 
 class _LineReader:
-    """Makes prompts of lines. Not thread-safe."""
+    """Makes prompts from lines. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocabulary: int, most_tokens: int) -> None:
         self._tokenizer, self._vocabulary, self._most_tokens = tokenizer, vocabulary, most_tokens

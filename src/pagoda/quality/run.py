@@ -1,4 +1,4 @@
-"""A run of `pagoda quality` on a model that is loaded: which approaches there are, and the rows of the report."""
+"""A run of `pagoda quality` on a loaded model: chooses the approaches and returns the rows of the report."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer, prompts_digest
 from pagoda.quality_bounds import DEFAULT_BOUNDS, Bounds, too_loose
 from pagoda.quality_verdict import weights_name
 
-_SPARE_BYTES = 16 << 20  # of the memory for the documents of a prompt: tables
+_SPARE_BYTES = 16 << 20  # extra memory for documents, for the tables of the store
 
 
 class QualityRun(NamedTuple):
-    """The rows of the report, and what names the weights, with their active adapters."""
+    """The rows of the report, and the name of the weights with their active adapters."""
 
     rows: list[Judged]
     weights: str
@@ -48,24 +48,26 @@ def measure_quality(
 ) -> QualityRun:
     """Measure what approximate KV does to the answers of a model. Changes nothing; writes no verdict.
 
-    With blends, plain reuse is measured too. Two controls always are: KV that is surely wrong must break the bounds.
+    With blends, plain reuse is measured too. Two controls are always measured: KV that is certainly wrong must break
+    the bounds.
 
     Args:
         model: a causal model of Transformers, on its device.
         prompts: what `read_prompts` returns; all with documents if there are blends.
-        blends: policies, shares to compute again, and if not 0 the least tokens of a document that is reused.
+        blends: for each blend the policy, the share to compute again, and the least tokens of a document that is reused
+            (or 0).
         codecs: names of lossy codecs.
         tokenizer: needed if an expected answer is text.
         chunk_tokens: tokens of a chunk, as in the engine; codecs depend on it.
-        new_tokens: most tokens of an answer of which none is expected.
+        new_tokens: the most tokens of an answer for a prompt without an expected answer.
         bounds: by feature, "blend" and "codec"; default: `quality_bounds.DEFAULT_BOUNDS`.
-        confidence: of the intervals, below 1.
-        seed: of the bootstrap.
-        step: called before each approach on each prompt, with its name and how often it will be called in all.
+        confidence: that of the intervals, below 1.
+        seed: the seed of the bootstrap.
+        step: called before each approach on each prompt, with its name and the total number of calls.
 
     Raises:
-        ValueError: prompts that do not go with what is asked; a model, a codec or a policy that cannot be used; bounds
-            that say nothing; or the model gives no expected answer at all, so that answers tell nothing.
+        ValueError: prompts that do not fit the request; a model, a codec or a policy that cannot be used; bounds that
+            exclude nothing; or the model gives none of the expected answers, so that answers show nothing.
     """
     bounds = DEFAULT_BOUNDS if bounds is None else bounds
     if wrong := [text for one in bounds.values() for text in too_loose(one, confidence)]:
@@ -92,7 +94,7 @@ def measure_quality(
     has_answers = all(prompt.expected for prompt in prompts)
     if has_answers and not any(sample.right for sample in samples["exact"]):
         raise ValueError(
-            f"with exact KV the model gives none of the {len(prompts)} expected answers, so they tell nothing: "
+            f"with exact KV the model gives none of the {len(prompts)} expected answers, so they show nothing: "
             "correct them, or leave them out"
         )
     settings = {one.name: one.setting for one in features if one.setting is not None}
@@ -130,7 +132,7 @@ def _documents_cache(
         host_size=2 * (chunks + 1) * (layout.chunk_bytes + 4096) + _SPARE_BYTES,
         host_shared=False,
         prompt_log=False,
-        worth_it=False,  # what is measured is reuse, also where it is slow
+        worth_it=False,  # the measurement needs reuse even where it is slow
         deadline_seconds=60.0,
     )
     return CachedModel(model, config, weights=weights)

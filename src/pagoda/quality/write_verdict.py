@@ -14,7 +14,7 @@ from pagoda.errors import ConfigError
 from pagoda.file_lock import lock_file
 from pagoda.quality_verdict import FORMAT, VERSION, Result, Verdict, VerdictHead, read_verdict
 
-_LOCK_SECONDS = 10.0  # it is held for moments
+_LOCK_SECONDS = 10.0  # the lock is held only for moments
 
 
 def write_verdict(
@@ -25,15 +25,15 @@ def write_verdict(
     The file appears whole or not at all. Processes that write one file at once wait for each other.
 
     Args:
-        path: the file; or a directory (as is), in which the file is named after the first of `weights`.
+        path: the file; or an existing directory, in which the file is named after the first of `weights`.
         model: the model's name, for people.
         weights: names of the weights, the first being `Namespace.weights` of the Transformers connector.
         pagoda: the release that measured.
-        results: one for each setting; of two for the same one the first is written.
+        results: one for each setting; of two results for one setting, the first is written.
 
     Raises:
-        ConfigError: the file is there and is something else than a verdict, or of a newer version; it cannot be
-            written; a name that is no text.
+        ConfigError: the file exists and is not a verdict, or is of a newer version; it cannot be written; or a name is
+        not text.
     """
     path = Path(path)
     if path.is_dir() or not path.suffix:
@@ -59,7 +59,7 @@ def _kept(file: Path, name: str, results: Sequence[Result]) -> tuple[list[Result
     """Return the results of other settings that a file has for these weights, and its names of them."""
     try:
         old = read_verdict(file)
-    except ConfigError:  # it is not there, or of an older version, or damaged: it is replaced
+    except ConfigError:  # it is absent, of an older version, or damaged: it is replaced
         return [], []
     if old.weights[:1] != [name]:
         return [], []
@@ -75,12 +75,12 @@ def check_names(names: Sequence[str]) -> None:
     """Raise ConfigError for a name of weights that a verdict cannot have. Changes nothing."""
     for name in names:
         if not name or name != name.encode(errors="replace").decode():
-            raise ConfigError(f"{name!r}: is no name of weights; write a text that is not empty, in UTF-8")
+            raise ConfigError(f"{name!r}: is not a name of weights; write a text that is not empty, in UTF-8")
 
 
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """Keep other processes from writing verdicts in a directory. Raises OSError: one does so, and does not end."""
+    """Keep other processes from writing verdicts in a directory. OSError if another process writes for too long."""
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if lock_file(lock, _LOCK_SECONDS) is False:
@@ -93,34 +93,35 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 
 def check_place(path: str | Path) -> None:
-    """Raise ConfigError if `write_verdict` could not write there, before anything long is done. Changes nothing."""
+    """Raise ConfigError if `write_verdict` could not write there, before a long run. Changes nothing."""
     path = Path(path)
     try:
         is_there, is_file = path.exists(), path.is_file()
     except OSError as trouble:  # a name that is too long, or a directory that may not be searched
         raise ConfigError(f"{path}: cannot be written: {trouble.strerror}") from None
     if is_there and not is_file and not path.is_dir():
-        raise ConfigError(f"{path}: cannot be written: it is no file")
+        raise ConfigError(f"{path}: cannot be written: it is not a file")
     if is_file:
         _check_verdict(path)
-    place = Path(os.path.realpath(path)).parent if is_file else path  # the file is replaced, not written to
+    # the file is replaced, so its directory must be writable
+    place = Path(os.path.realpath(path)).parent if is_file else path
     while not place.exists():
         place = place.parent
     if path != place and not place.is_dir():
-        raise ConfigError(f"{path}: cannot be written: {place} is no directory")
+        raise ConfigError(f"{path}: cannot be written: {place} is not a directory")
     if not os.access(place, os.W_OK):
         raise ConfigError(f"{path}: cannot be written: {place} is not yours to write")
 
 
 def _check_verdict(path: Path) -> None:
-    """Raise ConfigError unless a file is a verdict, be it of an older version or damaged."""
+    """Raise ConfigError unless a file is a verdict (also one of an older version, or a damaged one)."""
     try:
         head = msgspec.json.decode(path.read_bytes(), type=VerdictHead)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         head = VerdictHead()
     if head.format != FORMAT:
         raise ConfigError(
-            f"{path}: is no verdict of pagoda quality; name another file, so that it is not overwritten"
+            f"{path}: is not a verdict of pagoda quality; name another file, so that it is not overwritten"
         )
     if head.version > VERSION:
         raise ConfigError(
@@ -135,7 +136,7 @@ def _replace(path: Path, verdict: Verdict) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(text + b"\n")
-        os.chmod(other, 0o644)  # other users' engines read it
+        os.chmod(other, 0o644)  # engines of other users read it
         os.replace(other, path)
     except BaseException:
         os.unlink(other)

@@ -1,11 +1,11 @@
-"""What a cache of another size or policy would have done with recorded requests, with the policies' own code.
+"""Simulates what a cache of another size or policy would have done with recorded requests, by the policies' own code.
 
 trace           recorded requests
-simulate        tiers of one trace, by the policies' own code
-simulated_tier  one of them
-timed_replay    with time: engines that are busy, tiers that move bytes
+simulate        simulates the tiers of one cache on a trace
+simulated_tier  one simulated tier
+timed_replay    the same with time: busy engines, tiers with a bandwidth
 fleet           machines that share a remote tier
-optimum         what no cache can do better
+optimum         upper bounds for any cache
 """
 
 from __future__ import annotations

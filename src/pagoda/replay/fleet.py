@@ -1,7 +1,7 @@
-"""A fleet: machines with tiers of their own above one remote tier that they share, by the policies' own code.
+"""A fleet: machines with local tiers above one shared remote tier, simulated by the policies' own code.
 
-Requests are served one after the other, in the order of the trace: what a machine has computed, all others find at
-once, and no two machines compute the same chunk at the same time. What loading takes is not looked at.
+Requests are served one after the other, in the order of the trace. Chunks that a machine has computed are found by all
+others at once, and no two machines compute the same chunk at the same time. The time for loading is ignored.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _MINUTE_MS = 60_000
 
 
 class FleetSpec(NamedTuple):
-    """So many machines, each with these tiers (the first is asked first), above one remote tier.
+    """A number of machines, each with these tiers (the first is asked first), above one remote tier.
 
-    `route`: which machine gets a request. "round-robin": the next in turn. "prefix": the one that had the longest known
-    prefix of it last, if that is at least half of it; else the next in turn. `write_policy`: of the remote tier.
+    `route`: how requests are routed. "round-robin": to the next machine in turn. "prefix": to the machine that had the
+    longest known prefix last, if that is at least half of the prompt; else the next in turn. `write_policy`: that of
+    the remote tier.
     """
 
     machines: int
@@ -36,7 +37,7 @@ class FleetSpec(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Chunks that went over a link, from the store and to it, and both together in the busiest minute."""
+    """Chunks that a link carried from the store and to it, and both together in the busiest minute."""
 
     read: float
     written: float
@@ -44,7 +45,7 @@ class Traffic(NamedTuple):
 
 
 class StoreRequests(NamedTuple):
-    """What an object store would have been asked for. `look_heads`: by look-ups alone."""
+    """The requests that an object store would have got. `look_heads`: those of lookups only."""
 
     look_heads: int
     heads: int
@@ -53,10 +54,10 @@ class StoreRequests(NamedTuple):
 
 
 class FleetOutcome(NamedTuple):
-    """What the tiers did, the machines' own together, and what went over the network.
+    """The results of the tiers (the local ones of all machines together), and the traffic on the network.
 
-    `machine`: the mean of all machines; `busiest`: the one that moved most. `lookups`: how often the store was asked
-    for a prompt, in all and in the busiest minute. `kept`: chunks in the remote tier at the end.
+    `machine`: the mean of all machines; `busiest`: the machine that moved most. `lookups`: how often the store was
+    asked for a prompt, in total and in the busiest minute. `kept`: chunks in the remote tier at the end.
     """
 
     requests: int
@@ -73,12 +74,12 @@ class FleetOutcome(NamedTuple):
 
     @property
     def hit_rate(self) -> float:
-        """Share of the chunks that were asked for, and served."""
+        """Served chunks as a share of the chunks that were asked for."""
         return sum(tier.hits for tier in self.tiers) / self.accesses if self.accesses else 0.0
 
 
 def simulate_fleet(requests: Iterable[Request], spec: FleetSpec) -> FleetOutcome:
-    """Play all requests.
+    """Simulate all requests.
 
     Raises ValueError for an unknown policy or route, no machine, or a tier without room.
     """
@@ -89,7 +90,7 @@ def simulate_fleet(requests: Iterable[Request], spec: FleetSpec) -> FleetOutcome
 
 
 class _Router:
-    """Says which machine gets a request."""
+    """Chooses the machine for a request."""
 
     def __init__(self, machines: int, route: str) -> None:
         if machines < 1:
@@ -133,7 +134,7 @@ class _Link:
 
 
 class _Machine:
-    """One machine: its tiers, its link, and when it last knew of a chunk that the store has it (ms)."""
+    """One machine: its tiers, its link, and when it last knew that the store has a chunk (ms)."""
 
     def __init__(self, spec: FleetSpec, remote: SimulatedTier, begin_ms: float) -> None:
         self.simulation = Simulation(spec.own, below=(spec.remote, remote), begin_ms=begin_ms)
@@ -158,7 +159,7 @@ class _Fleet:
         self._begin_ms = self._end_ms = 0.0
 
     def request(self, request: Request) -> None:
-        """Play one request on the machine that gets it."""
+        """Simulate one request on the machine that gets it."""
         if not self._machines:
             self._begin_ms = request.timestamp_ms
             self._machines = [
@@ -177,7 +178,7 @@ class _Fleet:
     def _count(
         self, machine: _Machine, request: Request, own: int, loaded: int, written: int, minute: int
     ) -> None:
-        """Count what the store is asked, as a remote tier over an object store does it."""
+        """Count the requests to the store, as a remote tier over an object store makes them."""
         now, ids = request.timestamp_ms, request.hash_ids
         if own < len(ids):
             self._lookups[minute] += 1
@@ -211,7 +212,7 @@ class _Fleet:
             max(links, key=lambda link: link.read + link.written),
             self._lookups.total(),
             max(self._lookups.values(), default=0),
-            # a put is preceded by a question
+            # before each put, the store is asked for the key
             StoreRequests(
                 asked["look_heads"], sum(asked[kind] for kind in ("look_heads", "touches", "puts")), asked["gets"],
                 asked["puts"],

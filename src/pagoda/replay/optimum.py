@@ -1,4 +1,4 @@
-"""The bounds: what no cache can do better than, whatever it knows."""
+"""The upper bounds on the hit rate of any cache."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pagoda.replay.trace import Request
 
 
 def optimum(requests: Sequence[Request], chunks: int) -> float:
-    """The hit rate of a cache that knows the future: Belady's, which also lets pass what it need not keep.
+    """Return the hit rate of a cache that knows the future: Belady's algorithm, which also may refuse to store a chunk.
 
-    Whatever goes is asked for again later than all that stays. A chunk is asked for before those behind it, so what
-    stays is made of whole prefixes, and counting chunks counts leading runs.
+    The evicted chunks are asked for again later than all kept ones. A chunk is asked for before the chunks after it in
+    the prompt, so the kept chunks are whole prefixes, and counting chunks counts leading runs.
     """
     if chunks < 1:
         raise ValueError(f"a cache has room for at least one chunk, not {chunks}")
     ids = np.array([chunk for request in requests for chunk in request.hash_ids], np.uint64)
     total = len(ids)
-    order = np.argsort(ids, kind="stable")  # the accesses of each chunk, one behind the other
+    order = np.argsort(ids, kind="stable")  # sorted by chunk, then by time
     following = np.full(total, total)
     again = ids[order[1:]] == ids[order[:-1]]
     following[order[:-1][again]] = order[1:][again]
-    kept = np.zeros(total + 1, np.bool_).tolist()  # by the access for which it is kept
-    latest: list[int] = []  # the same accesses, negated: the last one first
+    kept = np.zeros(total + 1, np.bool_).tolist()  # by the next access, for which the chunk is kept
+    latest: list[int] = []  # the same accesses, negated, so that the last one is first
     hits = stored = 0
     for access, next_access in enumerate(following.tolist()):
         if kept[access]:
@@ -45,7 +45,7 @@ def optimum(requests: Sequence[Request], chunks: int) -> float:
 
 
 def infinite(requests: Iterable[Request]) -> float:
-    """The hit rate of a cache without bounds: of each request the leading run that was asked for before."""
+    """Return the hit rate of an unlimited cache: each request hits the leading run that was asked for before."""
     seen: set[int] = set()
     hits = accesses = 0
     for request in requests:

@@ -1,4 +1,4 @@
-"""Simulated tiers: the policies' own code over columns that no slab belongs to."""
+"""Simulated tiers: the policies' own code over columns without a slab."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BEGIN_NS = FIRST_OFFSET + 1  # recency as in a new store
 
 
 class TierSpec(NamedTuple):
-    """A tier to simulate: so many chunks large, under that policy."""
+    """A tier to simulate: its size in chunks, and its policy."""
 
     name: str
     chunks: int
@@ -22,7 +22,7 @@ class TierSpec(NamedTuple):
 
 
 class TierOutcome(NamedTuple):
-    """What a tier did, in chunks: served, took in, threw out, did not let in."""
+    """The results of a tier, in chunks: served, stored, evicted, not admitted."""
 
     name: str
     chunks: int
@@ -34,7 +34,7 @@ class TierOutcome(NamedTuple):
 
 
 class SimulatedOutcome(NamedTuple):
-    """What all tiers did together; `accesses`: how many chunks were asked for."""
+    """The results of all tiers together; `accesses`: how many chunks were asked for."""
 
     requests: int
     accesses: int
@@ -42,12 +42,12 @@ class SimulatedOutcome(NamedTuple):
 
     @property
     def hits(self) -> int:
-        """How many chunks some tier served."""
+        """The number of chunks that any tier served."""
         return sum(tier.hits for tier in self.tiers)
 
     @property
     def hit_rate(self) -> float:
-        """Share of the chunks that were asked for, and served."""
+        """Served chunks as a share of the chunks that were asked for."""
         return self.hits / self.accesses if self.accesses else 0.0
 
 
@@ -60,7 +60,7 @@ class ServedRun(NamedTuple):
 
 
 class SimulatedMatch(NamedTuple):
-    """What was found of a request, in order, and from where on each tier is to take it in."""
+    """The runs found for a request, in order, and from which chunk on each tier must store it."""
 
     chain: Chain
     runs: Sequence[ServedRun]
@@ -69,11 +69,11 @@ class SimulatedMatch(NamedTuple):
 
 
 class Simulation:
-    """Tiers, the first asked first. Deterministic; not thread-safe.
+    """Simulates tiers, the top one first. Deterministic; not thread-safe.
 
-    A request is served by its leading run, from tier to tier. What a lower tier has is brought into the first one. Each
-    tier below the first is told of the whole request, whichever tier serves it, and is offered all that it lacks,
-    whatever the tiers above it take in: it does what it would do alone.
+    A request is served by its leading run, from tier to tier. Chunks of a lower tier are loaded into the first tier.
+    Each lower tier sees the whole request, whichever tier serves it, and is offered all chunks that it lacks, whatever
+    the tiers above store: so it does what it would do alone.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Simulation:
         below: tuple[TierSpec, SimulatedTier] | None = None,
         begin_ms: float | None = None,
     ) -> None:
-        """ValueError for an unknown policy, or a tier without room.
+        """Raise ValueError for an unknown policy, or for a tier without room.
 
-        `below`: the last tier, if others share it; all of them must begin at the same moment, `begin_ms`, which is
-        else that of the first request.
+        `below`: the last tier, if several simulations share it; all must begin at the same moment `begin_ms`, which is
+        otherwise the time of the first request.
         """
         self._specs = (*tiers, below[0]) if below else tuple(tiers)
         if not self._specs:
@@ -98,7 +98,7 @@ class Simulation:
         self._now = _BEGIN_NS
 
     def request(self, request: Request) -> tuple[int, ...]:
-        """Look a prompt up and store it; returns how many of its leading chunks each tier served."""
+        """Look a prompt up and store it; return how many of its leading chunks each tier served."""
         found = self.look(request)
         self.store(found)
         served = [0] * len(self._tiers)
@@ -111,7 +111,7 @@ class Simulation:
         ids: Sequence[int] = request.hash_ids
         self._requests += 1
         self._accesses += len(ids)
-        if len(set(ids)) < len(ids):  # not what a chained hash can give; the first of each counts
+        if len(set(ids)) < len(ids):  # impossible with chained hashes; of equal ids, the first counts
             ids = tuple(dict.fromkeys(ids))
         chain = Chain(ids, marks_of_ids(ids), self._tick(request.timestamp_ms))
         for tier in self._tiers:
@@ -121,13 +121,13 @@ class Simulation:
         return SimulatedMatch(chain, runs, self._starts(chain, runs), stamps)
 
     def _starts(self, chain: Chain, runs: Sequence[ServedRun]) -> list[int]:
-        """From where on each tier is offered chunks: the first behind what it served, the others what they lack."""
+        """Return from where on each tier is offered chunks: the first after its run, others after what they have."""
         total, end = len(chain.ids), runs[-1].end if runs else 0
         first = next((run.begin for run in runs if run.tier > 0), end)
         return [first, *(next(iter(tier.absent(chain, 0, total)), total) for tier in self._tiers[1:])]
 
     def look_again(self, found: SimulatedMatch, timestamp_ms: float) -> SimulatedMatch:
-        """See what is to be stored later, when the engine has all of the prompt and others may have stored some."""
+        """Find again what must be stored, later, when the engine has computed it; others may have stored some."""
         chain = found.chain._replace(now=self._tick(timestamp_ms))
         stamps = [tier.stamp(chain.now) for tier in self._tiers]
         begins = [0, *found.starts[1:]]
@@ -138,10 +138,10 @@ class Simulation:
         return found._replace(chain=chain, starts=starts, stamps=stamps)
 
     def store(self, found: SimulatedMatch, most: Sequence[int] | None = None) -> list[tuple[int, int]]:
-        """Bring each tier what it lacks, leading chunks first; no more than `most` chunks into each.
+        """Store in each tier the chunks that it lacks, leading chunks first; at most `most` chunks in each.
 
         Returns for each tier how many chunks were written into it, and how many were dropped because of `most`.
-        What of a prompt the tier above has no room for comes on top: the store waits until it has passed.
+        Chunks that have no room in the tier above come in addition: the store waits until they are written.
         """
         chain, stored, above = found.chain, list[tuple[int, int]](), math.inf
         for at, tier in enumerate(self._tiers):
@@ -157,7 +157,7 @@ class Simulation:
         return stored
 
     def outcome(self) -> SimulatedOutcome:
-        """What came of all requests so far."""
+        """Return the results of all requests so far."""
         tiers = (
             TierOutcome(*spec, tier.hits, tier.written, tier.evicted, tier.refused)
             for spec, tier in zip(self._specs, self._tiers, strict=True)
@@ -165,16 +165,16 @@ class Simulation:
         return SimulatedOutcome(self._requests, self._accesses, tuple(tiers))
 
     def _tick(self, timestamp_ms: float) -> int:
-        """The moment of a request, in ns; time does not go back."""
+        """Return the time of a request in ns; it never decreases."""
         if self._first_ms is None:
             self._first_ms = timestamp_ms
         self._now = max(self._now, _BEGIN_NS + int((timestamp_ms - self._first_ms) * 1e6))
         return self._now
 
     def _runs(self, chain: Chain, stamps: Sequence[int]) -> list[ServedRun]:
-        """The leading run, from tier to tier, until none has the next chunk; the tiers below are told of it."""
+        """Return the leading run, from tier to tier, until no tier has the next chunk; touch it in tiers below."""
         runs: list[ServedRun] = []
-        end, lacking = 0, 0  # so many tiers in a row are known not to have the next chunk
+        end, lacking = 0, 0  # `lacking`: so many tiers in a row do not have the next chunk
         while end < len(chain.ids) and lacking < len(self._tiers):
             for at, tier in enumerate(self._tiers):
                 count = tier.match(chain, end, stamps[at]) if lacking < len(self._tiers) else 0
@@ -189,7 +189,7 @@ class Simulation:
 
 
 def simulate(requests: Iterable[Request], tiers: Sequence[TierSpec]) -> SimulatedOutcome:
-    """Play all requests."""
+    """Simulate all requests."""
     simulation = Simulation(tiers)
     for request in requests:
         simulation.request(request)

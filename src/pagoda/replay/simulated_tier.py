@@ -1,7 +1,7 @@
-"""One simulated tier: a dictionary in place of the ledger's tables; the columns and the advice are the ledger's own.
+"""One simulated tier: a dictionary in place of the ledger's tables; the columns and the policies are the ledger's own.
 
-It does what `Ledger.match` and `Ledger.reserve` do for one process that stores at once, in the same order, so that the
-policy is asked the same and names the same victims.
+It does what `Ledger.match_prefix` and `Ledger.reserve` do for one process that stores at once, in the same order. So
+the policy gets the same calls and names the same victims.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rows = NDArray[np.int64]
 
 
 class Chain(NamedTuple):
-    """The chunks of one request in order, none twice; their marks; when they are asked for (ns)."""
+    """The chunks of one request in order, each once; their marks; the time of the request (ns)."""
 
     ids: Sequence[int]
     marks: Marks
@@ -36,34 +36,34 @@ class Chain(NamedTuple):
 
 
 class _Wanted:
-    """What is to be stored for one request, and what has come of it."""
+    """The chunks to store for one request, and the result."""
 
     def __init__(self, chain: Chain, stamp: int) -> None:
         self.chain, self.stamp = chain, stamp
-        self.hits = np.zeros(len(chain.ids), np.uint32)  # those with which each begins
-        self.positions: list[int] = []  # of what came in
+        self.hits = np.zeros(len(chain.ids), np.uint32)  # the hits with which each chunk begins
+        self.positions: list[int] = []  # positions of the chunks that were stored
         self.rows: list[int] = []
 
 
 class _Filled:
-    """What one transaction publishes."""
+    """The changes that one transaction publishes."""
 
     def __init__(self, parent: tuple[int, int] | None) -> None:
-        self.link = parent  # row and generation of the chunk before the next
+        self.link = parent  # row and generation of the parent of the next chunk
         self.positions: list[int] = []
         self.rows: list[int] = []
         self.parents: list[tuple[int, int]] = []
         self.links: dict[int, tuple[int, int]] = {}
         self.gone: list[int] = []  # rows of the victims
         self.passed_over: list[int] = []
-        self.full_at: int | None = None  # the first chunk that found no room
+        self.full_at: int | None = None  # the position of the first chunk that got no row
 
 
 class SimulatedTier:
     """Holds up to `chunks` ids. Deterministic; not thread-safe."""
 
     def __init__(self, chunks: int, policy: str) -> None:
-        """ValueError for an unknown policy, or no room at all."""
+        """Raise ValueError for an unknown policy, or for no room at all."""
         if chunks < 1:
             raise ValueError(f"a tier has room for at least one chunk, not {chunks}")
         self.hits = self.written = self.evicted = self.refused = 0
@@ -72,17 +72,17 @@ class SimulatedTier:
         self._advice = Evictor(policy, self._columns)
         self._learnt = np.zeros(self._advice.shared_values)
         self._rows: dict[int, int] = {}
-        self._ids: list[int] = []  # by row
+        self._ids: list[int] = []  # the id in each row
         self._generation = 1
         self._last_stamp = 0
         self._shared_at = self._prepared_at = -_SHARE_NS
 
     def residents(self) -> dict[int, int]:
-        """The row of each id that is here."""
+        """The row of each id that is present."""
         return self._rows.copy()
 
     def upkeep(self, now: int) -> None:
-        """Let the policy learn and look ahead if it is time, as a thread of the ledger does."""
+        """Let the policy learn and look ahead if it is time, like a thread of the ledger."""
         if self._advice.shared_values and now - self._shared_at >= _SHARE_NS:
             self._shared_at = now
             self._advice.share(self._learnt)
@@ -96,7 +96,7 @@ class SimulatedTier:
         return self._last_stamp
 
     def match(self, chain: Chain, start: int, stamp: int, asked: bool = True) -> int:
-        """How many chunks from `start` on are here without a hole; a hit of each if they are `asked` for."""
+        """Return how many chunks from `start` on are present without a hole; each gets a hit if `asked` for."""
         rows: list[int] = []
         for row in map(self._rows.get, chain.ids[start:] if start else chain.ids):
             if row is None:
@@ -111,18 +111,18 @@ class SimulatedTier:
         return len(rows)
 
     def touch(self, chain: Chain, begin: int, end: int, stamp: int) -> None:
-        """Note that chunks [begin, end) were asked for, and served by a tier above: those that are here."""
+        """Note that chunks [begin, end) were asked for and served by a tier above; touches those that are present."""
         here = [(i, row) for i in range(begin, end) if (row := self._rows.get(chain.ids[i])) is not None]
         if here:
             positions, rows = np.array(here).T
             self._advice.touch(rows, stamp - positions, asked=True)
 
     def absent(self, chain: Chain, start: int, end: int) -> list[int]:
-        """Which of the chunks [start, end) are not here."""
+        """Return which of the chunks [start, end) are absent."""
         return [i for i in range(start, end) if chain.ids[i] not in self._rows]
 
     def store(self, chain: Chain, start: int, end: int, stamp: int) -> None:
-        """Take in the chunks [start, end), leading chunks first, as far as there is room and the policy lets them."""
+        """Store the chunks [start, end), leading chunks first, as far as there is room and the policy admits them."""
         wanted, known = _Wanted(chain, stamp), self._rows
         new = self.absent(chain, start, end)
         if len(new) < end - start:
@@ -134,20 +134,20 @@ class SimulatedTier:
             allowed = self._admit(wanted, batch, stop, hindrance) if batch else stop
             if hindrance is None:
                 hindrance = self._reserve(wanted, at, stop, allowed)
-        if wanted.rows:  # a slot that is being filled is no victim: all are ready at the end only
+        if wanted.rows:  # a slot that is being filled cannot be a victim: so all become ready only at the end
             self._columns.last_use[wanted.rows] = stamp - np.array(wanted.positions)
         self.written += len(wanted.rows)
         missing = [i for i in new if chain.ids[i] not in known] if hindrance is not None else []
         self.refused += len(missing)
 
     def _keep(self, chain: Chain, positions: list[int], stamp: int) -> None:
-        """Raise and lease what is here after a missing chunk, before its neighbours may be evicted for others."""
+        """Touch and lease the present chunks after a missing one, before their neighbours can be evicted for others."""
         rows = np.array([self._rows[chain.ids[i]] for i in positions])
         self._advice.touch(rows, stamp - np.array(positions), asked=False)
         self._columns.lease(rows, chain.now, _LEASE_NS)
 
     def _admit(self, wanted: _Wanted, new: list[int], end: int, hindrance: Reason | None) -> int:
-        """Ask the policy which newcomers of a batch are admitted; return the position from which on none is."""
+        """Ask the policy which newcomers of a batch are admitted; return from which position on none is."""
         marks, stamps, now = wanted.chain.marks[new], wanted.stamp - np.array(new), wanted.chain.now
         if hindrance is Reason.NOT_ADMITTED:
             self._advice.refuse(marks, stamps, now)
@@ -158,7 +158,7 @@ class SimulatedTier:
         return end
 
     def _reserve(self, wanted: _Wanted, start: int, end: int, allowed: int) -> Reason | None:
-        """Give each chunk of a batch a row while there are some; return what prevents all after it."""
+        """Give each chunk of a batch a row, as long as there are rows; return why the rest got none."""
         passed_over = 0
         for _ in range(ATTEMPTS):
             looked = self._free() < end - start
@@ -180,7 +180,7 @@ class SimulatedTier:
         return Reason.FULL
 
     def _fill(self, ids: Sequence[int], start: int, end: int, allowed: int, victims: list[int]) -> _Filled:
-        """One transaction: store the chunks [start, end), none from `allowed` on."""
+        """Store the chunks [start, end), but none from `allowed` on, in one transaction."""
         known, generations = self._rows, self._columns.generation
         parent = known.get(ids[start - 1]) if start else None
         filled = _Filled(None if parent is None else (parent, int(generations[parent])))
@@ -208,7 +208,7 @@ class SimulatedTier:
         return filled
 
     def _rooms(self, victims: list[int], present: Container[int], filled: _Filled) -> Iterator[int]:
-        """Free rows, then those of the victims, but for what the same transaction found present."""
+        """Yield free rows, then rows of victims, except chunks that the same transaction found present."""
         while len(self._ids) < self._columns.slots:
             self._ids.append(0)
             yield len(self._ids) - 1
@@ -248,14 +248,14 @@ class SimulatedTier:
 
 
 class SecondSightTier(SimulatedTier):
-    """Takes in a chunk when a second request asks for it, as a Redis with write_policy=second_sight."""
+    """Stores a chunk when a second request asks for it, like a Redis with write_policy=second_sight."""
 
     def __init__(self, chunks: int, policy: str) -> None:
         super().__init__(chunks, policy)
-        self._ghosts: dict[int, int] = {}  # until when it is known that a chunk was asked for (ns)
+        self._ghosts: dict[int, int] = {}  # until when it is remembered that a chunk was asked for (ns)
 
     def store(self, chain: Chain, start: int, end: int, stamp: int) -> None:
-        """Take in those of the chunks [start, end) that were asked for before."""
+        """Store those of the chunks [start, end) that were asked for before."""
         begin = start
         for at in range(start, end):
             if chain.ids[at] not in self._rows and self._ghosts.get(chain.ids[at], 0) <= chain.now:
@@ -266,7 +266,7 @@ class SecondSightTier(SimulatedTier):
 
 
 def marks_of_ids(ids: Sequence[int]) -> Marks:
-    """A mark for each id, as evenly spread as the first bytes of a key (the mixing of splitmix64)."""
+    """Return a mark for each id, as evenly spread as the first bytes of a key (the mixing of splitmix64)."""
     mixed = np.array(ids, np.uint64) + _GOLDEN
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,11 +1,11 @@
-"""Replay with time: engines that are busy, chunks that are not there before they are computed, tiers that move bytes.
+"""Replay with time: busy engines, chunks that are absent until they are computed, tiers that move bytes.
 
-A request waits for the first engine that is free; what of it is there *then* is loaded, the rest is computed, and only
-at the end of that can others find it. A tier moves its loads one after the other at its bandwidth, and in between what
-waits to be written. What waits in a slot of the tier above may be evicted there first: what does not fit into that
-queue is dropped, tail first. What of a prompt has no slot there goes through buffers that its store waits for, as all
-does without a tier above. What an engine does after the first token, that waiting too, is not looked at: take for
-prefill what it has left for that.
+A request waits for the first free engine. Chunks that are found at that time are loaded, the rest is computed, and
+other requests can find the computed chunks only when that has ended. A tier moves its loads one after the other at its
+bandwidth, and waiting writes in between. Chunks that wait in a slot of the tier above may be evicted there before they
+are written; chunks that do not fit into the queue are dropped, tail first. Chunks without a slot above (and all chunks,
+without a tier above) pass through buffers, for which the store waits. Decoding is not simulated: give as prefill speed
+what the engine has left beside it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLENTY = 1 << 40
 
 
 class Engines(NamedTuple):
-    """Engines that share the tiers: each computes one prompt at a time, at so many tokens a second."""
+    """Engines that share the tiers: each computes one prompt at a time, at a given number of tokens per second."""
 
     prefill_tokens_per_second: float
     token_bytes: int
@@ -35,7 +35,7 @@ class Engines(NamedTuple):
 class TimedTier(NamedTuple):
     """A tier with a bandwidth, and how many chunks may wait to be written into it.
 
-    None: as many as the tier above can hold while they wait; any number if there is none above.
+    None: as many as the tier above can hold; without a tier above, any number.
     """
 
     spec: TierSpec
@@ -51,15 +51,15 @@ class Seconds(NamedTuple):
 
 
 class TimedOutcome(NamedTuple):
-    """What came of it with the cache, and how long it would have been without one.
+    """The results with the cache, and the waiting time without one.
 
-    `busy`: the share of time in which the engines computed or waited for a load. What is found where loading takes
-    longer than computing is computed.
+    `busy`: the share of time in which the engines computed or waited for a load. Chunks in a tier from which loading
+    takes longer than computing are computed.
     """
 
     found: SimulatedOutcome
-    loaded: tuple[int, ...]  # chunks that were found and loaded, not computed, by tier
-    dropped_writes: tuple[int, ...]  # chunks, by tier
+    loaded: tuple[int, ...]  # by tier: chunks that were found and loaded, not computed
+    dropped_writes: tuple[int, ...]  # by tier: chunks whose writes were dropped
     ttft: Seconds
     busy: float
     cold_ttft: Seconds
@@ -67,14 +67,14 @@ class TimedOutcome(NamedTuple):
 
     @property
     def hit_rate(self) -> float:
-        """Share of the chunks that were asked for, and loaded."""
+        """Loaded chunks as a share of the chunks that were asked for."""
         return sum(self.loaded) / self.found.accesses if self.found.accesses else 0.0
 
 
 def replay_timed(requests: Iterable[Request], tiers: Sequence[TimedTier], engines: Engines) -> TimedOutcome:
-    """Play all requests in the time of the trace.
+    """Simulate all requests in the time of the trace.
 
-    Raises ValueError for engines or tiers that do nothing, or wrong tiers (see Simulation).
+    Raises ValueError for engines or tiers without speed, or wrong tiers (see Simulation).
     """
     run = _TimedRun(tiers, engines)
     for request in requests:
@@ -83,28 +83,28 @@ def replay_timed(requests: Iterable[Request], tiers: Sequence[TimedTier], engine
 
 
 class _Channel:
-    """What moves the bytes of one tier: loads first, one after the other; writes when there is nothing to load."""
+    """The channel of one tier: it moves loads first, one after the other, and writes when there is nothing to load."""
 
     def __init__(self, bytes_per_second: float, queue_chunks: float) -> None:
         self._speed, self._most = bytes_per_second, queue_chunks
         self._now = self._loads_until = 0.0
-        # bytes, and whether they take up room in the queue; how many do
+        # `_to_write`: bytes, and whether they take room in the queue; `_waiting`: the bytes that do
         self._to_write: deque[tuple[float, bool]] = deque()
         self._waiting = 0.0
 
     def load(self, now: float, nbytes: int) -> float:
-        """Say when a load that is asked for now has come."""
+        """Return when a load that begins now will be complete."""
         self._advance(now)
         self._loads_until = max(self._loads_until, now) + nbytes / self._speed
         return self._loads_until
 
     def room(self, now: float, chunk_bytes: int) -> int:
-        """How many chunks of that size may be added to the queue."""
+        """Return how many chunks of that size may be added to the queue."""
         self._advance(now)
         return int(min(max(0.0, self._most - math.ceil(self._waiting / chunk_bytes)), _PLENTY))
 
     def write(self, waiting: int, passing: int) -> None:
-        """Add bytes to the queue: those that take up room in it, then those that a store waits for."""
+        """Add bytes to the queue: those that take room in it, then those that a store waits for."""
         self._to_write += ((waiting, True), (passing, False))
         self._waiting += waiting
 
@@ -131,7 +131,7 @@ class _Servers:
         self.waits: list[float] = []
 
     def start(self, arrival: float) -> float:
-        """When the next request, which arrives then, is begun with. To be followed by `finish`."""
+        """Return when the next request, which arrives at `arrival`, is started. Call `finish` after it."""
         return max(arrival, self._free[0])
 
     def finish(self, arrival: float, start: float, end: float) -> None:
@@ -141,7 +141,7 @@ class _Servers:
         self.waits.append(end - arrival)
 
     def busy(self) -> float:
-        """The share of time in which they had something to do."""
+        """The share of time in which the engines were busy."""
         span = (self._end - self._begin) * len(self._free)
         return self._busy / span if span > 0 else 0.0
 
@@ -172,7 +172,7 @@ class _TimedRun:
         self._loaded, self._dropped = [0] * len(tiers), [0] * len(tiers)
 
     def request(self, request: Request) -> None:
-        """Play one request, and first the ends of those that were computed before it is begun with."""
+        """Simulate one request, after the ends of those that were computed before it starts."""
         arrival, speed = request.timestamp_ms / 1e3, self._engines.prefill_tokens_per_second
         cold_start = self._cold.start(arrival)
         self._cold.finish(arrival, cold_start, cold_start + request.input_length / speed)
@@ -196,7 +196,7 @@ class _TimedRun:
     def _load(
         self, found: SimulatedMatch, start: float, chunk_bytes: int, chunk_seconds: float
     ) -> tuple[float, int]:
-        """Load what is found up to what is computed faster; returns when it has come, and its number of chunks."""
+        """Load the found chunks up to the first that is computed faster; return when that is done, and their number."""
         until, end = start, 0
         for run in found.runs:
             if chunk_bytes / self._tiers[run.tier].bytes_per_second > chunk_seconds:
@@ -207,7 +207,7 @@ class _TimedRun:
         return until, end
 
     def _store_until(self, now: float) -> None:
-        """Store what has been computed by now."""
+        """Store the chunks that have been computed by now."""
         while self._computing and self._computing[0][0] <= now:
             end, _, found, chunk_bytes = heapq.heappop(self._computing)
             rooms = [channel.room(end, chunk_bytes) for channel in self._channels]

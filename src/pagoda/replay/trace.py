@@ -1,7 +1,7 @@
 """Traces: recorded requests, one JSON object per line, as in the Mooncake FAST'25 release; hashed ids only, no text.
 
 `timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (one per chunk of the prompt, each naming the
-whole prefix up to it) and, of ours, `chunk_tokens` (512 if it is not there).
+whole prefix up to it) and our own `chunk_tokens` (512 if it is absent).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import msgspec
 _GZIP = b"\x1f\x8b"
 _LARGEST_ID = (1 << 64) - 1
 _CHUNK_TOKENS = 512
-_LATEST_MS = 7.5e12  # the year 2207: what is above is no number of milliseconds
+_LATEST_MS = 7.5e12  # the year 2207: a larger number is not in milliseconds
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Request(NamedTuple):
-    """One prompt: when it came, how long it and its answer are (tokens), and the ids of its chunks."""
+    """One prompt: its time, the lengths of the prompt and its answer (tokens), and the ids of its chunks."""
 
     timestamp_ms: float
     input_length: int
@@ -43,9 +43,9 @@ class _Line(msgspec.Struct, gc=False):
 
 
 def read_trace(path: Path | str) -> Iterator[Request]:
-    """Read requests one by one, gzipped or not; `-` is the standard input. Time never goes back in what comes out.
+    """Read requests one by one, gzipped or not; `-` is the standard input. Their times never decrease.
 
-    OSError if it cannot be read, ValueError with the number of the line ("PATH:17: ...") that is no request.
+    OSError if it cannot be read; ValueError with the number of the bad line ("PATH:17: ...").
     """
     name = str(path)
     if name == "-":
@@ -56,7 +56,7 @@ def read_trace(path: Path | str) -> Iterator[Request]:
 
 
 def format_request(request: Request) -> str:
-    """One line, without its end, that `read_trace` reads as this request."""
+    """Return one line, without line end, that `read_trace` reads as this request."""
     line = _Line(*request)
     return msgspec.json.encode(line).decode()
 
@@ -81,6 +81,6 @@ def _requests(name: str, file: BinaryIO) -> Iterator[Request]:
 
 
 def _unpacked(file: BinaryIO) -> Iterable[bytes]:
-    """The lines of a file that may be gzipped."""
+    """Return the lines of a file that may be gzipped."""
     buffered = file if isinstance(file, BufferedReader) else BufferedReader(cast("RawIOBase", file))
     return gzip.GzipFile(fileobj=buffered) if buffered.peek(2)[:2] == _GZIP else buffered

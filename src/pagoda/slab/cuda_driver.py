@@ -69,7 +69,7 @@ class Driver:
 
     def reset(self) -> None:
         """Refuse all calls from now on, as in a forked child."""
-        self._forked, self._lock = True, threading.Lock()  # another thread may have had it
+        self._forked, self._lock = True, threading.Lock()  # a thread of the parent may have held the old lock
 
     @classmethod
     def load(cls, library: str = LIBRARY) -> Driver | None:
@@ -132,7 +132,7 @@ class Driver:
     def stream(self) -> int:
         """Make a stream of the context's highest priority, for the life of the process. Raises DriverError.
 
-        Torch's streams come from a pool of 32 that it hands out in turn, so an engine might use the same one.
+        Not from torch: its pool has 32 streams, which it gives out in turn, so an engine might use the same one.
         """
         least, greatest, stream = _Number(), _Number(), _Handle()
         self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
@@ -150,7 +150,7 @@ class Driver:
             self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
             yield
         finally:
-            if mode.value != _RELAXED:  # else the mode was relaxed before, or has not been changed
+            if mode.value != _RELAXED:  # otherwise the mode was already relaxed, or has not been changed
                 self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def _call(self, name: str, *arguments: object) -> None:

@@ -19,7 +19,7 @@ from pagoda.slab.memory import PAGE_BYTES, Bytes, address, aligned, open_slab
 __all__ = ["FileSlab", "aligned"]
 
 _IOV_MAX = 1024
-_MAX_STALLS = 16  # consecutive calls without a whole page transferred before it is an error
+_MAX_STALLS = 16  # after so many consecutive calls that transfer no whole page, an error is raised
 
 _Move = Callable[[Sequence[memoryview], int], int]
 
@@ -57,13 +57,13 @@ class FileSlab:
         offset = slot * self.slot_bytes
         with self._open_fd() as fd:
             self._move_all(self._readv, views, offset)
-            if not self.direct:  # the caller has the bytes: the page cache need not
+            if not self.direct:  # the caller has the bytes, so the page cache need not keep them
                 _drop_page_cache(fd, offset, sum(view.nbytes for view in views))
 
     def write(self, slot: int, buffers: Sequence[Bytes], slots: int = 1) -> None:
         """Write `buffers` in order from the start of `slot`; an OSError leaves the slot torn.
 
-        With `slots` they are for so many adjacent slots, and fill all but the last.
+        With `slots` above 1 they are for adjacent slots, and fill all but the last.
         """
         views = self._views(slot, buffers, slots)
         with self._open_fd():
@@ -90,15 +90,16 @@ class FileSlab:
 
     @contextlib.contextmanager
     def _open_fd(self) -> Iterator[int]:
-        # A descriptor that is closed during a call could by then be another file's, which would be written to.
+        # A descriptor that is closed during a call could already belong to another file, which would then be written
+        # to.
         call = object()
         try:
-            self._calls.add(call)  # first, then check: `close` does both in the reverse order
+            self._calls.add(call)  # add first, then check: `close` does both in the reverse order
             if self._closed:
                 raise OSError(errno.EBADF, "this slab is closed", str(self.path))
             yield self._fd
         finally:
-            self._calls.discard(call)  # built in: no signal handler's exception comes before it
+            self._calls.discard(call)  # a built-in: no signal handler's exception can come before it
             if self._closed:
                 self._close_if_idle()
 
@@ -166,7 +167,7 @@ def _drop_page_cache(fd: int, offset: int, length: int) -> None:
 
 
 def _open(path: Path, nbytes: int, direct: bool | None) -> tuple[int, bool]:
-    """Return a descriptor of the file, and whether it is one with O_DIRECT."""
+    """Return a descriptor of the file, and whether it was opened with O_DIRECT."""
     if direct is not False and _can_direct(path):
         return open_slab(path, nbytes, os.O_DIRECT), True
     if direct:

@@ -1,6 +1,6 @@
-"""Maps shared memory at a huge page's boundary, populates it, collapses it into huge pages: Linux calls.
+"""Linux calls: map shared memory at a huge page's boundary, populate it, collapse it into huge pages.
 
-`mmap.mmap` cannot choose an address, and its `madvise` keeps the GIL; both matter here: hence ctypes.
+By ctypes, because `mmap.mmap` cannot choose an address and its `madvise` keeps the GIL.
 
 Called by `memory` and `pinned`.
 """
@@ -17,7 +17,8 @@ HUGE_BYTES = 2 << 20
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
-_MADV_COLLAPSE = 25  # Linux 6.1: into huge pages, without privileges, whatever the mount's default is
+# Linux 6.1: collapses into huge pages, without privileges, whatever the mount's default is
+_MADV_COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -49,7 +50,7 @@ def map_shared(fd: int | None, nbytes: int) -> Memory:
     for first, stop in ((base, start), (start + length, base + reserved)):
         if stop > first:
             _libc.munmap(first, stop - first)
-    # For pages that are faulted in later, if the mount allows it.
+    # This is for pages that are faulted in later, if the mount allows huge pages.
     _libc.madvise(start, length, _MADV_HUGEPAGE)
     memory = (ctypes.c_uint8 * nbytes).from_address(start)
     # Not at exit: views may be alive then, and the kernel frees everything.

@@ -26,26 +26,26 @@ from pagoda.slab.linux_mmap import Memory, collapse_huge_pages, map_shared, popu
 from pagoda.threads import Event, start_thread
 
 PAGE_BYTES = 4096
-_PIECE_BYTES = 64 << 20  # per populate call: a few tens of ms, so close() never waits long
+_PIECE_BYTES = 64 << 20  # bytes per populate call, a few tens of ms, so that close() never waits long
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def aligned(nbytes: int) -> Bytes:
-    """Return a new private uint8 buffer of `nbytes` that begins on a page (fit for O_DIRECT); content undefined."""
+    """Return a new private uint8 buffer of `nbytes` that begins on a page (as O_DIRECT needs); content undefined."""
     buffer = np.empty(nbytes + PAGE_BYTES, dtype=np.uint8)
     skip = -buffer.ctypes.data % PAGE_BYTES
     return buffer[skip : skip + nbytes]
 
 
 def address(buffer: Bytes) -> int:
-    """Return where a buffer begins; at a fraction of the cost of `buffer.ctypes`."""
+    """Return the address of a buffer, at a fraction of the cost of `buffer.ctypes`."""
     begin: int = buffer.__array_interface__["data"][0]
     return begin
 
 
 class Lender(Protocol):
-    """Knows which slots have pages, and keeps those pages (`pagoda.ledger.page_guards.PageGuards`)."""
+    """Knows which slots have pages and keeps them from being punched (`pagoda.ledger.page_guards.PageGuards`)."""
 
     def lend(self, slots: Sequence[int], base: Bytes) -> Sequence[int]:
         """Keep the pages of slots as long as `base` is alive; returns the slots that have no pages."""
@@ -55,8 +55,9 @@ class MemorySlab:
     """`slots` slots of `slot_bytes` bytes, page-aligned, mapped into this process.
 
     `path` names an existing file of full length, mapped shared; None maps private memory. Memory that is accessed must
-    be allocated: a hole in a full tmpfs is SIGBUS at first access, also at a read. The view of a slot without pages, as
-    `lender` knows, is a private array of zeros; the pages of any other slot stay as long as an array over the view.
+    be allocated: the first access to a hole in a full tmpfs, even a read, is a SIGBUS. The view of a slot without pages
+    (`lender` knows which) is a private array of zeros; the pages of any other slot stay as long as an array over the
+    view.
 
     Thread-safe: all methods. Nothing guards the bytes; a caller that copies them validates by the ledger afterwards.
     Raises StoreError if the file is missing, cannot be mapped or is too small; ValueError on bad sizes.
@@ -98,7 +99,7 @@ class MemorySlab:
         return self.views((slot,))[0]
 
     def views(self, slots: Sequence[int]) -> list[Bytes]:
-        """The bytes of several slots, as `view`; cheaper than one by one."""
+        """The bytes of several slots, like `view`; cheaper than one call for each."""
         flat, size = self._flat, self.slot_bytes
         if flat is None:
             raise ClosedError("this slab is closed")
@@ -119,9 +120,9 @@ class MemorySlab:
     ) -> None:
         """Fault all pages in before they are used, in huge pages if the kernel has them; only those of slots `backed`.
 
-        Content does not change, so readers and writers may run meanwhile. A second call while one runs does nothing. If
-        it is impossible (a kernel before 5.14, no thread can be started), pages are faulted in at first access, at a
-        quarter of the speed. `background` False: returns when all pages are in or refused.
+        The content does not change, so readers and writers may run meanwhile. A second call while one runs does
+        nothing. If populating is impossible (a kernel before 5.14, no thread can be started), pages are faulted in at
+        first access, at a quarter of the speed. `background` False: returns when all pages are in or refused.
         """
         array = self.array
         with self._lock:
@@ -149,7 +150,8 @@ class MemorySlab:
             start, length = piece
             if not populate(base + start, length):
                 return
-            collapse_huge_pages(base + start, length)  # existing pages only: so after populate
+            # collapses only existing pages, so it comes after populate
+            collapse_huge_pages(base + start, length)
 
     def pin(
         self,
@@ -170,12 +172,13 @@ class MemorySlab:
             if self._pinned is not None:
                 self._pinned.rescan()
             else:
-                size = self.slot_bytes  # not `self` in what follows: that would keep it alive for ever
+                # the function below must not use `self`, which would keep it alive forever
+                size = self.slot_bytes
                 self._pinned = pinned.pin(
                     self.array, device_index, driver=driver, piece_bytes=_piece_bytes(size),
                     parts=None if backed is None else lambda: _byte_ranges(backed(), size),
                 )  # fmt: skip
-                if self._pinned is not None:  # else a slab that is never closed would stay registered
+                if self._pinned is not None:  # so that a slab that is never closed does not stay registered
                     weakref.finalize(self, self._pinned.stop).atexit = False
             return self._pinned
 
@@ -215,14 +218,14 @@ def _zeros(nbytes: int) -> Bytes:
 
 
 def _piece_bytes(slot_bytes: int) -> int:
-    """Return the bytes of a piece to register: whole slots, because CUDA copies no range that is registered in part."""
+    """Return the bytes of a piece to register: whole slots, because CUDA cannot copy a partly registered range."""
     unit = math.lcm(slot_bytes, mmap.PAGESIZE)
     return pinned.PIECE_BYTES if unit > pinned.MAX_PIECE_BYTES else max(1, pinned.PIECE_BYTES // unit) * unit
 
 
 def _map(path: Path | None, nbytes: int) -> Memory:
     if path is None:
-        # Shared with forked children, as the ledger is: else a child would commit bytes that its parent cannot see.
+        # Shared with forked children, like the ledger; otherwise a child would commit bytes that its parent cannot see.
         return map_shared(None, nbytes)
     fd = open_slab(path, nbytes)
     try:
@@ -240,7 +243,7 @@ def open_slab(path: Path, nbytes: int, flags: int = 0) -> int:
     except OSError as error:
         raise StoreError(f"cannot open the slab {path}: {error.strerror}") from error
     size = os.fstat(fd).st_size
-    if size < nbytes:  # to map past the end would be SIGBUS at first access
+    if size < nbytes:  # a mapping beyond the end would be a SIGBUS at first access
         os.close(fd)
         raise StoreError(f"the slab {path} has {size} bytes, {nbytes} are needed: remove its store")
     return fd

@@ -25,14 +25,15 @@ from pagoda.slab.cuda_driver import ALREADY_GONE, Driver, DriverError
 from pagoda.slab.linux_mmap import collapse_huge_pages, populate
 from pagoda.threads import NO_THREAD, Event, begin
 
-# At about 0.1 s per GiB a piece takes some 25 ms: close() waits no longer for one, and neither does another call of the
-# driver, which has one lock for all calls (NVIDIA/TensorRT-LLM#17773 uses pieces of 1 GiB for that reason).
+# At about 0.1 s per GiB a piece takes some 25 ms. `close` waits no longer than that for a piece, and neither do other
+# calls of the driver, which has one lock for all calls (NVIDIA/TensorRT-LLM#17773 uses pieces of 1 GiB for that
+# reason).
 PIECE_BYTES = 256 << 20
 MAX_PIECE_BYTES = 64 << 30  # 512 GiB at once are refused, however much is free (vllm-project/vllm#51080)
-# the least between two pieces: others wait for the driver's lock, some of them with the GIL
+# the shortest pause between two pieces: other threads wait for the driver's lock, some of them with the GIL
 _PAUSE_SECONDS = 0.001
 _CLOSE_SECONDS = 5.0  # how long to wait for copies in flight by default
-_ABANDON = -1.0  # instead of seconds: end, and unregister nothing
+_ABANDON = -1.0  # instead of seconds: end without unregistering
 _NOT_SUPPORTED = 801
 
 Bytes = npt.NDArray[np.uint8]
@@ -146,9 +147,9 @@ check = _ranges.check
 
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
-    """Keep every range that `device_address` returns in this scope registered until its end: `close` waits for it.
+    """Keep every range that `device_address` returns in this scope registered until its end; `close` waits for it.
 
-    Wraps a whole copy, from before the first `device_address` until the device has done its last byte. Takes no lock.
+    Put a whole copy into it, from before the first `device_address` until the device has copied the last byte. No lock.
     """
     copy = object()
     try:
@@ -169,10 +170,10 @@ def pin(
 ) -> PinnedMemory | None:
     """Register the memory of `array` (uint8, contiguous, beginning on a page) with the GPUs, piece by piece.
 
-    Returns at once, or with `background` False when all is registered or refused. Pieces have `piece_bytes`, in whole
-    pages and at most 64 GiB. `parts` is called first, on the registering thread, and returns the parts to register, as
-    offset and length; by default all. Returns None without NVIDIA's driver. Raises ValueError for an array that cannot
-    be registered, RuntimeError if no thread can be started.
+    Returns immediately, or with `background` False when all parts are registered or refused. Pieces have `piece_bytes`,
+    in whole pages and at most 64 GiB. `parts` is called first, on the registering thread, and returns the parts to
+    register, as offset and length; by default all. Returns None without NVIDIA's driver. Raises ValueError for an array
+    that cannot be registered, RuntimeError if no thread can be started.
     """
     page = mmap.PAGESIZE
     if array.dtype != np.uint8 or not array.flags.c_contiguous or array.nbytes < 1:
@@ -197,7 +198,8 @@ class PinnedMemory:
     """The registered pieces of one array, from `pin`. Thread-safe; a forked child has none of them.
 
     One thread makes all calls of the driver, so that no other thread's context changes. It keeps the array alive as
-    long as any of it is registered: if it were unmapped before, the driver would still map its addresses to old pages.
+    long as any of it is registered: if it were unmapped earlier, the driver would still map its addresses to the old
+    pages.
     """
 
     def __init__(
@@ -209,7 +211,7 @@ class PinnedMemory:
         parts: Callable[[], Sequence[tuple[int, int]]],
     ) -> None:
         self.device_index = device_index
-        self.nbytes = 0  # registered now: always the first bytes, until close
+        self.nbytes = 0  # bytes that are registered now
         self.trouble = ""  # why not all of it is registered; empty if nothing failed
         self._total_bytes = 0
         self._base = array.ctypes.data
@@ -219,8 +221,8 @@ class PinnedMemory:
         self._find_parts = parts
         self._registered: dict[int, int] = {}  # addresses and lengths of pieces
         self._done = Event()
-        # The seconds that closing may take; None: look for more to register. Garbage collection may call `put` while
-        # any lock is held.
+        # A request: the seconds that closing may take; or None: look for more to register. Garbage collection may call
+        # `put` while any lock is held.
         self._requests: queue.SimpleQueue[float | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="pagoda-pin", daemon=True)
         if not begin(self._thread):
@@ -229,7 +231,7 @@ class PinnedMemory:
         reset_in_child(self)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all is registered, or no more will be; False after `timeout` seconds."""
+        """Wait until registering has ended, complete or not; False after `timeout` seconds."""
         return self._done.wait(timeout)
 
     def rescan(self) -> None:
@@ -241,10 +243,10 @@ class PinnedMemory:
         self._requests.put(_CLOSE_SECONDS)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
-        """Stop registering and unregister all; idempotent. False: not done in `timeout` seconds, and continues.
+        """Stop registering and unregister all; idempotent. False: not done in `timeout` seconds; it continues.
 
-        First `device_address` finds nothing of it any more, then copies in flight are waited for. A copy that takes
-        longer leaves all of it registered for the life of this process.
+        First `device_address` stops finding its memory, then copies in flight are waited for. If a copy takes longer,
+        all of the memory stays registered for the life of this process.
         """
         self._requests.put(max(0.0, timeout))
         if self._thread is not threading.current_thread():  # garbage collection may close it on any thread
@@ -268,7 +270,7 @@ class PinnedMemory:
         self._unregister(seconds)
 
     def _register(self) -> float | None:
-        """Register piece by piece; returns the seconds for closing once that was requested."""
+        """Register piece by piece until closing is requested; return the seconds for closing."""
         known = [(address - self._base, nbytes) for address, nbytes in self._registered.items()]
         parts = list(_subtract(self._find_parts(), known))
         self._total_bytes = self.nbytes + sum(nbytes for _, nbytes in parts)
@@ -278,14 +280,15 @@ class PinnedMemory:
             with contextlib.suppress(queue.Empty):
                 if (seconds := self._requests.get(timeout=pause)) is not None:
                     return seconds
-                self._requests.put(None)  # after this round
+                self._requests.put(None)  # look again after this round
             address = self._base + start
-            populate(address, nbytes)  # the driver would do it slowly, and with its lock
+            populate(address, nbytes)  # the driver would do this slowly, and with its lock held
             collapse_huge_pages(address, nbytes)  # registered pages cannot move
             asked = time.monotonic()
             with self._driver.relaxed_capture():
                 place = self._driver.register(address, nbytes)
-            pause = max(_PAUSE_SECONDS, time.monotonic() - asked)  # others get the lock for half of the time
+            # other threads get the lock for half of the time
+            pause = max(_PAUSE_SECONDS, time.monotonic() - asked)
             self._registered[address] = nbytes
             _ranges.add(address, nbytes, place)
             self.nbytes += nbytes
@@ -304,7 +307,8 @@ class PinnedMemory:
         if seconds == _ABANDON:
             return None
         until = time.monotonic() + seconds
-        _ranges.remove(self._registered)  # first: no new copy finds them; those that did are in `_copies`
+        # first, so that no new copy finds them; running copies are in `_copies`
+        _ranges.remove(self._registered)
         if self._registered and not _wait_for_copies(until):
             return self._keep("a copy did not end")
         for address in self._registered:
@@ -323,7 +327,7 @@ class PinnedMemory:
             _kept.append(self._array)
 
     def reset(self) -> None:
-        """Forget all in a forked child: registrations and the thread are the parent's."""
+        """Forget all registrations in a forked child: they, and the thread, are the parent's."""
         self.nbytes, self._array, self._registered = 0, None, {}
         self._requests, self._done = queue.SimpleQueue(), Event()
         self._done.set()
@@ -369,7 +373,7 @@ def _wait_for_copies(until: float) -> bool:
 
 
 def _abandon_all() -> None:
-    """At exit unregister nothing: the kernel frees all. But no thread may call the driver while it shuts down."""
+    """Stop all threads at exit, without unregistering: no thread may call the driver while it shuts down."""
     left = list(_all)
     for pinned in left:
         pinned._requests.put(_ABANDON)

@@ -1,6 +1,6 @@
 """Tiers: places that store chunks, in host memory, on a disk and in remote stores.
 
-In the order in which a save meets them:
+Modules, in the order in which a save reaches them:
 
 - `base`: the Tier protocol, chunks and results
 - `blocking`: put and get of every tier, which copy and wait, on top of save and load

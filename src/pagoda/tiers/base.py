@@ -42,27 +42,28 @@ class Tier(Protocol):
     """A place that stores chunks. All methods are thread-safe; a failure is a value with a reason, not an exception.
 
     ValueError is for wrong use only: a payload or buffer smaller than a chunk, or unequal numbers of keys and buffers.
-    Calls whose failure the caller must know (`register`, `remove`, `clear`, `stats`) raise StoreError after a while.
-    After `close()` nothing is found, and saves and loads end with Reason.CLOSED.
+    Calls whose failure the caller must notice (`register`, `remove`, `clear`, `stats`) raise StoreError after some
+    seconds. After `close()` nothing is found, and saves and loads end with Reason.CLOSED.
 
-    A subclass inherits the defaults of what few tiers have: attributes from `codec` to `resting`, `stamp`, `admit` and
-    `flush`.
+    A subclass inherits defaults for what few tiers change: the attributes from `codec` to `resting`, `stamp`, `admit`
+    and `flush`.
     """
 
     name: str
     chunk_bytes: int
-    believed_seconds: float  # how long a chunk that was found here is assumed to be here still
-    codec: str = "raw"  # of the stored bytes
+    believed_seconds: float  # so long a chunk that was found here is assumed to stay here
+    codec: str = "raw"  # the codec of the stored bytes
     address: str = ""  # where the tier is; shown in the log
-    is_shared: bool = False  # by machines: not used while the weights have no name that all of them know
+    # shared by machines: not used while the weights have no name that all machines know
+    is_shared: bool = False
     read_only: bool = False  # nothing is saved or touched here
-    keeps_recency: bool = False  # of the chunks that `find` finds: a load is no reason to touch them
+    keeps_recency: bool = False  # `find` updates recency here, so a chunk that was loaded need not be touched
     # returns a recency stamp for one run; it is passed to all calls for the run, so that its tail stays older
     stamp: Callable[[], int] = time.monotonic_ns
 
     @property
     def resting(self) -> bool:
-        """Whether the tier is skipped for a while after failures in a row. Nothing is found meanwhile."""
+        """Whether the tier is skipped for a while, after failures in a row. During that time nothing is found."""
         return False
 
     @abstractmethod
@@ -82,7 +83,8 @@ class Tier(Protocol):
     ) -> int:
         """Return how many leading keys are stored or queued. Copies nothing; updates recency if `touch`.
 
-        A key whose state is not known before the deadline (the tier's own by default and at most) counts as absent.
+        A key whose state is not known before the deadline counts as absent. The tier's own deadline is default and
+        maximum.
 
         `start` is the chain position of keys[0] (None: any); the calls of one request pass the same `stamp`.
         `namespace` is the root that the keys were derived under; without it all registered namespaces are searched.
@@ -101,7 +103,7 @@ class Tier(Protocol):
         """Update the recency of a run that a higher tier has copies of; return which keys are stored or queued.
 
         None: unknown at present. `asked`: a higher tier served the run; otherwise the run was stored there again.
-        Takes as long as I/O takes, so call it from background threads.
+        May wait for I/O, so call it from background threads.
         """
 
     def admit(
@@ -109,7 +111,7 @@ class Tier(Protocol):
     ) -> tuple[int, bool]:
         """Return how many of a run's next keys a save would store, and whether the rest of the run is refused.
 
-        `start` is the chain position of keys[0]. By default all are stored. A tier that refuses counts what it refuses.
+        `start` is the chain position of keys[0]. By default all are stored. A tier counts what it refuses.
         """
         return len(keys), False
 
@@ -119,7 +121,8 @@ class Tier(Protocol):
     ) -> list[Future[Done]]:
         """Store chunks of one namespace (its root) and return one future per chunk. Never waits for space.
 
-        A chunk that finds the queue full is dropped with QUEUE_FULL and counted. A key that is already stored is ok.
+        A chunk that finds the queue full is dropped with QUEUE_FULL and counted. A key that is already stored is a
+        success.
         """
 
     @abstractmethod
@@ -129,10 +132,10 @@ class Tier(Protocol):
     ) -> list[Future[Done]]:  # fmt: skip
         """Read verified chunks into `buffers` ((>= chunk_bytes,) uint8), in order, several at a time.
 
-        A chunk of another namespace, or of another position than its index from `start` on (None: any), is a miss, and
-        stays.
+        A chunk of another namespace, or of another position than its index from `start` on (None: any), is a miss and
+        stays in the tier.
 
-        Returns before the deadline (the tier's own by default and at most), however long the reads take after that.
+        Returns before the deadline (the tier's own is default and maximum); the reads may take longer.
 
         A buffer belongs to the tier until its future is done. If the result is not ok, the content is undefined.
         """
@@ -168,7 +171,7 @@ class Tier(Protocol):
 
     @abstractmethod
     def remove(self, key: bytes) -> bool:
-        """Remove a chunk, queued or stored; return False if it is not here."""
+        """Remove a chunk, queued or stored; return False if it is absent."""
 
     @abstractmethod
     def in_flight(self, key: bytes) -> bool:
@@ -214,7 +217,7 @@ def running_future() -> Future[Done]:
 
 
 def clamp_deadline(own_seconds: float, deadline_seconds: float | None) -> float:
-    """Return the deadline of a call: the tier's own by default and at most."""
+    """Return the deadline of a call: the tier's own is default and maximum."""
     return own_seconds if deadline_seconds is None else max(0.0, min(own_seconds, deadline_seconds))
 
 
@@ -224,9 +227,9 @@ def flat_bytes(array: npt.NDArray[np.generic]) -> Bytes:
 
 
 def check_sizes(name: str, arrays: Sequence[Bytes], chunk_bytes: int, keys: int | None = None) -> None:
-    """Raise ValueError if one of `arrays` cannot hold a chunk, or if there are not as many as `keys`."""
+    """Raise ValueError if one of `arrays` cannot hold a chunk, or if their number is not `keys`."""
     if keys not in (None, len(arrays)):
-        raise ValueError(f"{keys} keys and {len(arrays)} {name}s: need one {name} a key")
+        raise ValueError(f"{keys} keys and {len(arrays)} {name}s: need one {name} per key")
     for array in arrays:
         if array.dtype != np.uint8 or array.ndim != 1 or array.nbytes < chunk_bytes:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""put and get: the calls of a tier that copy and wait, built on save and load, which only borrow buffers.
+"""put and get: calls of a tier that copy and wait. They use save and load, which only borrow buffers.
 
-For those who write engines; the cache calls save and load. The base of all tiers.
+They are for authors of engines; the cache calls save and load. All tiers inherit them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagoda.tiers.base import Bytes, Chunk, Done, Tier, check_sizes, completed_f
 class BlockingCalls(Tier, ABC):
     """put, put_many, get and get_many of a tier: private copies in and out. Thread-safe if the abstract methods are.
 
-    A blocking call waits at most `deadline_seconds` for a chunk. A chunk that takes longer is not stored, or a miss.
+    A blocking call waits at most `deadline_seconds` for a chunk. A chunk that takes longer is not stored, or is a miss.
     """
 
     chunk_bytes: int
@@ -37,7 +37,7 @@ class BlockingCalls(Tier, ABC):
 
     @abstractmethod
     def _drop_reason(self) -> Reason | None:
-        """Return why a save would be dropped now; None: it would not."""
+        """Return why a save would be dropped now; None if it would be accepted."""
 
     @abstractmethod
     def _count(self, name: str) -> None:
@@ -48,7 +48,7 @@ class BlockingCalls(Tier, ABC):
         return completed_future(False, reason)
 
     def _missed(self, reason: Reason) -> Future[Done]:
-        if reason is not Reason.LEDGER_BUSY:  # which the ledger counts
+        if reason is not Reason.LEDGER_BUSY:  # LEDGER_BUSY is counted by the ledger
             self._count(f"miss_{reason}")
         return completed_future(False, reason)
 
@@ -75,7 +75,7 @@ class BlockingCalls(Tier, ABC):
     def put_many(self, items: Iterable[Chunk], *, namespace: bytes) -> int:
         """Store copies of chunks from a lazy iterable, a few at a time; return how many are stored at the end.
 
-        A chunk that a later one evicted, or that another process removed meanwhile, is not counted.
+        A chunk that was evicted for a later one, or removed by another process meanwhile, is not counted.
         """
         stored = set[bytes]()
         pending: deque[tuple[bytes, Future[Done]]] = deque()

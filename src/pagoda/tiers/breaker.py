@@ -9,9 +9,9 @@ from pagoda.fork import reset_now_and_in_child
 
 
 class CircuitBreaker:
-    """Counts failures in a row. After `limit` of them the device rests; then calls are probes until one ends.
+    """Counts failures in a row. After `limit` of them the device rests; after that, calls are probes until one ends.
 
-    A probe that fails starts the next rest, for the calls queued beside it too. A probe that works ends the rest.
+    A probe that fails starts the next rest, also for the other queued calls. A probe that works ends the rest.
     Thread-safe; may be used in a forked child.
     """
 
@@ -40,7 +40,7 @@ class CircuitBreaker:
             return self._failures >= self._limit and self._clock.monotonic_ns() < self._retry_ns
 
     def record_failure(self, *, rests: bool = True) -> None:
-        """Count a failure of the device. Without `rests` it does not delay the next probe."""
+        """Count a failure of the device. If `rests` is False, it does not delay the next probe."""
         with self._lock:
             self._failures += 1
             if rests:

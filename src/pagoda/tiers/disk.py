@@ -33,28 +33,29 @@ from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.header_scan import HeaderScan
 from pagoda.tiers.io_queue import IoQueue, IoWorker, QueuedTier, ReadRequest, WorkerBackend, WriteRequest
 
-_LOAD_LEASE_SECONDS = 10.0  # chunks that a load has found stay until they are read
+_LOAD_LEASE_SECONDS = 10.0  # a lease for chunks that a load has found, until they are read
 BATCH_CHUNKS = 16
-BATCH_BYTES = 64 << 20  # a batch holds its payloads and its slots until the last of it is written
-_CALL_BYTES = 4 << 20  # less than this is written by one thread, and to adjacent slots by one call
-_ADMISSIONS = 256  # runs whose admission is remembered
+BATCH_BYTES = 64 << 20  # a batch holds its payloads and slots until all of it is written
+_CALL_BYTES = 4 << 20  # smaller batches are written by one thread, and to adjacent slots by one call
+_ADMISSIONS = 256  # so many runs have their admission remembered
 _ADMIT_CHUNKS = 64  # how many the policy is asked about at once
-_STORED_SECONDS = 0.02  # for an answer that only saves work: a save does not wait
-_ADMIT_SECONDS = 0.05  # for the ledger's answer about admission: keys without an answer count as absent
-_LEDGER_SECONDS = 10.0  # only the queue waits here, and a chunk already read from the host is worth a wait
+_STORED_SECONDS = 0.02  # the wait for an answer that only saves work; a save must not wait longer
+# the wait for the ledger's answer about admission; keys without an answer count as absent
+_ADMIT_SECONDS = 0.05
+_LEDGER_SECONDS = 10.0  # only I/O threads wait so long, with chunks that are worth it
 
 _logger = guarded_logger("pagoda.tiers.disk")
 
 
 class DiskTier(QueuedTier):
-    """Stores chunks in one file, with background threads. Survives restarts, and the loss of its ledger (by a scan).
+    """Stores chunks in one file, with background threads. It survives restarts, and the loss of its ledger (by a scan).
 
     Thread-safe and fork-safe. A queued chunk is found, and is read from the queue. `close()` or garbage collection ends
     the threads.
     """
 
     name = "disk"
-    believed_seconds = 0.1  # a look-up costs little, and the policy should learn of every use
+    believed_seconds = 0.1  # a lookup costs little, and the policy should learn of every use
     keeps_recency = True
 
     def __init__(
@@ -113,8 +114,9 @@ class DiskTier(QueuedTier):
     ) -> DiskTier:
         """Open or create the store of `layout` under the directory `path`. Raises StoreError, ValueError.
 
-        `size_bytes` is for the slots with their headers. The ledger's files need about 5 MiB and 1 KiB a slot more.
-        With a lossy codec ("q8", "q4") slots are smaller, so the store has another name and holds nothing else.
+        `size_bytes` is for the slots with their headers. The ledger's files need about 5 MiB and 1 KiB per slot in
+        addition. With a lossy codec ("q8", "q4") slots are smaller, so such a store has another name and holds only
+        such chunks.
         """
         codec.require_layout(codec_name, layout)
         stride = HEADER_BYTES + -(-codec.most_bytes(codec_name, layout) // SLOT_ALIGN) * SLOT_ALIGN
@@ -130,7 +132,7 @@ class DiskTier(QueuedTier):
             limit_bytes=size_bytes,
             chunk_bytes=layout.chunk_bytes,
         )
-        made = not os.path.exists(spec.root / spec.name)  # false if this user may not see it
+        made = not os.path.exists(spec.root / spec.name)  # also true if this user may not see it
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
         try:
             slab = ledger.open_slab(lambda file: FileSlab(file, ledger.slots, stride, direct))
@@ -157,7 +159,7 @@ class DiskTier(QueuedTier):
     def wait_ready(self, timeout: float) -> bool:
         """Wait until a rebuild of the ledger has ended; return False after `timeout` seconds.
 
-        The tier works meanwhile, but finds fewer chunks.
+        During a rebuild the tier works, but finds fewer chunks.
         """
         return self._pool.wait_background(timeout)
 
@@ -186,7 +188,7 @@ class DiskTier(QueuedTier):
         """Update the recency of the stored part of a run, in one transaction. See Tier.touch."""
         if self._refusal() is not None:
             return None
-        # first: what leaves the queue meanwhile is in the ledger
+        # read first: a chunk that leaves the queue after this is in the ledger
         queued = self._pool.queue.pending_writes(keys)
         here = self.ledger.touch(
             keys, start=start, stamp=stamp, asked=asked, deadline_seconds=self.deadline_seconds
@@ -220,9 +222,9 @@ class DiskTier(QueuedTier):
     ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:  # fmt: skip
         """Yield lazily where each key is, or why it is absent: one transaction per run.
 
-        Looks into the queue first: what leaves it meanwhile is in the ledger, or was dropped and is a miss later. By
-        default, for a load, this leases the run and does not touch it: `find` has, with one stamp for the whole run.
-        A `get` (of any position) comes without a `find`, so it touches.
+        Looks into the queue first: a chunk that leaves it afterwards is in the ledger, or was dropped and becomes a
+        miss. By default, for a load, this leases the run and does not touch it, because `find` has touched it with one
+        stamp for the whole run. A `get` (of any position) comes without a `find`, so it touches.
         """
         touch = start is None if touch is None else touch
         queued = self._pool.queue.pending_writes(keys)
@@ -262,9 +264,9 @@ class DiskTier(QueuedTier):
         learns that they were requested.
         """
         if stamp is None or self._refusal() is not None:
-            return len(keys), False  # `save` judges each batch, or returns the reason
+            return len(keys), False  # `save` then asks for each batch, or returns the reason
         store = self._store
-        with store.admission_lock:  # held for a moment: see _ADMIT_SECONDS
+        with store.admission_lock:  # held only for a moment: see _ADMIT_SECONDS
             known, refused = store.admissions.get((namespace, stamp), _NOTHING_ADMITTED), 0
             if start >= known.end and not known.refused:
                 some = keys[:_ADMIT_CHUNKS]
@@ -272,7 +274,7 @@ class DiskTier(QueuedTier):
                 known = _RunAdmission(start + count, count < len(some), start + len(some))
                 refused = len(some) - count
             if known.refused and start + len(keys) > known.told:
-                # other threads may have asked about a part of the run
+                # other threads may have asked about part of the run
                 rest = keys[max(0, known.told - start) :]
                 store.ledger.refuse(rest, start=start + len(keys) - len(rest), stamp=stamp)
                 known = known._replace(told=start + len(keys))
@@ -318,7 +320,7 @@ class _RunAdmission(NamedTuple):
 
     end: int
     refused: bool
-    told: int  # up to which position the policy knows that the run was requested
+    told: int  # the policy knows up to this position that the run was requested
 
 
 _NOTHING_ADMITTED = _RunAdmission(0, False, 0)
@@ -342,7 +344,7 @@ class DiskStore(WorkerBackend):
         self.slab = slab
         self.layout = layout
         self.chunk_bytes = layout.chunk_bytes
-        self.slot_bytes = ledger.slot_bytes - HEADER_BYTES  # of what is stored
+        self.slot_bytes = ledger.slot_bytes - HEADER_BYTES  # bytes of a slot without the header
         self.codec_name, self.is_lossy = codec_name, codec_name in codec.LOSSY
         self.word_bytes = itemsize(layout.planes[0].dtype) if layout.planes else 1
         self.breaker = breaker
@@ -431,7 +433,7 @@ class DiskWorker(IoWorker):
         self._store = store
         # of the chunks that one call writes; a load uses the first of them
         self._header_pages = list(aligned(store.fewest_chunks * HEADER_BYTES).reshape(-1, HEADER_BYTES))
-        self._spare: list[Bytes] = []  # made when first needed
+        self._spare: list[Bytes] = []  # allocated when first needed
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
@@ -440,7 +442,7 @@ class DiskWorker(IoWorker):
         reason = self._load_slot(read) if in_slot else Reason.EVICTED
         if reason is not Reason.EVICTED:
             return reason
-        # It left its slot while the read waited, or moved from the queue into a slot: look it up again, once.
+        # The chunk left its slot while the read waited, or moved from the queue into a slot: look it up again, once.
         match = self._store.ledger.match_prefix(
             [read.key], start=read.position, namespace=read.namespace, asked=False
         )
@@ -479,7 +481,7 @@ class DiskWorker(IoWorker):
         else:
             failed = codec.verify(header, payload, expected)
         if failed is not None:
-            if codec.is_foreign(header):  # it stays: the version that wrote it can read it
+            if codec.is_foreign(header):  # the chunk stays: the version that wrote it can read it
                 message = f"slot {slot} was written by another version"
                 return store.log_reason(Reason.FAILED_CHECK, message)
             return self._drop_entry(read, Reason.FAILED_CHECK)
@@ -502,6 +504,7 @@ class DiskWorker(IoWorker):
             self._save(writes, results)
         except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the futures' value
             self._store.record_error(error, "a batch of saves")
+        self._queue.read_all(self.load)  # some take these payloads, which end with the writes
         self._queue.finish_writes(
             [(write, results.get(write) or self._dropped(Reason.IO_ERROR)) for write in writes]
         )
@@ -527,9 +530,9 @@ class DiskWorker(IoWorker):
                 sealed = self._seal(waiting[first : first + store.fewest_chunks], results)
                 self._write(sealed, results)
             self._commit(reserved, results)
-            ledger.namespaces.save_labels()  # before the writes end: they may be all that was waited for
+            ledger.namespaces.save_labels()  # before the writes end: after them, a caller may end the process
         finally:
-            # Only now has the I/O of these slots ended, however late: they could not be given to others before.
+            # Not earlier: the slots must not be given to others before their I/O has ended, however late.
             if reserved:
                 ledger.abort(list(reserved.values()))
 
@@ -564,7 +567,7 @@ class DiskWorker(IoWorker):
     def _seal(
         self, some: Sequence[tuple[WriteRequest, Reserved]], results: dict[WriteRequest, Done]
     ) -> list[_Sealed]:  # fmt: skip
-        """Seal chunks, each with its own header page; return them by slot. Adds what is not written to `results`."""
+        """Seal chunks, each with its own header page; return them by slot. Adds failed writes to `results`."""
         store = self._store
         sealed: list[_Sealed] = []
         for row, (write, reserved) in enumerate(some):
@@ -589,7 +592,7 @@ class DiskWorker(IoWorker):
                 store_id=store.ledger.store_id,
                 slot=reserved.slot,
                 namespace=write.namespace,
-                epoch=reserved.generation,  # which a clear compares, after a rebuild
+                epoch=reserved.generation,  # compared with clears after a rebuild
                 key=write.chunk.key,
                 position=write.chunk.position,
                 length=store.chunk_bytes,
@@ -601,7 +604,7 @@ class DiskWorker(IoWorker):
             )
             header = self._header_pages[row]
             codec.seal(described, payload, header)
-            # Until this line the payload was what its key names, and so is all that verifies against the checksum.
+            # Up to this line the payload was the key's chunk, and so is everything that matches the checksum.
             if write.is_valid():
                 sealed.append(_Sealed(reserved.slot, write, (header, payload)))
             else:
@@ -609,7 +612,7 @@ class DiskWorker(IoWorker):
         return sorted(sealed)  # by slot
 
     def _write(self, sealed: Sequence[_Sealed], results: dict[WriteRequest, Done]) -> None:
-        """Write chunks, those of adjacent slots by one call; add what is not written to `results`."""
+        """Write chunks, those of adjacent slots by one call; add failed writes to `results`."""
         store = self._store
         while sealed:
             ends = (n for n in range(1, len(sealed)) if sealed[n].slot != sealed[n - 1].slot + 1)
@@ -622,7 +625,7 @@ class DiskWorker(IoWorker):
             try:
                 store.slab.write(slot, [page for one in run for page in one.pages], len(run))
             except OSError as error:
-                if len(run) > 1:  # each alone: a bad sector is in one slot
+                if len(run) > 1:  # each slot alone: a bad sector affects only one
                     for one in run:
                         self._write([one], results)
                 else:
@@ -641,7 +644,7 @@ class DiskWorker(IoWorker):
         return self._spare[row]
 
     def _commit(self, reserved: dict[WriteRequest, Reserved], results: dict[WriteRequest, Done]) -> None:
-        """Commit what was written; take what is settled out of `reserved`."""
+        """Commit what was written, and remove finished writes from `reserved`."""
         ledger = self._store.ledger
         for write in reserved:
             if write.cancelled is not None and write not in results:

@@ -25,19 +25,20 @@ _scanning_lock = threading.Lock()
 class HeaderScan:
     """Reads all headers that the ledger has not seen. For one thread.
 
-    A header is trusted by its own checksum. It proves nothing about the payload: reads verify that.
+    A header is trusted by its own checksum. The header proves nothing about the payload, which reads verify.
     """
 
-    _ledger: Ledger  # takes in what is found
+    _ledger: Ledger  # the ledger to fill
     # returns the header pages of [first, first + count); OSError if it cannot
     _read_headers: Callable[[int, int], Sequence[Bytes]]
-    _layout: KVLayout  # of the chunks; headers of others are ignored
-    _on_error: Callable[[OSError, str], object]  # is told of a header that cannot be read, and what was tried
+    _layout: KVLayout  # headers of chunks of other layouts are ignored
+    # called when headers cannot be read, with the error and what was tried
+    _on_error: Callable[[OSError, str], object]
 
     def run(self, stop: Event) -> None:
         """Scan unless another thread or process does; return when all headers are read, or on `stop`."""
         while not stop.is_set() and len(rebuild.unscanned(self._ledger)):
-            if not self._begin():  # another one scans; if it dies, this one takes over
+            if not self._begin():  # another process or thread scans; if it dies, this one takes over
                 stop.wait(_RETRY_SECONDS)
                 continue
             try:

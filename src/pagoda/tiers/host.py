@@ -1,4 +1,4 @@
-"""The host tier: a ledger and a slab in memory. It works on the caller's thread, except to fault pages in."""
+"""The host tier: a ledger and a slab in memory. It works on the caller's thread, except for faulting pages in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HostTier(BlockingCalls):
     """
 
     name = "host"
-    believed_seconds = 0.0  # a look-up costs next to nothing
+    believed_seconds = 0.0  # a lookup costs almost nothing
 
     def __init__(
         self, layout: KVLayout, ledger: Ledger, slab: MemorySlab, *, deadline_seconds: float = 1.0
@@ -51,16 +51,16 @@ class HostTier(BlockingCalls):
         self._ended = False
         self._pid = os.getpid()
         self._abandoned: dict[Reserved, Finalizer] = {}
-        # the process (they fork) that has registered the slab, and the ledger's growth then
+        # the process that registered the slab (a forked child has not), and the ledger's growth at that time
         self._registered = 0, 0
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
-        """Start with no copies: in a forked child they are its parent's."""
+        """Start with no copies. In a forked child, copies in progress are the parent's."""
         self._changed = Condition()
         # changed by single calls of built-in functions, which no signal handler interrupts
         self._copies: set[object] = set()
-        self._late = False  # whether the last copy to end closes the store
+        self._late = False  # whether the last copy that ends must close the store
 
     @classmethod
     def open(
@@ -77,9 +77,9 @@ class HostTier(BlockingCalls):
     ) -> HostTier:
         """Open or create the store of `layout` under the directory `path`. Raises StoreError, ValueError.
 
-        Not `shared`: the memory is private and ends with this process; a forked child finds the tier closed.
-        `populate`: fault pages in, in the background. `size_bytes` is for the slots. The ledger's files need about
-        5 MiB and 1 KiB a slot more.
+        Not `shared`: the memory is private and freed with this process; a forked child finds the tier closed.
+        `populate`: fault pages in, in the background. `size_bytes` is for the slots. The ledger's files need about 5
+        MiB and 1 KiB per slot in addition.
         """
         slots = layout.slots_in(size_bytes)
         if slots < 1:
@@ -96,7 +96,7 @@ class HostTier(BlockingCalls):
             private=not shared,
             chunk_bytes=layout.chunk_bytes,
         )
-        made = not os.path.exists(spec.root / spec.name)  # false if this user may not see it
+        made = not os.path.exists(spec.root / spec.name)  # also true if this user may not see it
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
         try:
             slab = (
@@ -124,7 +124,7 @@ class HostTier(BlockingCalls):
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Delay the end of `close` during copies into and out of slots: no other process gets the slots meanwhile.
+        """Delay the end of `close` during copies into and out of slots, so that no other process gets the slots.
 
         Raises ClosedError once the tier is closed.
         """
@@ -135,18 +135,18 @@ class HostTier(BlockingCalls):
                 raise ClosedError("the host tier is closed")
             yield
         finally:
-            # by a built-in function, at once: a signal handler may raise in any other
+            # by one built-in function: in any other call a signal handler may raise
             self._copies.discard(mine)
             self.end_copies(())
 
     def begin_copies(self, reserved: Sequence[Reserved]) -> None:
-        """Record copies into slots that may outlast the `copying` that they start in: they last until `end_copies`."""
+        """Record copies into slots that may last longer than the `copying` block: they last until `end_copies`."""
         self._copies.update(reserved)
 
     def end_copies(self, reserved: Sequence[Reserved]) -> None:
-        """Record that these copies have ended; does nothing for copies that had ended before."""
+        """Record that these copies have ended; does nothing for copies that have already ended."""
         self._copies.difference_update(reserved)
-        if not self._ended:  # `close` reads `_copies` after it has set this
+        if not self._ended:  # `close` sets `_ended` before it reads `_copies`
             return
         with self._changed:
             last, self._late = self._late and not self._copies, self._late and bool(self._copies)
@@ -155,7 +155,7 @@ class HostTier(BlockingCalls):
             self._close_store()
 
     def abort_when_dropped(self, reserved: Sequence[Reserved], views: Bytes) -> None:
-        """Abort reservations of no further use once no I/O can touch their slots: once nothing refers to `views`.
+        """Abort reservations when no I/O can touch their slots any more, that is, when nothing refers to `views`.
 
         `views` is the base array of all views of these slots.
         """
@@ -171,14 +171,14 @@ class HostTier(BlockingCalls):
         self.ledger.namespaces.register(namespace.root, namespace.fields())
 
     def use_device(self, device_index: int) -> None:
-        """Register the slab with the GPUs, in the background. Call it before every GPU copy. Idempotent and cheap.
+        """Register the slab with the GPUs, in the background. Call it before each GPU copy. Idempotent and cheap.
 
-        First the ledger is told, so that slots stay reserved for a grace period after this process: a GPU may still be
-        writing to them. Slots that the ledger has added since the last call are registered too.
+        First it is recorded in the ledger, so that slots stay reserved for a grace period after this process: a GPU may
+        still be writing to them. Slots that the ledger has gained since the last call are registered too.
         """
         now = os.getpid(), self.ledger.space.grown
         if self._registered != now and not self._closed:
-            with contextlib.suppress(RuntimeError):  # no thread could start: the next copy tries again
+            with contextlib.suppress(RuntimeError):  # no thread can be started: the next copy tries again
                 self.slab.pin(device_index, backed=self.ledger.register_device)
                 self._registered = now
 
@@ -325,13 +325,13 @@ class HostTier(BlockingCalls):
         return Reason.CLOSED if self._closed else None
 
     def _count(self, name: str) -> None:
-        if not self._closed:  # a closed ledger counts no more
+        if not self._closed:  # a closed ledger no longer counts
             self.ledger.count({name: 1})
 
     # ---- removing ------------------------------------------------------------------------------------------------
 
     def remove(self, key: bytes) -> bool:
-        """Remove a chunk; return False if it is not here."""
+        """Remove a chunk; return False if it is absent."""
         return not self._closed and admin.remove(self.ledger, [key]) > 0
 
     def clear(self, namespace: bytes | None = None) -> int:
@@ -347,7 +347,8 @@ class HostTier(BlockingCalls):
     def close(self, timeout: float = 5.0) -> None:
         """Close the slab and the ledger. Idempotent. Views of slots stay readable.
 
-        Waits for pending copies up to `timeout`. Copies that take longer keep their slots, and the last of them closes.
+        Waits for copies in progress up to `timeout`. Copies that take longer keep their slots, and the last one closes
+        the store.
         """
         if self._ended:
             return

@@ -1,7 +1,7 @@
 """A bounded queue of reads and writes, in which reads go first, the I/O threads that serve it, and a tier of both.
 
-The disk tier and the remote tiers are a `QueuedTier`. The threads start at the first use, are never waited for without
-a limit, and are replaced after a fork.
+The disk tier and the remote tiers are a `QueuedTier`. The threads start at the first use and are replaced after a fork.
+No call waits for them without a limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pagoda.threads import Condition, Event, begin, complete
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, completed_future, running_future
 from pagoda.tiers.blocking import BlockingCalls
 
-_FEWEST = 2  # the background thread and one that reads and writes: they are started first
+_FEWEST = 2  # the background thread and one I/O thread, which are started first
 
 
 @dataclass(eq=False)
@@ -38,16 +38,19 @@ class WriteRequest:
     namespace: bytes
     stamp: int
     future: Future[Done] = field(default_factory=running_future)
-    cancelled: Reason | None = None  # REMOVED or CLEARED, once its key was removed or cleared
-    batch: int = 0  # the number of the batch that a worker took it in
-    patience: Deadline | None = None  # how long another machine that writes the same chunk is waited for
+    cancelled: Reason | None = None  # REMOVED or CLEARED, if its key was removed or cleared
+    batch: int = 0  # the number of the batch in which a worker took it
+    patience: Deadline | None = None  # how long to wait for another machine that writes the same chunk
 
     def is_valid(self) -> bool:
-        """Return whether the payload is still what the key names, and the key was not removed."""
-        return self.cancelled is None and self.chunk.still_valid()
+        """Return whether the payload is still what the key names, and the key was not removed.
+
+        Not once the save has ended: its payload belongs to the caller again, who may fill it with another chunk.
+        """
+        return self.cancelled is None and not self.future.done() and self.chunk.still_valid()
 
     def matches(self, namespace: bytes | None, position: int | None) -> bool:
-        """Return whether this is the chunk at that position of that namespace; None is not compared."""
+        """Return whether this is the chunk at that position of that namespace; an argument of None is not compared."""
         return namespace in (None, self.namespace) and (
             namespace is None or position in (None, self.chunk.position)
         )
@@ -57,10 +60,11 @@ class WriteRequest:
         if not self.matches(read.namespace, read.position):
             return False
         np.copyto(read.buffer[:nbytes], self.chunk.payload[:nbytes])
-        return self.is_valid()  # checked after the copy: the copied bytes are what the key names
+        # checked after the copy, so that the copied bytes are those of the key's chunk
+        return self.is_valid()
 
 
-# Where a chunk is: in the payload of a save while that is valid, or in a slot (slot, generation); None: not known
+# Where a chunk is: in the payload of a save while the save is valid, or in a slot (slot, generation); None: not known
 Source: TypeAlias = WriteRequest | tuple[int, int] | None
 
 
@@ -69,7 +73,7 @@ class ReadRequest:
     """A queued or running load."""
 
     key: bytes
-    position: int | None  # None: any; so with the namespace
+    position: int | None  # None: any; the same for the namespace
     namespace: bytes | None
     buffer: Bytes
     source: Source = None
@@ -87,23 +91,24 @@ class IoQueue:
     def __init__(self, write_chunks: int, read_chunks: int = 4096) -> None:
         self._write_chunks = write_chunks
         self._read_chunks = read_chunks
-        # never held together; the second wakes `wait` alone
+        # the locks are never held together; `_ended` only wakes `wait`
         self._changed, self._ended = Condition(), Condition()
         self._writes: deque[WriteRequest] = deque()
-        # writes that were put back: a heap, by when due
+        # writes that were put back: a heap, ordered by due time
         self._delayed: list[tuple[float, int, WriteRequest]] = []
         self._reads: deque[ReadRequest] = deque()
         self._outstanding_writes: dict[bytes, WriteRequest] = {}  # queued or running, by key
-        # reads that others wait for, too
+        # the first read of each chunk, whose result other reads of that chunk wait for
         self._leaders: dict[tuple[bytes, int | None, bytes | None], ReadRequest] = {}
-        self._read_count = 0  # followers included
+        self._read_count = 0  # including followers
         self._batch = 0  # the number of the last batch of writes that was taken
         self._closed = False
 
     def add_writes(self, writes: Iterable[WriteRequest]) -> list[WriteRequest | Reason]:
-        """Queue some writes before a worker takes any of them, so that it takes many at once.
+        """Queue several writes before a worker can take any of them, so that the worker takes many at once.
 
-        Returns for each the write itself, or the outstanding one of the same key, or why it was not queued.
+        Returns for each write the write itself, an outstanding write of the same key, or the reason why it was not
+        queued.
         """
         added: list[WriteRequest | Reason] = []
         with self._changed:
@@ -123,7 +128,7 @@ class IoQueue:
         return added
 
     def add_read(self, read: ReadRequest) -> Reason | None:
-        """Queue a read, or attach it to one of the same chunk. Returns why it was not queued; None: it was."""
+        """Queue a read, or attach it to a queued read of the same chunk. Return why it was refused, or None."""
         with self._changed:
             if self._closed:
                 return Reason.CLOSED
@@ -131,7 +136,7 @@ class IoQueue:
                 return Reason.QUEUE_FULL
             flight = read.key, read.position, read.namespace
             leader = self._leaders.get(flight)
-            # No signal handler runs from here to the end of the append, so all of this happens or nothing.
+            # No signal handler runs from here to the end of the append, so either all of this happens or nothing.
             self._read_count += 1
             if leader is None:
                 self._leaders[flight] = read
@@ -169,8 +174,8 @@ class IoQueue:
     ) -> list[WriteRequest]:  # fmt: skip
         """Cancel the writes of a key or a namespace (None: all).
 
-        Adds the queued ones to `waiting`, before they leave the queue: the caller must finish them, also if a signal
-        handler raises in this call. Returns the running ones, which end by themselves with `reason`.
+        Adds the queued ones to `waiting` before they leave the queue: the caller must finish them, even if a signal
+        handler raises in this call. Returns the running ones, which end on their threads with `reason`.
         """
         with self._changed:
             chosen = [
@@ -193,13 +198,13 @@ class IoQueue:
     ) -> ReadRequest | list[WriteRequest] | None:  # fmt: skip
         """Wait for work; return the next read, or the oldest writes. None: closed.
 
-        These are at most 1/`shares` of the queue, or `fewest_writes` if that is more. With 0 for `most_writes`, wait
-        for reads alone.
+        Takes at most 1/`shares` of the queued writes, or `fewest_writes` if that is more. With `most_writes` 0, waits
+        for reads only.
         """
         with self._changed:
             while True:
                 now = time.monotonic()
-                while self._delayed and self._delayed[0][0] <= now:  # put back, and due
+                while self._delayed and self._delayed[0][0] <= now:  # writes that were put back and are due
                     self._writes.append(heapq.heappop(self._delayed)[2])
                 if self._closed or self._reads or (most_writes and self._writes):
                     break
@@ -217,7 +222,7 @@ class IoQueue:
             return batch
 
     def put_back(self, write: WriteRequest, seconds: float) -> bool:
-        """Queue a write that a worker has taken once more, after some seconds. False: closed."""
+        """Queue again, after some seconds, a write that a worker has taken. False: closed."""
         with self._changed:
             if not self._closed:
                 heapq.heappush(self._delayed, (time.monotonic() + seconds, id(write), write))
@@ -225,7 +230,7 @@ class IoQueue:
             return not self._closed
 
     def read_all(self, load: Callable[[ReadRequest], None]) -> None:
-        """Call `load` for each read that is queued. A worker does so before each write: reads go first."""
+        """Call `load` for each read that is queued. A worker calls it before each write, so that reads go first."""
         while True:
             with self._changed:
                 read = self._reads.popleft() if self._reads else None
@@ -234,7 +239,7 @@ class IoQueue:
             load(read)
 
     def finish_writes(self, ends: Sequence[tuple[WriteRequest, Done]]) -> None:
-        """End some writes; can be repeated. The key of each is no longer in flight when its future is done."""
+        """End some writes; may be called again. A key is no longer in flight when its future is done."""
         with self._changed:
             for write, _ in ends:
                 if self._outstanding_writes.get(write.chunk.key) is write:
@@ -272,7 +277,7 @@ class IoQueue:
         return not any(key in self._outstanding_writes for key in keys)
 
     def close(self) -> tuple[list[WriteRequest], list[ReadRequest]]:
-        """Accept nothing more; return what was queued and not started, which the caller must finish. Idempotent."""
+        """Accept nothing more; return what was queued but not started, which the caller must finish. Idempotent."""
         with self._changed:
             self._closed = True
             writes = [*self._writes, *(write for *_, write in self._delayed)]
@@ -287,16 +292,16 @@ class IoQueue:
 class WorkerBackend(ABC):
     """What the threads of one tier share. Thread-safe."""
 
-    name: str  # of the tier
+    name: str  # the name of the tier
     chunk_bytes: int
     batch_chunks = 1  # how many writes a worker takes at once
-    fewest_chunks = 1  # a worker takes at least so many, even if none is left for the others
+    fewest_chunks = 1  # a worker takes at least so many, even if none are left for other workers
     reader_threads = 0  # threads that only read
     count: Callable[[Mapping[str, int]], None]  # adds to counters of the tier
 
     @abstractmethod
     def reset(self) -> None:
-        """Create the locks, and forget what other threads did: at the start and in a forked child."""
+        """Create the locks, and drop the state of other threads. Called at the start and in a forked child."""
 
     @abstractmethod
     def make_worker(self, queue: IoQueue) -> IoWorker:
@@ -308,10 +313,10 @@ class WorkerBackend(ABC):
 
     @abstractmethod
     def background(self, stop: Event) -> None:
-        """Do other work on a thread for it alone, until it is done or `stop` is set."""
+        """Do background work on a separate thread, until it is done or `stop` is set."""
 
     def interrupt(self) -> None:  # noqa: B027  # I/O of a disk cannot be interrupted
-        """Wake the background work, and let I/O that hangs fail if that is possible: `stop` was set."""
+        """Wake the background work and, if possible, let I/O that hangs fail. Called after `stop` was set."""
 
     @abstractmethod
     def record_error(self, error: Exception, what: str) -> Reason:
@@ -319,7 +324,7 @@ class WorkerBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything; no thread works any more."""
+        """Release everything. Called when no thread works any more."""
 
 
 class IoWorker(ABC):
@@ -339,7 +344,7 @@ class IoWorker(ABC):
             reason = self._backend.record_error(error, "a load")
         if reason is None:
             self._backend.count({"loaded_chunks": 1, "loaded_bytes": nbytes})
-        elif reason is not Reason.LEDGER_BUSY:  # which the ledger counts
+        elif reason is not Reason.LEDGER_BUSY:  # LEDGER_BUSY is counted by the ledger
             self._backend.count({f"miss_{reason}": 1})
         self._queue.finish_read(read, Done(reason is None, reason), nbytes)
 
@@ -351,15 +356,15 @@ class IoWorker(ABC):
     def save(self, writes: Sequence[WriteRequest]) -> None:
         """Do a batch of writes, each after `IoQueue.read_all`, and end their futures, whatever happens."""
 
-    def close(self) -> None:  # noqa: B027  # most hold only memory
-        """Release what the worker holds: the thread ends."""
+    def close(self) -> None:  # noqa: B027  # most workers hold only memory
+        """Release what the worker holds. Called when its thread ends."""
 
 
 class WorkerPool:
     """The queue of a tier and the daemon threads that serve it. Thread-safe.
 
-    The threads refer to this object and never to the tier, so a tier that nothing refers to can end them. The backend
-    is closed by `close()` or, if I/O hangs then, by the last thread that ends. In a forked child the queue is new and
+    The threads refer to this object and never to the tier, so a tier without references can end them. The backend is
+    closed by `close()` or, if I/O hangs then, by the last thread that ends. In a forked child the queue is new and
     empty, and threads start at the next use.
     """
 
@@ -372,7 +377,7 @@ class WorkerPool:
         reset_in_child(self)
 
     def reset(self) -> None:
-        """Start with an empty queue, new locks and no threads: at first and in a forked child."""
+        """Start with an empty queue, new locks and no threads. Called at the start and in a forked child."""
         self._lock = threading.Lock()
         self.queue = IoQueue(self._queue_chunks)
         self._backend.reset()
@@ -383,9 +388,9 @@ class WorkerPool:
         self._backend_closed = False
 
     def start(self) -> bool:
-        """Start the threads that do not run yet; cheap if all do.
+        """Start the threads that are not running; cheap if all are running.
 
-        False: the system gives too few threads to do any work. The next call tries again, also if some are missing.
+        False: the system gives too few threads to do any work. The next call tries to start the missing threads again.
         """
         if len(self._threads) <= self._io_threads and not self._closed:
             with self._lock:
@@ -508,7 +513,7 @@ class QueuedTier(BlockingCalls):
         return self._pool.queue.wait(None, timeout)
 
     def _refusal(self) -> Reason | None:
-        """Return why nothing can be queued now; None if it can, with the threads running that will do it."""
+        """Return why nothing can be queued now; None if the queue accepts work and its threads are running."""
         if self._closed:
             return Reason.CLOSED
         if self.resting:
@@ -516,7 +521,7 @@ class QueuedTier(BlockingCalls):
         return None if self._pool.start() else Reason.IO_ERROR
 
     def _count(self, name: str) -> None:
-        if not self._closed:  # a closed ledger counts no more
+        if not self._closed:  # a closed ledger no longer counts
             self._backend.count({name: 1})
 
     def _drop_reason(self) -> Reason | None:
@@ -549,7 +554,7 @@ class QueuedTier(BlockingCalls):
 
     @abstractmethod
     def _stored(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int) -> Iterator[bool]:
-        """Say of each chunk whether it is known to be stored: it takes no place in the queue from others."""
+        """Yield for each chunk whether it is known to be stored; then it needs no place in the queue."""
 
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes | None,
@@ -579,14 +584,14 @@ class QueuedTier(BlockingCalls):
         namespace: bytes | None,
         deadline_seconds: float | None,
     ) -> Iterable[Source | Reason]:
-        """Say lazily where a load finds each chunk, or why it is absent."""
+        """Yield where a load finds each chunk, or why it is absent; lazily."""
 
     def _cancel_writes(
         self, reason: Reason, *, key: bytes | None = None, namespace: bytes | None = None, wait_seconds: float = 0.0
     ) -> tuple[int, int]:  # fmt: skip
-        """Cancel the saves of a key or a namespace; wait for those that are running, which end by themselves.
+        """Cancel the saves of a key or a namespace; wait until the running ones have ended.
 
-        Returns how many were queued, which have ended now, and how many were running.
+        Returns how many were queued (they have ended now), and how many were running.
         """
         queue = self._pool.queue
         waiting: list[WriteRequest] = []
@@ -614,7 +619,7 @@ class QueuedTier(BlockingCalls):
     def close(self, timeout: float = 5.0) -> None:
         """Close within `timeout` seconds; drop and count what is queued with CLOSED. Idempotent.
 
-        I/O that hangs keeps its thread and its future until it ends; what it works on stays open until then.
+        I/O that hangs keeps its thread and its future until it ends; its files and buffers stay open until then.
         """
         self._closed = True
         self._finalizer.detach()

@@ -1,4 +1,4 @@
-"""The user's registry of tiers: which tiers were opened where, so that `pagoda` finds those that no file configures.
+"""The user's registry of tiers: which tiers were opened where, so that `pagoda` finds also those that no file names.
 
 `HostTier.open`, `DiskTier.open` and the cache (for remote tiers) write it, the commands read it. An entry is one small
 file that is written once, so processes need no lock. The registry is in `$XDG_STATE_HOME/pagoda/tiers`
@@ -37,7 +37,8 @@ class Entry(NamedTuple):
 def add(tier: str, place: str | os.PathLike[str], made_bytes: int = 0) -> None:
     """Add a tier that was opened. A failure is one log line: the tier works without its entry.
 
-    `made_bytes`: of a store that was created just now. The log says once how much it takes and how to free it.
+    `made_bytes`: the size of a store that was created just now. The log says once how much space it takes and how to
+    free it.
     """
     if made_bytes:
         log.warning(
@@ -105,7 +106,7 @@ def _write(directory: Path, entry: Entry) -> None:
         return
     except FileNotFoundError:
         pass
-    remove_abandoned(directory, ".*-*")  # those of other entries too
+    remove_abandoned(directory, ".*-*")  # also those of other entries
     write_synced(file, json.dumps(entry._asdict()).encode())
     files = _files(directory)
     if len(files) > _MOST_ENTRIES:
@@ -114,9 +115,10 @@ def _write(directory: Path, entry: Entry) -> None:
 
 
 def _make(directory: Path) -> None:
-    """Create the directory and its parents, only below a directory that this user owns. OSError."""
+    """Create the directory and its parents, only below a directory that this user owns. Raises OSError."""
     above = next(parent for parent in (directory, *directory.parents) if parent.exists())
-    # Root with another user's HOME would leave directories there that the user cannot write. /dev/shm is for everybody.
+    # With another user's HOME, root would leave directories there that the user cannot write. All users may use
+    # /dev/shm.
     if above != Path("/dev/shm") and above.stat().st_uid != os.geteuid():
         raise PermissionError
     for path in reversed([directory, *directory.parents]):
@@ -127,7 +129,7 @@ def _make(directory: Path) -> None:
 
 
 def _is_own(directory: Path) -> bool:
-    """Return whether only this user can write entries there: in /dev/shm another user may have been first."""
+    """Return whether only this user can write entries there: in /dev/shm another user may have made it first."""
     for path in (directory, directory.parent):
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -152,7 +154,7 @@ def _read(file: Path) -> Entry | None:
 
 
 def _use(file: Path) -> tuple[bool, float]:
-    """Return the rank of an entry: those of missing places are removed first, then the oldest."""
+    """Return the rank of an entry: entries of missing places are removed first, then the oldest entries."""
     entry = _read(file)
     return entry is not None and (entry.tier == "remote" or os.path.isdir(entry.place)), -_age(file)
 

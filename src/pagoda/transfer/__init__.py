@@ -1,6 +1,6 @@
 """Copies between an engine's KV memory and slots: contiguous runs of bytes, never permuted.
 
-The modules, in the order in which KV passes them:
+Modules, in the order in which KV passes through them:
 
 base        the protocol of a transfer, checks of slots and arrays
 dense_kv    a view of one array per plane and layer
@@ -8,7 +8,7 @@ paged_kv    a view of paged pools, located by a block table or a slot mapping
 block_kv    a view of blocks of one chunk each
 pages_kv    a view of planes of pages whose content only the engine knows
 cpu_copy    copies any of these within CPU memory, with the help of idle cores
-run_table   any of these as rows of contiguous runs, for GPUs
+run_table   describes any of these as rows of contiguous runs, for GPUs
 gpu         the same copies for KV on a GPU
 """
 

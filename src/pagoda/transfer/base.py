@@ -24,9 +24,9 @@ Array: TypeAlias = "npt.NDArray[np.generic] | torch.Tensor"
 
 
 class Transfer(Protocol):
-    """The KV of one sequence in an engine, as chunks. Made for one call of the cache, then dropped.
+    """The KV of one sequence in an engine, as chunks. Made for one call of the cache and then dropped.
 
-    Both calls copy [start, start + layout.chunk_tokens) of the sequence for each start, and only that. Slots
+    Both calls copy [start, start + layout.chunk_tokens) of the sequence for each start, and nothing else. Slots
     are 1-D uint8 of at least `layout.chunk_bytes` bytes; bytes after those are not changed.
     Thread-safe if the ranges and the slots of calls that overlap in time are disjoint.
     Raises ValueError, before anything is copied, if a start or a slot does not fit.

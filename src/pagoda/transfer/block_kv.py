@@ -18,7 +18,7 @@ from pagoda.transfer.cpu_copy import copy_pairs
 class BlockKV:
     """Blocks [blocks, ...] of one chunk each: any inner shape, contiguous, of `layout.chunk_bytes` bytes.
 
-    The engine's own order of bytes inside a block is what is stored; let the layout name it
+    Blocks are stored in the engine's own order of bytes; let the layout name that order
     (`KVLayout.opaque`), or use [blocks, layers, planes, heads, tokens, dim] where the layout has planes.
     Tokens [i * chunk_tokens, (i + 1) * chunk_tokens) of the sequence are in block `table[i]`; without a table
     in block i.
@@ -44,7 +44,7 @@ class BlockKV:
                 f"blocks: one has {array[0].nbytes} bytes, a chunk of the layout {layout.chunk_bytes}"
             )
         self.layout = layout
-        self.run_bytes = layout.chunk_bytes  # the contiguous run of a copy; for benchmarks
+        self.run_bytes = layout.chunk_bytes  # the bytes of a contiguous run of a copy; for benchmarks
         self._threads = threads
         self._blocks = _as_bytes(array)
         self._table = range(len(array)) if table is None else _checked_table(table, len(array))

@@ -20,10 +20,10 @@ import numpy as np
 from pagoda.threads import Pool, complete, wait
 from pagoda.transfer.base import Bytes, Ids, Words
 
-_WORD_BYTES = 8  # the widest
-_PIECE_BYTES = 2 << 20  # what a thread takes at a time, so that none waits long for another
+_WORD_BYTES = 8  # the widest words that are used
+_PIECE_BYTES = 2 << 20  # what a thread takes at a time, so that no thread waits long for another
 _LEAST_BYTES = 8 << 20  # a smaller copy ends before a helper has woken up
-_MOST_THREADS = 4  # of a copy that asks for no number: they fill most memory buses
+_MOST_THREADS = 4  # limit for a copy without `threads`: four threads fill most memory buses
 _MOST_HELPERS = 15
 
 # a call of numpy: how many bytes it copies, the function and its arguments
@@ -42,9 +42,10 @@ class KvRows(NamedTuple):
     group: int = 1
 
 
-# Runs [at, at + k) of a chunk, with their ids [k], or of chunks whose slots are at equal distances, [chunks, k]:
-# the first id if the others follow it without a gap; the ids; at; memory from the lowest slot on; where in it the first
-# chunk's slot begins; from one slot to the next, positive or negative. A plain tuple: one is made for each chunk.
+# Runs [at, at + k) of a chunk, with their ids [k], or of chunks whose slots are at equal distances, with ids [chunks,
+# k]. The fields: the first id if the others follow it without a gap; the ids; `at`; memory from the lowest slot on; the
+# offset in it of the first chunk's slot; the distance from one slot to the next, positive or negative. It is a plain
+# tuple, since one is made for each chunk.
 _Batch = tuple[int | None, Ids, int, Bytes, int, int]
 
 
@@ -61,8 +62,8 @@ def copy_pairs(pairs: Sequence[tuple[Words, Words]], threads: int | None = None)
 class CpuCopy:
     """The copies of one view. A chunk has `count` runs in each plane, each of `units` consecutive ids.
 
-    What is consecutive on both sides is copied by one call of numpy for each of `rows`, across chunks too if their
-    slots are at equal distances. Other runs are gathered, or scattered, by one call for each of `rows`.
+    Runs that are consecutive on both sides are copied by one call of numpy for each of `rows`, across chunks too if
+    their slots are at equal distances. Other runs are gathered, or scattered, by one call for each of `rows`.
 
     `threads` None: as many as there are idle cores, if the copy is large enough. Thread-safe as `Transfer` says.
     """
@@ -78,7 +79,7 @@ class CpuCopy:
     def copy(self, ids: Ids, slots: Sequence[Bytes], *, into_slots: bool) -> None:
         """Copy runs, whose first ids are `ids` [chunks, count], into slots, or slots into runs; changes nothing else.
 
-        Not `into_slots`: runs whose id is below 0 are left out.
+        `into_slots` False: runs whose id is below 0 are skipped.
         """
         threads = self._threads or _idle_threads(sum(slot.nbytes for slot in slots))
         calls = self._calls(ids, slots, into_slots)
@@ -97,7 +98,7 @@ class CpuCopy:
     def _calls(self, ids: Ids, slots: Sequence[Bytes], storing: bool) -> Iterator[_Call]:
         """Make each call of numpy."""
         for run, some, at, memory, first, step in self._batches(ids, slots, storing):
-            known: dict[object, Ids] = {}  # what rows of the same strides share
+            known: dict[object, Ids] = {}  # shared by rows with the same strides
             seen, width, stop = None, 0, 0 if run is None else run + some.size * self._units
             for array, offset, group in self._rows:
                 if array.shape != seen or array.itemsize != width:
@@ -110,7 +111,7 @@ class CpuCopy:
                     continue
                 own = array[:, run:stop]
                 if len(shape) != own.ndim:
-                    own = own.reshape(shape)  # a view: only an axis is cut
+                    own = own.reshape(shape)  # a view, since only one axis is split
                 yield nbytes, np.copyto, (slot, own) if storing else (own, slot)
 
     def _in_slot(
@@ -160,7 +161,7 @@ def _joined(ids: Ids, slots: Sequence[Bytes]) -> Iterator[_Batch]:
     for at in range(1, len(slots) + 1):
         if at < len(slots) and whole[at - 1] and whole[at]:
             found = places[at] - places[at - 1]
-            # slots that overlap, or are not a whole number of words apart, are copied one by one
+            # otherwise the slots overlap, or are not a whole number of words apart, and are copied one by one
             if abs(found) >= slots[at].nbytes and not found % _WORD_BYTES and step in (0, found):
                 step = found
                 continue
@@ -176,7 +177,7 @@ def _joined(ids: Ids, slots: Sequence[Bytes]) -> Iterator[_Batch]:
 
 
 def _spans(ids: Ids) -> Iterator[tuple[int, int]]:
-    """Return the ranges of a chunk's runs between those to skip."""
+    """Return the ranges of a chunk's runs between the skipped runs."""
     cuts = [-1, *np.flatnonzero(ids < 0).tolist(), len(ids)]
     return ((a + 1, b) for a, b in pairwise(cuts) if b - a > 1)
 
@@ -223,21 +224,21 @@ def _numbers(array: Words, group: int, ids: Ids, known: dict[object, Ids]) -> Id
 def in_threads(jobs: Sequence[Callable[[], object]], threads: int) -> None:
     """Run `jobs` on this thread and on helpers: each takes the next as soon as it is free. Returns when all have ended.
 
-    If one fails, those that have not begun are dropped, and its error is raised.
+    If a job fails, jobs that have not begun are dropped, and its error is raised.
     """
     todo = deque(jobs)
     helpers: list[Future[None]] = []
     try:
         try:
-            with contextlib.suppress(RuntimeError):  # no thread can be started: the others do all
-                # built in: no exception of a signal handler comes between a start and its entry here
+            with contextlib.suppress(RuntimeError):  # no thread can be started: the other threads do all jobs
+                # built-ins: no exception of a signal handler can come between a start and its entry in this list
                 helpers.extend(
                     map(_helper_pool().submit, repeat(_drain, min(threads, len(todo)) - 1), repeat(todo))
                 )
             _drain(todo)
         finally:
-            _end(todo, helpers)  # nothing may still write into a slot after this call ends
-    finally:  # a second signal
+            _end(todo, helpers)  # no job may write into a slot after this call
+    finally:  # repeated, in case of a second signal
         _end(todo, helpers)
     for helper in helpers:
         if not helper.cancelled():
@@ -249,7 +250,7 @@ def _drain(todo: deque[Callable[[], object]]) -> None:
         while todo:
             try:
                 job = todo.popleft()
-            except IndexError:  # another thread took the last
+            except IndexError:  # another thread took the last job
                 return
             job()
     except BaseException:
@@ -260,7 +261,7 @@ def _drain(todo: deque[Callable[[], object]]) -> None:
 def _end(todo: deque[Callable[[], object]], helpers: list[Future[None]]) -> None:
     todo.clear()
     for helper in helpers:
-        helper.cancel()  # it has not begun, and there is nothing left for it
+        helper.cancel()  # if it has not begun, there is no job left for it
     complete(partial(wait, helpers))
 
 
@@ -296,7 +297,7 @@ def _pieces(to: Words, source: Words) -> Iterator[_Job]:
 
 
 def _idle_threads(nbytes: int) -> int:
-    """Return how many threads a copy of so many bytes may use: this one, and one for each core with nothing to do."""
+    """Return how many threads a copy of so many bytes may use: this one, and one for each idle core."""
     if nbytes < _LEAST_BYTES:
         return 1
     pool = _helpers
@@ -314,14 +315,14 @@ def _running_threads() -> int:
         finally:
             os.close(fd)
     except (OSError, ValueError, IndexError):
-        return _MOST_HELPERS + 1  # nothing is known: this thread copies alone
+        return _MOST_HELPERS + 1  # the number is not known: this thread copies alone
 
 
 _helpers: Pool | None = None
 
 
 def _helper_pool() -> Pool:
-    """Return the threads that help, of all views of this process; a forked child begins with none."""
+    """Return the helper threads, shared by all views of this process; a forked child begins without threads."""
     global _helpers
     pool = _helpers
     if pool is None:
@@ -330,7 +331,7 @@ def _helper_pool() -> Pool:
 
 
 def end_helpers() -> None:
-    """End the threads that help as soon as they have nothing to do; the next large copy starts new ones."""
+    """End the helper threads as soon as they are idle; the next large copy starts new ones."""
     global _helpers
     pool, _helpers = _helpers, None
     if pool is not None:

@@ -30,7 +30,7 @@ class DenseKV:
     kept, only the memory itself. A copy is one call per plane and layer, for adjacent chunks together; its inner run is
     `run_bytes`.
 
-    Tensors on a CUDA device are copied while the engine computes, see `GpuCopy`, by `copy_engine` or the device's
+    Tensors on a CUDA device are copied while the engine computes (see `GpuCopy`), by `copy_engine` or the device's
     default one; `layer_events` records each loaded layer. `threads` are for CPU memory; None: as many as there are
     idle cores.
 
@@ -51,7 +51,7 @@ class DenseKV:
         if len(layers) != layout.layers:
             raise ValueError(f"layers: {len(layers)} were given, the layout has {layout.layers}")
         self.layout = layout
-        # a thread waits layer by layer: all chunks are best loaded by one call
+        # a thread waits layer by layer, so all chunks should be loaded by one call
         self.at_once = layer_events is not None
         self._token_axis = 1 if layout.token_order == "heads_first" else 0
         self._device = device_of(*layers)
@@ -68,7 +68,7 @@ class DenseKV:
                 heads, dim = plane.shape[1 - self._token_axis], plane.shape[2]
                 offset += heads * dim * layout.chunk_tokens * plane.itemsize
         self._rows = rows
-        self._run_ids = np.zeros(1, np.int64)  # of the runs of a chunk, relative to its first token
+        self._run_ids = np.zeros(1, np.int64)  # ids of the runs of a chunk, relative to its first token
         self._copier: CpuCopy | GpuCopy = CpuCopy(rows, 1, units=layout.chunk_tokens, threads=threads)
         if copy_engine is not None:
             table = dense_run_table(rows, layout)

@@ -38,7 +38,7 @@ class PagedKV:
     |                    | differ; one plane (MLA): per layer [blocks, block_size, dim] itself       |
 
     The tokens are located by `block_table`, the block ids of the sequence in order, or by `slot_mapping`, block *
-    block_size + offset of each token. Leading -1 in either mean that the engine has that prefix already:
+    block_size + offset of each token. A leading -1 in either means that the engine already has that part of the prefix:
     `from_slots` never writes there, and storing it is a ValueError. A mapping that is not made of whole blocks is
     copied by token.
 
@@ -46,8 +46,9 @@ class PagedKV:
     "blocks_outermost" the layout may be opaque, and then a slot holds whole blocks in order. Runs of `run_bytes` are
     gathered by one np.take per pool. Pools that are not contiguous work too, run by run.
 
-    Pools on a CUDA device are copied while the engine computes, see `GpuCopy`, by `copy_engine` or the device's default
-    one; `layer_events` records each loaded layer. `threads` are for CPU memory; None: as many as there are idle cores.
+    Pools on a CUDA device are copied while the engine computes (see `GpuCopy`), by `copy_engine` or the device's
+    default one; `layer_events` records each loaded layer. `threads` are for CPU memory; None: as many as there are idle
+    cores.
 
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match.
     """
@@ -70,7 +71,7 @@ class PagedKV:
                 f"chunk_tokens ({layout.chunk_tokens}) must be a multiple of block_size ({block_size})"
             )
         self.layout = layout
-        # a thread waits layer by layer: all chunks are best loaded by one call
+        # a thread waits layer by layer, so all chunks should be loaded by one call
         self.at_once = layer_events is not None
         device = device_of(pools)
         copy_engine = copy_engine or copy_engine_of(device)
@@ -171,7 +172,7 @@ def _block_table_runs(block_table: Array | Sequence[int], blocks: int, block_siz
 
 
 def _slot_mapping_runs(slot_mapping: Array | Sequence[int], blocks: int, block_size: int) -> _SequenceRuns:
-    """Return the runs of a slot mapping: blocks if it is made of whole ones, else tokens. Raises ValueError."""
+    """Return the runs of a slot mapping: blocks if it consists of whole blocks, else tokens. Raises ValueError."""
     slots, skip = _checked_ids(slot_mapping, "slot_mapping", blocks * block_size)
     whole = len(slots) // block_size * block_size
     by_block = slots[:whole].reshape(-1, block_size)

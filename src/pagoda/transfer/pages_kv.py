@@ -54,8 +54,8 @@ def merged(planes: Sequence[Array]) -> list[Array]:
     """Return fewer, wider planes over the same memory: planes that are adjacent in every block are merged.
 
     They are adjacent if an engine keeps its layers inside a block: copying one wide page is faster than many narrow
-    ones. Copies nothing. In a slot, a merged plane has another order of bytes than its planes had, so a layout's
-    description has to name the planes that are really used. Raises ValueError for a value that is not a plane.
+    ones. Copies nothing. In a slot, a merged plane has its bytes in another order than the separate planes, so a
+    layout's description has to name the planes that are really used. Raises ValueError for a value that is not a plane.
     """
     found: list[tuple[Array, PagePlane]] = []
     for number, plane in enumerate(planes):
@@ -157,16 +157,16 @@ class PageTable:
 class PagesKV:
     """The KV of one sequence in planes of pages, each [num_blocks, page_bytes] bytes of CPU memory.
 
-    `planes` are int8 or uint8 arrays or tensors, each page contiguous, at any distance: one per layer, or, after
-    `merged`, one for several layers. `block_table` has the id of each block of `block_tokens` tokens, from token 0 on;
-    -1 is a block that the caller must not touch: `from_slots` skips it, and storing it is a ValueError. The layout is
-    opaque; its bytes are [part][plane][block of the chunk][page], and this object reads and writes only those of
-    `part`, so that each rank of a tensor-parallel engine copies its part of a chunk.
+    `planes` are int8 or uint8 arrays or tensors, each page contiguous, at any distance from the next: one per layer,
+    or, after `merged`, one for several layers. `block_table` has the id of each block of `block_tokens` tokens, from
+    token 0 on; -1 is a block that the caller must not touch: `from_slots` skips it, and storing it is a ValueError. The
+    layout is opaque; its bytes are [part][plane][block of the chunk][page], and this object reads and writes only those
+    of `part`, so that each rank of a tensor-parallel engine copies its part of a chunk.
 
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match, before anything is copied.
     """
 
-    device_index: None = None  # of a CUDA device; see DevicePagesKV
+    device_index: None = None  # the index of a CUDA device; see DevicePagesKV
 
     def __init__(
         self,

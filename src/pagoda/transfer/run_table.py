@@ -121,7 +121,7 @@ def page_run_table(planes: Sequence[PagePlane], blocks: int, begin: int) -> RunT
 
 
 def run_table(rows: Sequence[KvRows], layout: KVLayout, count: int) -> RunTable:
-    """Return the table of rows whose chunks have `count` runs a plane, each with one id. Reads no byte of KV."""
+    """Return the table of rows whose chunks have `count` runs per plane, each with one id. Reads no byte of KV."""
     address, stride, nbytes, offset = [], [], [], []
     for row in sorted(rows, key=lambda row: row.offset):
         array = row.array
@@ -139,8 +139,8 @@ def run_table(rows: Sequence[KvRows], layout: KVLayout, count: int) -> RunTable:
 def dense_run_table(rows: Sequence[KvRows], layout: KVLayout) -> RunTable:
     """Return the table of dense KV; the id of a run is a token's number.
 
-    Where the tokens of a head are contiguous a run is all of a chunk's, else each token's. Raises ValueError if the
-    elements of a token are not contiguous.
+    If the tokens of a head are contiguous, a run has all tokens of a chunk, otherwise one token. Raises ValueError if
+    the elements of a token are not contiguous.
     """
     per_layer = len(layout.planes)
     for number, row in enumerate(rows):
@@ -157,7 +157,7 @@ def dense_run_table(rows: Sequence[KvRows], layout: KVLayout) -> RunTable:
 
 
 def _layer_begins(offsets: Sequence[int], layout: KVLayout) -> Ids:
-    """Return where each layer's rows begin; all rows are one layer if the layout does not know its layers."""
+    """Return where each layer's rows begin; without known layers, all rows are one layer."""
     if not layout.planes:
         return np.array([0, len(offsets)])
     begins = np.searchsorted(offsets, np.arange(layout.layers) * layout.layer_bytes)

@@ -1,24 +1,24 @@
 """Remote tiers: chunks in a store that many machines share, such as Redis or an object store.
 
-In the order in which a save meets them:
+Modules, in the order in which a save reaches them:
 
 - `open_client`: makes the client of a store from a URL
 - `store_urls`: the rules for URLs
 - `remote_tier`: the tier, and the threads that move chunks, answer queries and probe a store that failed
 - `presence`: what is known about which keys the store has
-- `leading_run`: how many leading keys a store has, with few questions
+- `leading_run`: finds how many leading keys a store has, with few questions
 - `query_queue`: short queries that a caller waits a moment for
 - `store_client`: the protocol of a store's client and of its connections
 - `redis`, `redis_address`, `resp`: Redis, how it is connected to, and its wire protocol
-- `redis_ttl`, `redis_config_check`: how long chunks stay in a Redis, and what is wrong with how it is set up
+- `redis_ttl`, `redis_config_check`: how long chunks stay in a Redis, and a check of its configuration
 - `redis_nodes`, `redis_cluster`: several Redis as one store: a pool, a cluster
 - `object_store`: object stores (S3, GCS, Azure, WebDAV)
 - `indexed_store`: an object store below a Redis that knows which chunks it has
-- `obstore_runner`: obstore, which signs, lists and deletes, and moves what HTTP connections of ours cannot
+- `obstore_runner`: runs obstore, which signs, lists, deletes, and moves bytes where our HTTP connections cannot
 - `mooncake`, `mooncake_helper`: a Mooncake pool, and the processes in which its library runs
-- `pagoda_server`: `pagoda serve` of another machine
-- `peers`: several of these as one store that is only read
-- `peer_directory`: which machines say, in a Redis, that they have which chunks
+- `pagoda_server`: `pagoda serve` on another machine
+- `peers`: several such servers as one read-only store
+- `peer_directory`: which machines have which chunks, by hints in a Redis
 - `http`: direct HTTP connections, which copy nothing
 - `s3_requests`: requests to an S3 bucket that obstore cannot make
 - `socket_keepalive`: keepalive and abort of connections

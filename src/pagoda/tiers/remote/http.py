@@ -1,7 +1,7 @@
 """HTTP/1.1 connections that move bodies directly from and into memory, and allocate nothing for announced lengths.
 
-For bodies that a client library would copy, or hold whatever their size: chunks, errors, listings. RFC 9112, without
-redirections and compression.
+For bodies that a client library would copy, or would hold in memory at any size: chunks, errors, listings. RFC 9112,
+without redirections and compression.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pagoda.threads import NO_THREAD, Answer, Pool, complete, start_thread, wait
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, LATE, abort, keep_alive, seconds_left
 from pagoda.tiers.remote.store_client import GetRequest, RefusedError
 
-_HEAD_BYTES = 64 << 10  # of status line and headers
-_STEP_BYTES = 1 << 20  # of one send or receive: the deadline is checked in between
+_HEAD_BYTES = 64 << 10  # limit of status line and headers
+_STEP_BYTES = 1 << 20  # limit of one send or receive; the deadline is checked in between
 _WAKE_BYTES = 512 << 10
 _INTERIMS = 16  # 1xx responses before the final one
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
@@ -37,7 +37,7 @@ class Response(NamedTuple):
     status: int
     length: int | None
     is_chunked: bool
-    closes: bool  # the connection is of no use after the body
+    closes: bool  # the connection cannot be used after the body
 
 
 class HttpConnection:
@@ -54,10 +54,10 @@ class HttpConnection:
         self._authority = origin.netloc.rpartition("@")[2]
         self._tls = ssl.create_default_context() if origin.scheme == "https" else None
         self._socket: socket.socket | None = None
-        self._wakes_at = 1  # bytes that have arrived
+        self._wakes_at = 1  # the thread is woken when so many bytes have arrived
         self._used = 0.0  # when it was last sent to or received from (time.monotonic())
         self._buffer = memoryview(bytearray(_HEAD_BYTES))
-        self._begin = self._end = 0  # the part of the buffer that was received and not consumed
+        self._begin = self._end = 0  # the part of the buffer that was received but not consumed
         self._closed = False
 
     def serves(self, origin: SplitResult) -> bool:
@@ -72,7 +72,7 @@ class HttpConnection:
         headers: Mapping[str, str] | None = None,
         body: Sequence[memoryview] = (),
     ) -> Response:
-        """Send a request and return the head of its response. The body is for `read_into` and `finish`."""
+        """Send a request and return the head of its response. Read the body by `read_into` and `finish`."""
         fields = {"Host": self._authority, **(headers or {})}
         if body or method == "PUT":
             fields["Content-Length"] = str(sum(piece.nbytes for piece in body))
@@ -97,7 +97,7 @@ class HttpConnection:
         into[:at] = self._buffer[self._begin : self._begin + at]
         self._begin += at
         with self.dropped_on_error():
-            # woken less often, at no cost for others
+            # wake this thread less often, which delays no other thread
             while into.nbytes - at > 2 * _WAKE_BYTES and self._tls is None:
                 self._wake_at(_WAKE_BYTES)
                 at += self._receive(into[at : at + _STEP_BYTES], until)
@@ -106,15 +106,15 @@ class HttpConnection:
                 at += self._receive(into[at : at + _STEP_BYTES], until)
 
     def _wake_at(self, nbytes: int) -> None:
-        """Let the kernel wake this thread only once so many bytes have arrived."""
+        """Let the kernel wake this thread only when so many bytes have arrived."""
         if self._socket is not None and nbytes != self._wakes_at:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._wakes_at = nbytes
 
     def finish(self, response: Response, taken: int, until: float) -> bytes:
-        """End a response of which `taken` bytes were read, all or none; return an unread body of at most 64 KiB.
+        """End a response after `taken` bytes of it (all or none) were read; return an unread body of at most 64 KiB.
 
-        A longer body closes the connection: that is cheaper than to read on, and an endless body is never read.
+        A longer body closes the connection: that is cheaper than reading it, and no endless body is read.
         """
         rest = b""
         if response.length is None and not response.is_chunked and response.status not in (204, 304):
@@ -140,12 +140,12 @@ class HttpConnection:
 
     def _drop_if_unusable(self, response: Response) -> None:
         """Drop the connection after a response if it cannot be used again."""
-        if response.closes or self._end != self._begin:  # or it sent more than it announced
+        if response.closes or self._end != self._begin:  # or the server sent more than it announced
             self.drop()
 
     @contextlib.contextmanager
     def dropped_on_error(self) -> Iterator[None]:
-        """Drop the connection if the block fails: then it cannot be used again."""
+        """Drop the connection if the block fails, because it cannot be used again."""
         try:
             yield
         except EOFError:
@@ -177,7 +177,7 @@ class HttpConnection:
         """Make the running call fail now, and all later calls. From any thread."""
         self._closed = True
         sock = self._socket
-        if sock is not None:  # not close(): the number could be another file's before the call ends
+        if sock is not None:  # not close(): the descriptor could be another file's before the call ends
             abort(sock)
 
     def drop(self) -> None:
@@ -197,7 +197,7 @@ class HttpConnection:
                     sock.settimeout(seconds_left(until))
                     at += sock.send(piece[at : at + _STEP_BYTES])
         except (ConnectionError, ssl.SSLError) as broken:
-            if is_new:  # a server may refuse a body, say why and close, before it has read all of it
+            if is_new:  # a server may refuse a body, answer and close before it has read all of it
                 with contextlib.suppress(OSError, EOFError):
                     return self._read_head(until)._replace(closes=True)
             raise ConnectionError(broken.strerror or str(broken)) from None
@@ -241,11 +241,11 @@ class HttpConnection:
         addresses = resolve(self._host, self._port, until)
         for number, (family, kind, protocol, _, address) in enumerate(addresses):
             now = time.monotonic()
-            share = now + (until - now) / (len(addresses) - number)  # the first may lead nowhere
+            share = now + (until - now) / (len(addresses) - number)  # the first address may not answer
             self._socket, self._begin, self._end = socket.socket(family, kind, protocol), 0, 0
             try:
                 self._socket.settimeout(seconds_left(share))
-                self._check_open()  # from here on `abort` reaches this socket
+                self._check_open()  # from here on `abort` ends this socket
                 self._socket.connect(address)
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 keep_alive(self._socket)
@@ -301,7 +301,7 @@ class HttpConnectionPool:
         except RuntimeError as error:  # no thread can be started
             raise OSError(str(error)) from None
         finally:
-            complete(partial(wait, pending))  # they use their connections until they have ended
+            complete(partial(wait, pending))  # the calls use their connections until they have ended
         return [each.result() for each in pending]
 
     def abort(self) -> None:
@@ -363,13 +363,14 @@ _Address = tuple[
 ]
 
 
-_asked: dict[tuple[str, int], Future[list[_Address]]] = {}  # of which hosts, unanswered
+# resolutions that have no answer yet, by host and port
+_asked: dict[tuple[str, int], Future[list[_Address]]] = {}
 
 
 def resolve(host: str, port: int, until: float) -> list[_Address]:
     """Return the addresses of a host. OSError: it is not known, or not by `until`.
 
-    The system's resolver has no deadline: a late result is left to its thread, one for all who ask about a host.
+    The system's resolver has no deadline: a late lookup continues on its thread, which all callers for that host share.
     """
     own = Answer[list[_Address]]()
     answer = _asked.setdefault((host, port), own)
@@ -386,7 +387,7 @@ def resolve(host: str, port: int, until: float) -> list[_Address]:
 def _resolve(answer: Future[list[_Address]], host: str, port: int) -> None:
     try:
         answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[arg-type, unused-ignore]
-    except (OSError, ValueError):  # the latter: no host has such a name
+    except (OSError, ValueError):  # ValueError: no host can have such a name
         answer.set_exception(OSError("the host is not known (DNS)"))
     except Exception as error:  # noqa: BLE001  # a boundary: without an answer, nobody would ask for this host again
         answer.set_exception(OSError(f"the host cannot be looked up: {type(error).__name__}"))

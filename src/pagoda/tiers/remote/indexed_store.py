@@ -1,8 +1,8 @@
-"""An object store below an index: a Redis that says which chunks are there, so that questions cost no requests.
+"""An object store with an index: a Redis that knows which chunks are there, so that lookups cost no requests.
 
 For each chunk there is a mark in the Redis: a chunk without bytes, under the same namespace and key. The marks are
-hints. One without its object is a miss when it is read, and is removed then. An object without a mark is not found
-until a machine stores it again, which the store refuses because it is there, and marks it.
+hints. A mark without its object is a miss when the chunk is read, and is then removed. An object without a mark is not
+found until a machine stores it again; the object store then refuses, because it is there, and the mark is set.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pagoda.tiers.remote.store_client import (
 
 
 def index_prefix(prefix: str, address: str) -> str:
-    """Return the prefix of the marks for one object store: several may share a Redis, also with chunks."""
+    """Return the prefix of the marks for one object store: several stores may share a Redis, also with chunks."""
     return f"{prefix}-index-{hashlib.blake2b(address.encode(), digest_size=4).hexdigest()}"
 
 
@@ -64,11 +64,11 @@ class IndexedStoreConnection(StoreConnection):
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
     ) -> list[bool]:
-        """Tell the index that these keys are in use; return which of them it has."""
+        """Touch these keys in the index; return which of them it has."""
         return self._index.touch(namespace, keys, until, ranks)
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
-        """Ask the index before puts; it keeps other writers away until the mark is there."""
+        """Ask the index before puts; it keeps other writers away until the mark is set."""
         return self._index.claim(namespace, keys, until)
 
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
@@ -88,8 +88,9 @@ class IndexedStoreConnection(StoreConnection):
         found = self._store.get(request, until)
         if found is None:
             self._index.remove(request.namespace, [request.key], until)
-        elif isinstance(found, int):  # it is in use, which a look-up does not say
-            with suppress(OSError, RefusedError):  # the chunk is here: the next call finds out what is wrong
+        elif isinstance(found, int):  # touch it here: a lookup alone does not count as a use
+            # the chunk has been read: the next call reports what is wrong
+            with suppress(OSError, RefusedError):
                 self._index.touch(request.namespace, [request.key], until, [request.rank])
         return found
 
@@ -108,7 +109,7 @@ class IndexedStoreConnection(StoreConnection):
         return self._store.count_by_namespace(deadline)
 
     def usage(self, until: float) -> Usage:
-        """Return nothing known: object stores do not say how full they are."""
+        """Return that nothing is known: object stores do not report how full they are."""
         return self._store.usage(until)
 
     def ping(self, until: float) -> None:

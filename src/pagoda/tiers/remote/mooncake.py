@@ -1,9 +1,9 @@
-"""A Mooncake pool as a remote store: the memory of many machines, which a `mooncake_master` keeps the books of.
+"""A Mooncake pool as a remote store: the memory of many machines, managed by a `mooncake_master`.
 
-Mooncake's library runs in processes of its own (`mooncake_helper`), one for each connection, and chunks are copied
-between their slots and memory that such a process shares. So a call that is late can be ended, and writes into no slot
-afterwards; a crash of the library costs one call; and what peers may address is never a slot: Mooncake lets
-whoever reaches its port write into every registered buffer. What a slot holds is verified after the copy.
+Mooncake's library runs in separate processes (`mooncake_helper`), one for each connection, and chunks are copied
+between slots and memory that such a process shares. So a late call can be ended and then writes into no slot; a crash
+of the library costs one call; and no slot can be addressed by peers: Mooncake lets any client that reaches its port
+write into every registered buffer. The content of a slot is verified after the copy.
 
 A value is the header page followed by the stored bytes. Its name is `<prefix>:<NAME_FORMAT>:<namespace>:<key>`.
 """
@@ -49,24 +49,24 @@ from pagoda.tiers.remote.store_urls import check_prefix
 DEFAULT_PORT = 50051
 _HELPER = Path(__file__).with_name("mooncake_helper.py")
 _PAUSE_SECONDS = 0.02
-_START_SECONDS = 30.0  # a process that has not joined the pool by then is replaced
-# of the environment, unless it is set: one attempt to reach the master (ours are repeated), no statistics
+_START_SECONDS = 30.0  # a process that has not joined the pool after so long is replaced
+# set in the environment unless already set: one attempt to reach the master (we repeat ours), no statistics
 _SETTINGS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_CLIENT_METRIC": "0"}
 
 # codes of Mooncake
 _FULL, _TOO_SMALL, _TRANSFER_FAILED = -200, -600, -800
 _NOT_FOUND = -704
 _INCOMPLETE = -703
-# no replica, not yet complete, no such name, gone while it was read
+# no replica; not yet complete; no such name; removed while it was read
 _ABSENT = -702, _INCOMPLETE, _NOT_FOUND, -707
-_NO_ANSWER = -900  # and below: the master did not answer
+_NO_ANSWER = -900  # this code and those below: the master did not answer
 
 _logger = guarded_logger("pagoda.tiers.remote")
 _reaper = Pool(1, "pagoda-mooncake", exit_seconds=2.0)
 
 
 class PoolAddress(NamedTuple):
-    """Where the master of a pool is, and how its machines move chunks."""
+    """The address of a pool's master, and how its machines move chunks."""
 
     host: str
     port: int
@@ -80,7 +80,7 @@ class MooncakeProcess:
     """A process that calls Mooncake, and the memory that it shares. For one thread at a time, except `abort`."""
 
     def __init__(self, pool: PoolAddress, segment_bytes: int = 0) -> None:
-        """Start it; it joins the pool by `join`. OSError."""
+        """Start the process; `join` makes it join the pool. OSError."""
         self._pool, self._segment_bytes = pool, segment_bytes
         self._owner, self._since = os.getpid(), time.monotonic()
         self._answer = b""
@@ -118,7 +118,7 @@ class MooncakeProcess:
 
     @property
     def usable(self) -> bool:
-        """Whether it runs, and has joined the pool or has time for that."""
+        """Whether the process runs, and has joined the pool or still has time for that."""
         young = self.has_joined or time.monotonic() - self._since < _START_SECONDS
         return young and not self._aborted and self._process.poll() is None
 
@@ -128,7 +128,7 @@ class MooncakeProcess:
         return self._receive(until)
 
     def reserve(self, nbytes: int, until: float) -> Bytes:
-        """Return the shared memory, of at least so many bytes."""
+        """Return the shared memory, of at least `nbytes`."""
         if nbytes > self.staging.nbytes:
             os.ftruncate(self._memory, nbytes)
             self.staging = np.frombuffer(mmap.mmap(self._memory, nbytes), np.uint8)
@@ -172,11 +172,11 @@ class MooncakeProcess:
     def abort(self) -> None:
         """Make a call that waits fail now, and all later ones. From any thread."""
         self._aborted = True
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the process: at once, or, if it has memory for the pool, after it has left the pool. Not a parent's."""
+        """End the process; if it has memory for the pool, let it leave the pool first. Never ends a parent's."""
         if self._owner != os.getpid():
             return
         self.abort()
@@ -191,12 +191,12 @@ class KeptProcesses:
     """The processes of a client that belong to no connection. Thread-safe."""
 
     def __init__(self) -> None:
-        self.joining: deque[MooncakeProcess] = deque()  # their calls to join ran out of time
+        self.joining: deque[MooncakeProcess] = deque()  # processes whose calls to join timed out
         self.segment: MooncakeProcess | None = None  # has this machine's memory for the pool
         self.mounting = threading.Lock()
 
     def close(self) -> None:
-        """End them."""
+        """End the processes."""
         processes = [*self.joining, *([] if self.segment is None else [self.segment])]
         self.joining.clear()
         self.segment = None
@@ -220,7 +220,7 @@ class MooncakeClient(StoreClient):
         segment_bytes: int = 0,
         protocol: str = "tcp",
     ) -> None:
-        """Start nothing yet. ModuleNotFoundError: Mooncake is not installed; says how to install it. ValueError."""
+        """Start nothing yet. ModuleNotFoundError: Mooncake is not installed. ValueError: wrong options."""
         if importlib.util.find_spec("mooncake") is None:
             raise ModuleNotFoundError("a Mooncake pool needs its library: pip install 'pagodakv[mooncake]'")
         check_prefix(prefix)
@@ -242,7 +242,7 @@ class MooncakeClient(StoreClient):
         return MooncakeConnection(self)
 
     def take(self) -> MooncakeProcess:
-        """Return a process that is still to join the pool, or has while nobody waited. OSError."""
+        """Return a process that must still join the pool, or that has joined it in the meantime. OSError."""
         while self._kept.joining:
             try:
                 process = self._kept.joining.popleft()
@@ -261,7 +261,7 @@ class MooncakeClient(StoreClient):
             process.close()
 
     def mount(self, until: float) -> None:
-        """Give the pool this machine's share of memory, unless it has it already. OSError."""
+        """Give the pool this machine's share of memory, unless it has been given already. OSError."""
         kept = self._kept
         if not self._segment_bytes or not kept.mounting.acquire(timeout=max(0.0, until - time.monotonic())):
             return
@@ -281,14 +281,14 @@ class MooncakeClient(StoreClient):
             kept.mounting.release()
 
     def log(self, reason: Reason, message: str) -> None:
-        """Log what went wrong with a part of the pool, at most one line per reason in a while."""
+        """Log an error of a part of the pool, rate-limited per reason."""
         self._log.warn(_logger, reason, f"{self.address}: {message}")
 
 
 class MooncakeConnection(StoreConnection):
     """One process that calls Mooncake; see StoreConnection. For one thread at a time, except `abort`.
 
-    Of several writers of one key the master accepts the first: no other sends.
+    If several writers have one key, the master accepts the first; the others send nothing.
     """
 
     def __init__(self, client: MooncakeClient) -> None:
@@ -297,9 +297,9 @@ class MooncakeConnection(StoreConnection):
         self._aborted = False
 
     def open(self, until: float) -> Self:
-        """Start the process and let it join the pool: a fifth of a second. If that is late, it goes on."""
+        """Start the process and let it join the pool, which takes a fifth of a second. A late join continues."""
         process = self._process = self._client.take()
-        if self._aborted:  # before there was a process
+        if self._aborted:  # by an abort before there was a process
             process.abort()
         try:
             process.join(until)
@@ -312,14 +312,14 @@ class MooncakeConnection(StoreConnection):
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
     ) -> list[bool]:
-        """Return which keys are present: one request. Their leases are renewed: others are evicted before them."""
+        """Return which keys are present: one request. It renews their leases, so others are evicted first."""
         codes = self._call(until, "exist", [self._name(namespace, key) for key in keys])
         return [code == 1 for code in codes]
 
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Store a copy; `is_valid` is called after the copy and before it is sent.
 
-        STORED also if the key was present or another writer was first: the master does not tell, and nothing is sent.
+        Returns STORED also if the key was present or another writer was first: the master does not report that.
         """
         self._client.mount(until)
         nbytes = HEADER_BYTES + request.stored.nbytes
@@ -336,7 +336,7 @@ class MooncakeConnection(StoreConnection):
         return PutResult.STORED
 
     def get(self, request: GetRequest, until: float) -> int | Reason | None:
-        """Copy a value to `page` and to the result of `destination`, once all of it has been received."""
+        """Copy a value to `page` and to the result of `destination`, after all of it has been received."""
         name, page = self._name(request.namespace, request.key), request.page
         staging = self._opened.reserve(HEADER_BYTES, until)
         code, *size = self._call(until, "get", name)
@@ -360,7 +360,7 @@ class MooncakeConnection(StoreConnection):
         return rest_bytes
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Remove values, leased ones too; return how many were present. What is being written is waited for."""
+        """Remove values, leased ones too; return how many were present. Waits for values that are being written."""
         names, removed = [self._name(namespace, key) for key in keys], 0
         while True:
             codes = self._call(until, "remove", names)
@@ -400,7 +400,7 @@ class MooncakeConnection(StoreConnection):
             process.abort()
 
     def close(self) -> None:
-        """End the process, also in the middle of a call of Mooncake's; never waits. Idempotent."""
+        """End the process, also during a call of Mooncake's; never waits. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.close()

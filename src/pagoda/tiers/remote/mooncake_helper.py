@@ -1,8 +1,8 @@
-"""The process in which Mooncake's library runs: run as a file by `mooncake`, imports nothing of this package.
+"""The process in which Mooncake's library runs. `mooncake` runs this file, which imports nothing of this package.
 
-Arguments: the descriptors of a socket and of memory that both processes map, and the id of the process that started it,
-with which it ends. A request is a line of JSON, [function, argument, ...]; so is its answer, a list of numbers, or a
-text if it failed.
+Arguments: the descriptors of a socket and of memory that both processes map, and the id of the parent process; when the
+parent ends, this process ends. A request is a line of JSON, [function, argument, ...]; the answer is a line too: a list
+of numbers, or a text if the request failed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _PAGE_BYTES = 4096  # the header of a chunk
 _TOO_SMALL = -600  # Mooncake's code for a buffer that cannot hold the value
 _TRANSFER_FAILED = -800
 _WATCH_SECONDS, _LAST_SECONDS = 1.0, 5.0
-_LEAVE_SECONDS = 10  # for leaving the pool: the library waits a minute for a master that stands still
-_LONGEST_ANSWER = 300  # characters of what Mooncake says
+# the longest time to leave the pool: the library waits a minute for a master that has stopped
+_LEAVE_SECONDS = 10
+_LONGEST_ANSWER = 300  # so many characters of Mooncake's message are kept
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 class MooncakeCalls:
-    """The functions that requests name. For one thread."""
+    """The functions that requests can call. For one thread."""
 
     def __init__(self, memory: int) -> None:
         from mooncake.store import MooncakeDistributedStore
@@ -38,7 +39,7 @@ class MooncakeCalls:
         self._address = self._nbytes = 0
 
     def setup(self, host: str, port: int, protocol: str, segment_bytes: int, seconds: float) -> list[int]:
-        """Join the pool, with so much memory for it. The address that leads to the master is ours for its machines."""
+        """Join the pool, with `segment_bytes` for it, under this machine's address on the way to the master."""
         with socket.create_connection((host, port), seconds) as master:
             own = master.getsockname()[0]
         if protocol == "rdma" and not (_RDMA_DEVICES.exists() and os.listdir(_RDMA_DEVICES)):
@@ -56,7 +57,7 @@ class MooncakeCalls:
         return [code]
 
     def reserve(self, nbytes: int) -> list[int]:
-        """Map so many bytes of the shared memory; return Mooncake's code."""
+        """Map `nbytes` of the shared memory; return Mooncake's code."""
         if self._address:
             self._store.unregister_buffer(self._address)
         self._mapped = mmap.mmap(self._memory, nbytes)
@@ -64,17 +65,17 @@ class MooncakeCalls:
         return [self._store.register_buffer(self._address, nbytes)]
 
     def exist(self, names: list[str]) -> list[int]:
-        """Return 1 for a name that is present, 0 for another; below 0: Mooncake's code."""
+        """Return for each name 1 if it is present, 0 if not; below 0: Mooncake's code."""
         return list(self._store.batch_is_exist(names))
 
     def put(self, name: str, nbytes: int) -> list[int]:
-        """Store so many bytes of the memory; return Mooncake's code."""
+        """Store `nbytes` of the memory; return Mooncake's code."""
         return [self._store.put_from(name, self._address, nbytes)]
 
     def get(self, name: str) -> list[int]:
         """Read a value into the memory; return its size or Mooncake's code.
 
-        A value that is larger than the memory: read its first page, and return _TOO_SMALL and its size.
+        If a value is larger than the memory, read only its first page, and return _TOO_SMALL and the size of the value.
         """
         code = self._store.get_into(name, self._address, self._nbytes)
         if code != _TOO_SMALL:
@@ -85,7 +86,7 @@ class MooncakeCalls:
         )[0]
         if size < 0:
             return [size]
-        return [_TOO_SMALL, size] if code == _PAGE_BYTES else [_TRANSFER_FAILED]  # it has no code of its own
+        return [_TOO_SMALL, size] if code == _PAGE_BYTES else [_TRANSFER_FAILED]  # such a failure has no code
 
     def remove(self, names: list[str]) -> list[int]:
         """Remove values, leased ones too (readers verify what they read); return Mooncake's codes."""
@@ -96,7 +97,7 @@ class MooncakeCalls:
         return [self._store.remove_by_regex(pattern, True)]
 
     def close(self) -> None:
-        """Leave the pool: its master forgets at once what was stored in this process."""
+        """Leave the pool; the master then drops what was stored in this process."""
         self._store.close()
 
 
@@ -114,13 +115,13 @@ def _serve(connection: socket.socket, memory: int) -> None:
                 answer = f"{type(error).__name__}: {error}"
             connection.sendall(json.dumps(answer).encode() + b"\n")
     if calls is not None:
-        # ends the process, though the library lets no other thread of Python run
+        # this ends the process even while the library lets no other Python thread run
         signal.alarm(_LEAVE_SECONDS)
         calls.close()
 
 
 def _end_with(parent: int, connection: socket.socket) -> None:
-    """End when the other process has: its children may keep the socket open."""
+    """End when the parent process has ended (its children may keep the socket open)."""
     while os.getppid() == parent:
         time.sleep(_WATCH_SECONDS)
     connection.shutdown(socket.SHUT_RDWR)
@@ -129,7 +130,7 @@ def _end_with(parent: int, connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve one connection until its other end is closed."""
+    """Serve one connection until the other side closes it."""
     descriptor, memory, parent = map(int, sys.argv[1:4])
     connection = socket.socket(fileno=descriptor)
     threading.Thread(target=_end_with, args=(parent, connection), daemon=True).start()

@@ -2,7 +2,7 @@
 
 obstore finds credentials, signs, lists and deletes in bulk. All other requests to S3 and WebDAV are direct, over an
 `HttpConnection`: obstore copies a chunk, and holds a response of any length in memory (its allocator ends the process
-if that fails). Requests to GCS and Azure, and those with options that a URL cannot express, all use obstore.
+if that fails). Requests to GCS and Azure, and requests with options that a URL cannot express, all use obstore.
 
 An object is the header page followed by the stored bytes. Its name is
 `[path of the URL/]<prefix>/<NAME_FORMAT>/<namespace>/<first two digits of the key>/<key>`, in lower-case hex digits.
@@ -50,19 +50,22 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _T = TypeVar("_T")
-# requests in flight of one connection: of a find, and of what a store cannot do in bulk
+# requests in flight of one connection: for a find, and for what a store cannot do in bulk
 _AT_ONCE = EXACT_REQUESTS
 _BATCH = 250  # names per step of a listing: fewer than one bulk request may have (S3: 1000, Azure: 256)
 _NAMESPACES = 1 << 16
-_LISTING_BYTES = 32 << 20  # of one folder, about 60000 names
-BELIEVED_SECONDS = 600.0  # each look-up is a request that costs money
-_SIGNED_FOR = timedelta(minutes=15)  # a URL is used at once, but clocks may differ
-_FIRST_BYTES = 1  # of a piece: pieces are used as they arrive, because joining them would be another copy
+_LISTING_BYTES = 32 << 20  # the listing of one folder, about 60000 names
+BELIEVED_SECONDS = 600.0  # each lookup is a request that costs money
+_SIGNED_FOR = timedelta(minutes=15)  # a URL is used immediately, but clocks may differ
+# the smallest piece: pieces are used as they arrive, because joining them would be another copy
+_FIRST_BYTES = 1
 
-# of what can refuse to overwrite; 409: another writer is storing or deleting it, so nothing may be there afterwards
+# for stores that can refuse to overwrite; 409: another writer is storing or deleting the object, which may be absent
+# afterwards
 _PUT_RESULTS = {409: PutResult.BUSY, 412: PutResult.PRESENT}
 _CHUNK_NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})")
-_FOLDERS = ("[0-9a-f]{64}", "[0-9a-f]{2}")  # of namespaces, and in each of them
+# names of the folders of namespaces, and of the folders in each of them
+_FOLDERS = ("[0-9a-f]{64}", "[0-9a-f]{2}")
 
 
 class ObjectStoreClient(StoreClient):
@@ -88,7 +91,7 @@ class ObjectStoreClient(StoreClient):
             url: s3://bucket[/path], gs://bucket[/path], az://container[/path], or for WebDAV
                 http(s)://[user:password@]host/path.
             prefix: the first part of all names below that path.
-            name: of the tier; its scheme, or "webdav", unless given.
+            name: the name of the tier; by default the scheme, or "webdav".
             options: settings of obstore for that kind of store (`endpoint`, `region`, ...), as in its documentation.
 
         Raises:
@@ -141,10 +144,10 @@ class ObjectStoreConnection(StoreConnection):
         self._url = url
         self._is_webdav = store_urls.TIER_NAMES[url.scheme] == "webdav"
         self._is_direct = is_direct
-        self._secret = secret  # to sign what obstore does not sign: requests to an S3 bucket as a whole
+        self._secret = secret  # to sign requests to a whole S3 bucket, which obstore does not sign
         self._headers = store_urls.authorization_header(url)
         self._http: HttpConnection | None = None
-        self._http_pool: HttpConnectionPool | None = None  # for look-ups
+        self._http_pool: HttpConnectionPool | None = None  # for lookups
         self._creates = not self._is_webdav  # whether the store can refuse to overwrite
         self._runner = ObstoreRunner(address)
         self._in_http_call = False
@@ -157,7 +160,7 @@ class ObjectStoreConnection(StoreConnection):
         return self._are_present([self._name(namespace, key) for key in keys], until)
 
     def put(self, request: PutRequest, until: float) -> PutResult:
-        """Store it unless the store sees that it is present, then call `is_valid`. The buffers are not copied."""
+        """Store the chunk unless the store reports it as present, then call `is_valid`. The buffers are not copied."""
         name = self._name(request.namespace, request.key)
         result = self._put_object(name, [request.page, request.stored], until)
         if result is not PutResult.STORED or request.is_valid():
@@ -173,7 +176,7 @@ class ObjectStoreConnection(StoreConnection):
         return self._runner.run(self._get_by_obstore(name, request), until)
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Remove values; return how many were present, which is checked first: a deletion does not tell."""
+        """Remove values; return how many were present, which is checked first: a deletion does not report it."""
         names = [self._name(namespace, key) for key in keys]
         present = self._are_present(names, until)
         found = [name for name, is_present in zip(names, present, strict=True) if is_present]
@@ -201,7 +204,7 @@ class ObjectStoreConnection(StoreConnection):
         return found
 
     def ping(self, until: float) -> None:
-        """Return if a name that is never written can be requested. RefusedError: there is something."""
+        """Return if a name that is never written is absent. RefusedError: there is something under it."""
         name = f"{self._base}/ping"
         if self._is_direct:
             response = self._request("GET", name, until)
@@ -209,7 +212,7 @@ class ObjectStoreConnection(StoreConnection):
             is_there = response.status == 200
         else:
             is_there = self._runner.run(self._can_get_by_obstore(name), until)
-        if is_there:  # a web server's page for all it does not know: everything would count as stored
+        if is_there:  # a web server that answers any name with a page: every key would count as stored
             text = f"{self._address}: has even what nobody stores: is it such a store? look at the URL"
             raise RefusedError(Reason.IO_ERROR, text)
 
@@ -221,13 +224,13 @@ class ObjectStoreConnection(StoreConnection):
                 part.abort()
 
     def close(self) -> None:
-        """Close the connections. A call that waits in this one fails, and releases what it uses when it ends."""
+        """Close the connections. A call that waits in this connection fails, and releases its resources at its end."""
         self.abort()
         self._runner.close()
         if not self._in_http_call:
             self._close_http()
         if not self._runner.running:
-            self.__dict__.pop("_store", None)  # frees its pool now, not when cycles are collected
+            self.__dict__.pop("_store", None)  # frees its pool now, not at the next garbage collection
 
     def _put_object(self, name: str, pieces: list[Bytes], until: float) -> PutResult:
         """Store an object, unless the store can tell that it exists."""
@@ -248,7 +251,7 @@ class ObjectStoreConnection(StoreConnection):
             self._runner.run(self._delete_by_obstore([name]), until)
 
     def _delete_all(self, names: Sequence[str], deadline: ListingDeadline) -> None:
-        if self._is_direct and self._is_webdav:  # it has no bulk deletion, and its responses are short
+        if self._is_direct and self._is_webdav:  # WebDAV has no bulk deletion, and its responses are short
             for name in names:
                 self._delete_one(name, deadline.next_step())
         elif names and not self._delete_bulk(names, deadline.next_step()):
@@ -261,11 +264,11 @@ class ObjectStoreConnection(StoreConnection):
         if response is None:
             return False
         text = self._body(response, 200, until)
-        if b"<Error>" in text:  # of one of them
+        if b"<Error>" in text:  # an error for one of the names
             raise self._runner.status_error(403, error_code(text.decode("latin-1")))
         return True
 
-    # ---- direct: over our own connections
+    # ---- direct requests, over our own connections
 
     def _get_direct(self, name: str, request: GetRequest, until: float) -> int | None:
         response = self._request("GET", name, until)
@@ -288,16 +291,16 @@ class ObjectStoreConnection(StoreConnection):
         return refusals.get(response.status, PutResult.STORED)
 
     def _make_folder(self, folder: str, until: float) -> None:
-        """Make a folder of a WebDAV server, and those above it that are missing: some make none for a put."""
+        """Make a folder on a WebDAV server, with its missing parents, because some servers make none for a put."""
         above = folder.rpartition("/")[0]
         if not self._has_made(folder, until) and above:
             self._make_folder(above, until)
             self._has_made(folder, until)
 
     def _has_made(self, folder: str, until: float) -> bool:
-        """Make one folder; False: the one above it is missing."""
+        """Make one folder; False: its parent is missing."""
         response = self._request("MKCOL", folder + "/", until)
-        self._finish(response, (201, 404, 405, 409), until)  # 405: it is there by now, or cannot be made
+        self._finish(response, (201, 404, 405, 409), until)  # 405: it exists by now, or cannot be made
         return response.status in (201, 405)
 
     def _request(
@@ -337,7 +340,7 @@ class ObjectStoreConnection(StoreConnection):
     ) -> Response:
         if self._http is None or not self._http.serves(url):
             self._http = HttpConnection(url)
-        self._runner.check_open()  # from here on `abort` reaches the connection
+        self._runner.check_open()  # from here on `abort` ends the connection
         with self._http_errors():
             return self._http.request(method, target, until, headers, body)
 
@@ -350,7 +353,7 @@ class ObjectStoreConnection(StoreConnection):
     def _request_targets(
         self, method: str, names: Sequence[str], until: float
     ) -> tuple[SplitResult, list[str]]:
-        """Return where requests go, signed if necessary."""
+        """Return the targets of requests, signed if necessary."""
         self._runner.check_usable()
         if self._is_webdav:
             return self._url, ["/" + quote(name, safe="/~") for name in names]
@@ -383,12 +386,12 @@ class ObjectStoreConnection(StoreConnection):
             self._http_pool.close()
             self._http_pool = None
         pool = self._http_pool = self._http_pool or HttpConnectionPool(url, _AT_ONCE)
-        self._runner.check_open()  # from here on `abort` reaches its connections
+        self._runner.check_open()  # from here on `abort` ends its connections
         with self._http_errors():
             return pool.head_all(targets, until, self._headers)
 
     def _is_present(self, status: int) -> bool:
-        """Return what the status of a HEAD request means; all but these two are errors, also redirections."""
+        """Return what the status of a HEAD request means; all other statuses are errors, also redirections."""
         if status in (200, 404):
             return status == 200
         raise self._runner.status_error(status, "")
@@ -423,7 +426,7 @@ class ObjectStoreConnection(StoreConnection):
         if self._http_pool is not None:
             self._http_pool.close()
 
-    # ---- by obstore: these run in the event loop
+    # ---- by obstore: these coroutines run in the event loop
 
     async def _is_present_by_obstore(self, name: str) -> bool:
         import obstore
@@ -452,7 +455,7 @@ class ObjectStoreConnection(StoreConnection):
         result: GetResult | None = await self._unless_absent(obstore.get_async(self._store, name))
         if result is None:
             return None
-        left = int(result.meta["size"])  # bytes that were announced and have not arrived
+        left = int(result.meta["size"])  # bytes that were announced but have not arrived
         if left < HEADER_BYTES:
             raise self._bad_object("is shorter than a header")
         rest_bytes = left - HEADER_BYTES
@@ -494,7 +497,7 @@ class ObjectStoreConnection(StoreConnection):
             if names:
                 which = names[0] if len(names) == 1 else names
                 await self._runner.result_of(obstore.delete_async(self._store, which))
-        except FileNotFoundError:  # another client deletes too, and the other names may not have been tried
+        except FileNotFoundError:  # another client deletes too; the other names may not have been tried
             if len(names) > 1:
                 await self._for_each(names, lambda name: self._delete_by_obstore([name]))
         return len(names)
@@ -505,7 +508,8 @@ class ObjectStoreConnection(StoreConnection):
             answers += await gather_all(map(ask, some))
         return answers
 
-    async def _can_get_by_obstore(self, name: str) -> bool:  # the answer to a HEAD says no missing bucket
+    # the answer to a HEAD does not show a missing bucket
+    async def _can_get_by_obstore(self, name: str) -> bool:
         import obstore
 
         return await self._unless_absent(obstore.get_async(self._store, name)) is not None

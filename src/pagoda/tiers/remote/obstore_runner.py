@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_LONGEST = "1h"  # obstore's own limit of a request (30 s by default): ours end at `until`
+_LONGEST = "1h"  # obstore's own limit for a request (30 s by default); ours end at `until`
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
 _SYSTEM = re.compile(r'message: "([A-Za-z ,]{1,60})"')
@@ -72,7 +72,7 @@ def open_store(parts: SplitResult, options: Mapping[str, str]) -> ObjectStore:
 
 
 def _client_settings(parts: SplitResult, options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options, and our defaults for those that are not given."""
+    """Return the options, with our defaults for those that are not given."""
     endpoint = endpoint_of(parts, options)
     settings = {"timeout": _LONGEST, "pool_idle_timeout": f"{IDLE_SECONDS}s"}
     is_plain = endpoint is not None and endpoint.scheme == "http"
@@ -87,7 +87,7 @@ def _client_settings(parts: SplitResult, options: Mapping[str, str]) -> dict[str
 
 
 def _safe_complaint(text: str) -> str:
-    """Return the kind of obstore's complaint about settings; not its text, which may contain their values."""
+    """Return the kind of obstore's error about settings, without its text, which may contain their values."""
     for found in (r"Missing \w+", r"\w+ must be specified", r"failed to parse", r"Duplicate key \w+"):
         if match := re.search(found, text):
             return match[0]
@@ -117,7 +117,7 @@ class _QuietLoop(asyncio.SelectorEventLoop):
 
 
 async def gather_all(work: Iterable[Awaitable[_T]]) -> list[_T]:
-    """Return all results. If some fail, raise the first error once all have ended, so that none is left running."""
+    """Return all results. If some fail, raise the first error after all have ended, so that none is left running."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -167,7 +167,7 @@ class ObstoreRunner:
     def run(self, work: Coroutine[None, None, _T], until: float) -> _T:
         """Run `work` until it ends or is out of time.
 
-        Uses another thread if this one is running an event loop already, where no second loop may run.
+        Uses another thread if this thread is already running an event loop, because a thread can run only one.
         """
         try:
             self.check_usable()
@@ -190,7 +190,7 @@ class ObstoreRunner:
         task = self._loop.create_task(bounded())
         self._task = task
         try:
-            if self.ended:  # by an abort before the task existed
+            if self.ended:  # by an abort before the task was made
                 task.cancel()
             return self._loop.run_until_complete(task)
         except TimeoutError:
@@ -199,7 +199,7 @@ class ObstoreRunner:
             raise OSError(f"{self._address}: aborted") from None
         finally:
             self._task = None
-            if not task.done():  # a signal handler raised an exception
+            if not task.done():  # not done: a signal handler raised an exception
                 task.cancel()
                 self._loop.run_until_complete(asyncio.wait([task]))
             if self.ended:
@@ -227,7 +227,7 @@ class ObstoreRunner:
         """Await a result of obstore.
 
         FileNotFoundError, FileExistsError and the end of a stream are results too; all other errors become
-        RefusedError or OSError. The messages are ours: those of obstore contain the URL and what the server sent.
+        RefusedError or OSError. The messages are ours: obstore's messages contain the URL and what the server sent.
         """
         from obstore.exceptions import AlreadyExistsError, BaseError
 

@@ -37,11 +37,11 @@ def open_client(
 
     Args:
         kind: "redis", "objects", "pagoda" or "mooncake".
-        url: without the parameters that are for PagodaKV.
+        url: the URL without the parameters that are for PagodaKV.
         ttl_seconds, ranks: see RedisClient.
-        options: for obstore, the client of object stores; of a Mooncake pool "segment" (bytes) and "protocol".
-        second_sight: see RedisClient; only Redis can do it.
-        look_seconds: how long a caller waits for a look-up: a slow one of several nodes is not waited for so long.
+        options: for obstore, the client of object stores; for a Mooncake pool "segment" (bytes) and "protocol".
+        second_sight: see RedisClient; only for Redis.
+        look_seconds: how long a caller waits for a lookup; a single slow node is not waited for that long.
 
     Raises:
         ConfigError: the password cannot be read, or the URL is invalid.
@@ -91,7 +91,7 @@ def open_client(
 
 
 def url_with_password(url: str, password_file: str) -> str:
-    """Return `url` with the password in a file (empty: none) after its user name. ConfigError: it cannot be read."""
+    """Return `url` with the password from a file (empty: none) after its user name. ConfigError: unreadable file."""
     if not password_file:
         return url
     parts, password = split_url(url), password_in(password_file)
@@ -102,7 +102,7 @@ def url_with_password(url: str, password_file: str) -> str:
 def _settle() -> None:
     """Give obstore's threads time to release Python's interpreter lock after their last request.
 
-    A process that exits while one of them waits for it is aborted by the system: 4 of 40 that ended after one request.
+    A process that exits while one of them waits for the lock is aborted; this happened to 4 of 40 processes.
     """
     if "obstore" in sys.modules:
         time.sleep(_SETTLE_SECONDS)

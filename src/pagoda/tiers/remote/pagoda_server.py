@@ -1,6 +1,7 @@
 """`pagoda serve` on another machine as a remote store: its chunks by HTTP, directly from and into memory.
 
-`open_client` makes a `PagodaServerClient` of a URL; `peers` uses one connection a neighbour. Version 1 of the protocol:
+`open_client` makes a `PagodaServerClient` from a URL; `peers` uses one connection per neighbour. The protocol, version
+1:
 
     POST   /v1/NAMESPACE/find   keys -> {"found": leading run}
     GET    /v1/NAMESPACE/KEY    header page and payload
@@ -31,9 +32,9 @@ from pagoda.tiers.remote.store_client import (
 )
 from pagoda.tiers.remote.store_urls import host_of
 
-_FIND_KEYS = 4096  # in one request
+_FIND_KEYS = 4096  # so many keys in one request
 _SMALL_BYTES = 1 << 16  # a chunk up to this size is sent without asking whether it is present
-_UNUSED = bytes(32)  # no namespace and no key: nothing is stored under it
+_UNUSED = bytes(32)  # neither a namespace nor a key: nothing is stored under it
 _PUT_RESULTS = {200: PutResult.PRESENT, 201: PutResult.STORED, 409: PutResult.BUSY}
 _REASONS = {413: Reason.TOO_LARGE, 422: Reason.FAILED_CHECK, 507: Reason.FULL}
 _TOKEN = re.compile(r"[!-~]{1,4096}")
@@ -42,7 +43,7 @@ _TOKEN = re.compile(r"[!-~]{1,4096}")
 class PagodaServerClient(StoreClient):
     """A `pagoda serve` at `http://:TOKEN@HOST:PORT` (or https). Thread-safe, keeps no connection.
 
-    Without a token in the URL, that of this user's own server is sent.
+    Without a token in the URL, the token of this user's own server is sent.
     """
 
     def __init__(self, url: str, *, name: str = "pagoda") -> None:
@@ -72,11 +73,11 @@ class PagodaServerConnection(StoreConnection):
         self._headers = dict(headers)
 
     def ping(self, until: float) -> None:
-        """Return if chunks can be read: the server answers and accepts the token."""
+        """Return if chunks can be read, that is, if the server answers and accepts the token."""
         self._ask("HEAD", _target(_UNUSED, _UNUSED), until, good=(200, 404))
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Return how many leading keys are present: one round trip for thousands."""
+        """Return how many leading keys are present: one round trip for thousands of keys."""
         for start in range(0, len(keys), _FIND_KEYS):
             batch = keys[start : start + _FIND_KEYS]
             found = self._find(namespace, batch, until)
@@ -90,13 +91,15 @@ class PagodaServerConnection(StoreConnection):
         answer = self._answer(response, until, good=(200,))
         found = answer.get("found")
         if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= len(keys):
-            raise ConnectionError(f"the answer to {len(keys)} keys is no number of them: is it pagoda serve?")
+            raise ConnectionError(
+                f"the answer to {len(keys)} keys is not a count: use the URL of a pagoda serve"
+            )
         return found
 
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
     ) -> list[bool]:
-        """Return which keys are present; the server counts the question as a use."""
+        """Return which keys are present; the server counts the request as a use."""
         present: list[bool] = []
         while len(present) < len(keys):
             left = keys[len(present) :]
@@ -105,13 +108,13 @@ class PagodaServerConnection(StoreConnection):
         return present
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
-        """Return nothing known: `put` asks for each chunk."""
+        """Return None for each key (not known): `put` asks for each chunk."""
         return [None] * len(keys)
 
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Send a chunk; the server checks it before it appears. A large one is sent only if it is absent.
 
-        `is_valid` is called directly after: if it returns False, the chunk is removed.
+        `is_valid` is called directly afterwards: if it returns False, the chunk is removed.
         """
         target, stored, is_valid = _target(request.namespace, request.key), request.stored, request.is_valid
         if stored.nbytes > _SMALL_BYTES and self._ask("HEAD", target, until, good=(200, 404)) == 200:
@@ -143,7 +146,7 @@ class PagodaServerConnection(StoreConnection):
         )
 
     def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
-        """Refuse: what is stored there is that machine's."""
+        """Refuse: the chunks belong to the other machine."""
         raise RefusedError(Reason.NOT_ADMITTED, "its chunks are that machine's: run pagoda clear there")
 
     def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
@@ -166,7 +169,7 @@ class PagodaServerConnection(StoreConnection):
         return response.status
 
     def _answer(self, response: Response, until: float, good: Sequence[int]) -> Mapping[str, object]:
-        """Read the rest of an answer that is no chunk; RefusedError or OSError if its status is not a good one."""
+        """Read the rest of an answer that is not a chunk; RefusedError or OSError if its status is not a good one."""
         text = self._http.finish(response, 0, until)
         try:
             found = json.loads(text or b"{}")
@@ -183,7 +186,7 @@ def _target(namespace: bytes, key: bytes) -> str:
 
 
 def _failure(status: int, reason: str) -> Exception:
-    """Return the exception of a status that no caller expects."""
+    """Return the exception for a status that no caller expects."""
     if status == 401:
         return RefusedError(Reason.IO_ERROR, "401: name the server's token: ?password_file=PATH in the URL")
     if status in (403, 405):

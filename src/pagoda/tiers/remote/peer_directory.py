@@ -1,8 +1,8 @@
-"""Which machines have which chunks, as they say themselves in a Redis that all share: hints that end by themselves.
+"""Which machines have which chunks. Each machine writes hints, which expire, into a Redis that all share.
 
-`pagoda serve` announces what its stores have; `PeersClient` asks which neighbours to ask. For each key and each ten
-minutes, by Redis's clock, there is a set of URLs; those of these ten minutes and of the last ten are believed. Nobody
-withdraws a hint: only the machine itself says what it has.
+`pagoda serve` announces the chunks of its stores; `PeersClient` reads which neighbours to ask. For each key and each
+period of ten minutes, by Redis's clock, there is a set of URLs; the sets of this period and of the last one are used.
+Hints are never withdrawn: only the machine itself knows what it has.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from pagoda.tiers.remote.redis import RedisConnection, RedisNames
 from pagoda.tiers.remote.redis_address import RedisAddress
 from pagoda.tiers.remote.resp import NUMBER, Reply, ReplyShape, command
 
-PERIOD_SECONDS = 600  # machines announce each chunk at least once in it
-_POSITIONS = 16  # of a prompt's keys that are asked about
-_MACHINES = 8  # named of those that have one key: any of them, so that not all ask the same ones
+PERIOD_SECONDS = 600  # machines announce each chunk at least once in each period
+_POSITIONS = 16  # so many of a prompt's keys are asked about
+# so many machines are returned for one key, chosen at random, so that not all callers ask the same ones
+_MACHINES = 8
 _BATCH = 1000  # keys announced in one round trip
 _URL = re.compile(r"https?://([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:\d{1,5})?")
-_TIME_SECONDS = 60.0  # how long its clock is not asked again: it may be set, and this machine may sleep
+# Redis's clock is read again after so long: it may be changed, and this machine may sleep
+_TIME_SECONDS = 60.0
 _TIME = ReplyShape(b"*$", items=4, depth=1)
 _URLS = ReplyShape(b"*$", 300, items=2 * _MACHINES, depth=1)
 
 
 def check_machine(url: str) -> str:
-    """Return the URL of a machine's server as hints have it. ConfigError: it has another form."""
+    """Return the URL of a machine's server in the form that hints use. ConfigError: it has another form."""
     if not _URL.fullmatch(url):
         raise ConfigError(f"{url}: write the URL at which other machines reach this one: http://HOST:7777")
     return url
@@ -55,15 +57,15 @@ class PeerDirectoryConnection(RedisConnection):
     """One connection to the directory. For one thread at a time, except `abort`."""
 
     def open(self, until: float) -> Self:
-        """Connect, and ask what time it is there. OSError; RefusedError: the user may not read."""
+        """Connect, and read the server's clock. OSError; RefusedError: the user may not read."""
         super().open(until)
         self._ask_for_time(until)
         return self
 
     def machines(self, keys: Sequence[bytes], until: float) -> list[str]:
-        """Return the URLs of the machines that have leading keys, whoever has most of them first: one round trip.
+        """Return the URLs of the machines that have leading keys, the one with most keys first. One round trip.
 
-        Some of the keys are asked about, and of many machines with one key some are named, others each time. OSError;
+        Asks about some of the keys; if many machines have a key, returns some of them, others each time. OSError;
         RefusedError: the user may not ask.
         """
         step = -(-len(keys) // (_POSITIONS - 1))
@@ -80,7 +82,7 @@ class PeerDirectoryConnection(RedisConnection):
         return sorted(reach, key=lambda url: -reach[url])
 
     def announce(self, keys: Sequence[bytes], url: str, until: float) -> None:
-        """Say that the machine at `url` has these keys. OSError, RefusedError: perhaps some of them were announced."""
+        """Announce that the machine at `url` has these keys. OSError, RefusedError: some may have been announced."""
         life = b"%d" % (2 * PERIOD_SECONDS)
         for start in range(0, len(keys), _BATCH):
             now = self._period(until)
@@ -90,13 +92,13 @@ class PeerDirectoryConnection(RedisConnection):
             self._read_replies(2 * len(names), until, NUMBER)
 
     def local_host(self) -> str:
-        """Return this machine's address on the connection, in brackets if it is one of IPv6."""
+        """Return this machine's address on the connection, in brackets if it is an IPv6 address."""
         name = self._connected.result().getsockname()
         host = str(name[0]) if isinstance(name, tuple) else "127.0.0.1"
         return f"[{host}]" if ":" in host else host
 
     def _period(self, until: float) -> int:
-        """Return the ten minutes that it is there now; all machines must mean the same ones."""
+        """Return the number of the present period by the server's clock, so that it is the same on all machines."""
         if time.monotonic() >= self._time_end:
             self._ask_for_time(until)
         return int(self._ahead + time.monotonic()) // PERIOD_SECONDS
@@ -110,6 +112,6 @@ class PeerDirectoryConnection(RedisConnection):
 
 
 def _machine(hint: Reply) -> str:
-    """Return the URL in a hint; empty: it is none."""
+    """Return the URL in a hint; empty if it is not a URL."""
     text = hint.decode("latin-1") if isinstance(hint, bytes) else ""
     return text if _URL.fullmatch(text) else ""

@@ -1,12 +1,12 @@
 """Neighbours: a read-only client over the `pagoda serve` of several machines. Nothing is ever stored or removed there.
 
-A look-up asks all at once, one request each, and takes the longest leading run; which neighbour has which key is
-remembered for the loads that follow. A neighbour that fails is left out, and asked again in the background. With a
-directory a look-up asks it first, and then only those that it names.
+A lookup sends one request to each neighbour at the same time, and takes the longest leading run; which neighbour has
+which key is remembered for the loads that follow. A neighbour that fails is left out, and asked again in the
+background. With a directory, a lookup asks the directory first, and then only the neighbours that it names.
 
-    PeersClient       what all connections share: the neighbours, and who has which key
+    PeersClient       what all connections share: the neighbours, and which of them has which key
     Peer              one neighbour: whether it is used now
-    PeersConnection   one connection to each neighbour, and a thread each for look-ups
+    PeersConnection   one connection to each neighbour, and one thread each for lookups
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from pagoda.tiers.remote.store_client import (
     reason_of,
 )
 
-_MOST_PEERS = 8  # that are asked at once
-_MOST_LINES = 4 * _MOST_PEERS  # that are kept open while others are asked
-_MOST_FOUND = 1024  # neighbours that are known from the directory alone
-_PATIENCE_SHARE = 0.5  # of the time that a caller waits: then a slow neighbour is not waited for
-_FAILURES, _REST_SECONDS = 2, 1.0  # after these a neighbour is left out until it answers a look-up again
-# wrong or missing values in a row: then nothing is asked of it for a while
+_MOST_PEERS = 8  # so many are asked at once
+_MOST_LINES = 4 * _MOST_PEERS  # so many connections are kept open while others are asked
+_MOST_FOUND = 1024  # neighbours that are known only from the directory
+_PATIENCE_SHARE = 0.5  # after this share of a caller's time, a lookup no longer waits for a slow neighbour
+# after so many failures a neighbour is left out until it answers a lookup again
+_FAILURES, _REST_SECONDS = 2, 1.0
+# after so many wrong or missing values in a row, a neighbour is not asked for so long
 _LIES, _DISTRUST_SECONDS = 8, 30.0
-_MOST_KEYS = 1 << 17  # whose neighbours are remembered: a few MiB
-_RESOLVE_SECONDS = 30.0  # between two questions for the addresses of a name
+_MOST_KEYS = 1 << 17  # keys whose neighbours are remembered: a few MiB
+_RESOLVE_SECONDS = 30.0  # between two lookups of the addresses of a name
 _RESOLVE_PATIENCE_SECONDS = 5.0
 
 _logger = guarded_logger("pagoda.tiers.remote")
@@ -61,41 +62,41 @@ class PeerUrl(NamedTuple):
 
 
 class Peer:
-    """One neighbour: its client, its health, and the log of its trouble. Thread-safe; compared by identity."""
+    """One neighbour: its client, its health, and the log of its failures. Thread-safe; compared by identity."""
 
     def __init__(self, url: str, clock: Clock) -> None:
         self.client = PagodaServerClient(url)
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
         self.trust = CircuitBreaker(clock, _LIES, _DISTRUST_SECONDS)
-        # how many look-ups it has answered; the last one that it did not keep
+        # how many lookups it has answered; the number of the last one whose answer was wrong
         self.answers = self._broken = 0
         self._log = RateLimitedLog(clock)
 
     @property
     def is_used(self) -> bool:
-        """Whether a caller may wait for it."""
+        """Whether callers wait for this neighbour."""
         return not self.breaker.is_open and not self.trust.resting
 
     @property
     def is_due(self) -> bool:
-        """Whether it may be asked: it is used, or it is time to find out if it works again."""
+        """Whether it may be asked: it is used, or it is time to check whether it works again."""
         return not self.breaker.resting and not self.trust.resting
 
     def record_failure(self, error: Exception) -> Reason:
-        """Count and log that it did not answer, or refused; return the reason."""
+        """Count and log that it did not answer or refused; return the reason."""
         reason = reason_of(error)
         self.breaker.record_failure()
         self._log.warn(_logger, reason, f"{self.client.address}: {type(error).__name__}: {error}")
         return reason
 
     def record_absent(self) -> None:
-        """Count that it lacks what it said it has. Once a look-up: an honest one may have evicted the whole run."""
+        """Count that it lacks a chunk that it claimed to have; once per lookup: it may have evicted the whole run."""
         if self._broken != self.answers:
             self._broken = self.answers
             self.record_lie("a chunk that it said it has is absent")
 
     def record_lie(self, what: str) -> None:
-        """Count that it did not have what it said it had."""
+        """Count that it did not have a chunk that it claimed to have."""
         self.trust.record_failure()
         if self.trust.resting:
             text = f"{self.client.address}: {what}, {_LIES} times: left out for {_DISTRUST_SECONDS:g} s"
@@ -105,8 +106,8 @@ class Peer:
 class PeersClient(StoreClient):
     """Neighbours as one store. Thread-safe; in a forked child it makes new connections.
 
-    `directory`: names whom to ask, of `urls`, or anybody if there are none. `look_seconds`: how long a caller waits for
-    a look-up.
+    `directory`: it names which neighbours to ask; only those in `urls`, or any if there are none. `look_seconds`: how
+    long a caller waits for a lookup.
     """
 
     name = "peers"
@@ -132,7 +133,7 @@ class PeersClient(StoreClient):
             *(one.address for one in self._names),
         ]
         self.address = ", ".join(addresses if directory is None else [*addresses, directory.address])
-        self._holders: dict[bytes, tuple[Peer, ...]] = {}  # who has a key; the oldest key first
+        self._holders: dict[bytes, tuple[Peer, ...]] = {}  # which neighbours have a key; the oldest key first
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
@@ -144,7 +145,7 @@ class PeersClient(StoreClient):
         return PeersConnection(self)
 
     def configured(self) -> list[Peer]:
-        """Return the neighbours that the URLs stand for now."""
+        """Return the neighbours that the URLs name now."""
         return [*self._peers.values(), *(peer for name in self._names for peer in name.peers)]
 
     def known(self) -> list[Peer]:
@@ -152,18 +153,18 @@ class PeersClient(StoreClient):
         return [*self.configured(), *(self.directory.found.values() if self.directory else ())]
 
     def peers(self) -> Sequence[Peer]:
-        """Return the neighbours to ask, at most eight: those that the directory named last, else the first."""
+        """Return the neighbours to ask, at most eight: those that the directory named last, otherwise the first."""
         return (self.directory and self.directory.named) or self.configured()[:_MOST_PEERS]
 
     def resolve(self, until: float) -> None:
-        """Find the addresses of names for which that is due; wait only for those that have none yet."""
+        """Resolve the names for which that is due; wait only for names that have no address yet."""
         for name in self._names:
             name.resolve(until)
 
-    # ---- who has which key
+    # ---- which neighbour has which key
 
     def record_answers(self, keys: Sequence[bytes], answers: Mapping[Peer, int]) -> None:
-        """Remember how many leading keys each neighbour has, besides what is known of those that did not answer."""
+        """Remember how many leading keys each neighbour has, and keep what is known of those that did not answer."""
         begin = 0
         for peer in answers:
             peer.answers += 1
@@ -180,9 +181,9 @@ class PeersClient(StoreClient):
                 del self._holders[next(iter(self._holders))]
 
     def holders(self, key: bytes) -> tuple[list[Peer], list[Peer]]:
-        """Return the neighbours that are known to have a key, in an order that depends on the key; and the rest.
+        """Return the neighbours that are known to have a key, in an order that depends on the key; and all others.
 
-        One of the rest may have answered late, or not been asked.
+        One of the others may have answered late, or may not have been asked.
         """
         known = self._holders.get(key, ())
         found = [peer for peer in known if peer.is_used]
@@ -201,7 +202,7 @@ class PeersClient(StoreClient):
 
 
 class _UsedDirectory:
-    """The directory as its client sees it: its health, the neighbours known from it alone, and whom it named last."""
+    """The directory as its client sees it: its health, the neighbours known only from it, and those it named last."""
 
     def __init__(self, directory: PeerDirectory, is_limited: bool, clock: Clock) -> None:
         """`is_limited`: only neighbours that are configured are asked."""
@@ -213,7 +214,7 @@ class _UsedDirectory:
         self._log = RateLimitedLog(clock)
 
     def choose(self, urls: Sequence[str], configured: Sequence[Peer]) -> Sequence[Peer]:
-        """Return the first eight of these machines that may be asked, those in order first."""
+        """Return the first eight of these machines that may be asked, healthy ones first."""
         known = {peer.client.address: peer for peer in configured}
         peers = [known.get(url) if self._is_limited else self._peer(url) for url in urls]
         ordered = sorted((peer for peer in peers if peer is not None), key=lambda peer: not peer.is_used)
@@ -230,7 +231,7 @@ class _UsedDirectory:
         return peer
 
     def record_failure(self, error: Exception) -> None:
-        """Count and log that it did not answer: those that it named last are asked."""
+        """Count and log that it did not answer; lookups then ask the neighbours that it named last."""
         self.breaker.record_failure()
         text = f"{type(error).__name__}: {error}: the neighbours that it named last are asked"
         self._log.warn(_logger, reason_of(error), f"{self._address}: {text}")
@@ -249,14 +250,14 @@ class _PeerName:
         self._log = RateLimitedLog(clock)
 
     def resolve(self, until: float) -> None:
-        """Find the addresses if that is due; wait only the first time."""
+        """Resolve the name if that is due; wait only the first time."""
         if time.monotonic() < self._due or self._pool.under_way:
             return
         try:
             done = self._pool.submit(self._resolve)
             if not self._due:
                 done.exception(max(0.0, until - time.monotonic()))
-        except (RuntimeError, TimeoutError):  # no thread can be started; or it takes long
+        except (RuntimeError, TimeoutError):  # no thread can be started, or it takes too long
             return
 
     def _resolve(self) -> None:
@@ -273,7 +274,7 @@ class _PeerName:
         self._due = time.monotonic() + _RESOLVE_SECONDS
 
     def _nearest(self, addresses: set[str]) -> list[str]:
-        """Return as many as are used, others for other machines: so that not all machines ask the same ones."""
+        """Return as many as are used; other machines get others, so that not all ask the same ones."""
         own = socket.gethostname()
         ordered = sorted(addresses, key=lambda each: hashlib.sha256(f"{own} {each}".encode()).digest())
         if len(ordered) > self._most:
@@ -295,29 +296,29 @@ class PeersConnection(StoreConnection):
         self._lines: dict[Peer, _PeerLine] = {}
         self._directory: PeerDirectoryConnection | None = None
         self._pool = Pool(_MOST_PEERS, "pagoda-peers")
-        self._changed = Condition()  # of look-ups
-        self._served: Peer | None = None  # whose value was returned last
+        self._changed = Condition()  # notified when a lookup changes
+        self._served: Peer | None = None  # the neighbour whose value was returned last
         self._closed = False
 
     def open(self, until: float) -> Self:
-        """Connect to nothing: each neighbour is connected to when it is asked."""
+        """Connect to nothing yet: a neighbour is connected to when it is asked."""
         return self
 
     def ping(self, until: float) -> None:
-        """Return if a neighbour answers, or there is none."""
+        """Return if a neighbour answers, or if there are no neighbours."""
         self.find(bytes(32), [bytes(32)], until)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Return the longest leading run that a neighbour has: one request each, all at once.
+        """Return the longest leading run that a neighbour has: one request to each, all at once.
 
-        A slow neighbour is not waited for once another has answered; its late answer is remembered for loads. OSError
+        When one neighbour has answered, slow ones are not waited for; a late answer is remembered for loads. OSError
         if none answers.
         """
         patience = min(until, time.monotonic() + self._client.patience_seconds)
         self._client.resolve(patience)
         look, asked = _Look(keys), self._whom_to_ask(keys, patience)
         lines = self._free_lines(asked)
-        # the others are only asked if they work again
+        # the others are asked only to check whether they work again
         used = {line.peer for line in lines if line.peer.is_used}
         look.open |= used or {line.peer for line in lines}
         for line in lines:
@@ -343,7 +344,7 @@ class PeersConnection(StoreConnection):
         raise ConnectionError("no neighbour answers")
 
     def _whom_to_ask(self, keys: Sequence[bytes], until: float) -> Sequence[Peer]:
-        """Return the neighbours; of a directory those that it names now. OSError: it fails, and none is known."""
+        """Return the neighbours; with a directory, those that it names now. OSError: it fails, and none are known."""
         directory = self._client.directory
         if directory is None:
             return self._client.peers()
@@ -367,7 +368,7 @@ class PeersConnection(StoreConnection):
         return self._client.peers()
 
     def _free_lines(self, peers: Sequence[Peer]) -> list[_PeerLine]:
-        """Return the lines to those of these neighbours that may be asked now; drop lines that are needed no more."""
+        """Return the connections to those of these neighbours that may be asked now; drop those no longer needed."""
         self._drop_lines(set(peers if len(self._lines) > _MOST_LINES else self._client.known()))
         lines = [self._line(peer) for peer in peers if peer.is_due]
         return [line for line in lines if not line.looks]
@@ -410,9 +411,9 @@ class PeersConnection(StoreConnection):
     def get(self, request: GetRequest, until: float) -> int | Reason | None:
         """Fill `page` and the result of `destination` from a neighbour that has the chunk, or from the next one.
 
-        What a neighbour does wrong is a miss with a reason, and no failure of all neighbours together.
+        An error of one neighbour is a miss with a reason, not a failure of all neighbours.
         """
-        if self._served is not None:  # there was no complaint about what it sent
+        if self._served is not None:  # nothing was wrong with the last value that it sent
             self._served.trust.record_success()
             self._served = None
         holders, rest = self._client.holders(request.key)
@@ -446,7 +447,7 @@ class PeersConnection(StoreConnection):
         return reason
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Remove nothing; remember that what was returned last was not the chunk, if that is why this is called."""
+        """Remove nothing. If the value that was returned last was not the chunk, count that."""
         if self._served is not None:
             self._served.record_lie("a value is not the chunk that was asked for")
             for key in keys:
@@ -457,7 +458,7 @@ class PeersConnection(StoreConnection):
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
     ) -> list[bool]:
-        """Return which leading keys are present: the question counts as a use."""
+        """Return which leading keys are present; the servers count the request as a use."""
         found = self.find(namespace, keys, until)
         return [True] * found + [False] * (len(keys) - found)
 
@@ -486,7 +487,7 @@ class PeersConnection(StoreConnection):
             line.connection.abort()
 
     def close(self) -> None:
-        """Close the connections; never waits. A look-up that is under way closes its own when it ends. Idempotent."""
+        """Close the connections; never waits. A running lookup closes its connections when it ends. Idempotent."""
         self.abort()
         if self._directory is not None:
             self._directory.close()
@@ -497,7 +498,7 @@ class PeersConnection(StoreConnection):
 
 
 class _PeerLine:
-    """The connection to one neighbour. `looks`: a look-up uses it, on another thread."""
+    """The connection to one neighbour. `looks`: a lookup uses it on another thread."""
 
     def __init__(self, peer: Peer, connection: PagodaServerConnection) -> None:
         self.peer, self.connection = peer, connection
@@ -505,30 +506,30 @@ class _PeerLine:
 
 
 class _Look:
-    """One look-up: what was asked, the answers, and who has not answered yet. Used with the connection's lock."""
+    """One lookup: what was asked, the answers, and which neighbours must still answer. Used with the lock."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self.keys = keys
         self.answers: dict[Peer, int] = {}
         self.open: set[Peer] = set()
-        self.is_late = False  # whoever has not answered yet is not waited for, if there is an answer
+        self.is_late = False  # if there is an answer, do not wait for the other neighbours
         self.is_over = False
 
     @property
     def is_complete(self) -> bool:
-        """Whether nobody has to be waited for any more."""
+        """Whether the lookup need not wait any longer."""
         return (
             not self.open or (self.is_late and bool(self.answers)) or len(self.keys) in self.answers.values()
         )
 
 
 def _is_own(address: str) -> bool:
-    """Return whether an address is one of this machine, loopback excepted: there another server may listen."""
+    """Return whether an address is one of this machine, except loopback, where another server may listen."""
     with_zone = address.partition("%")[0]
     try:
         if ipaddress.ip_address(with_zone).is_loopback:
             return False
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return False
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

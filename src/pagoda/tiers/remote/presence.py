@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from pagoda.clock import Clock
 from pagoda.fork import reset_now_and_in_child
 
-_MOST_KEYS = 1 << 17  # a few MiB
-_ANSWERED_NS = 10**9  # for how long after its end an answer explains a miss
+_MOST_KEYS = 1 << 17  # so many keys take a few MiB
+_ANSWERED_NS = 10**9  # so long after it has expired, an answer still explains a miss
 
 
 class PresenceCache:
     """Remembers keys that were found under a namespace, and keys that were not. Thread-safe.
 
-    A namespace of None means any: a key that is present under one namespace is present for callers that name none.
+    A namespace of None means any: a caller without a namespace finds a key under any namespace.
 
     The answers are hints: a present key may have been removed since, an absent key may have been stored since.
     """
@@ -28,13 +28,13 @@ class PresenceCache:
     def reset(self) -> None:
         """Start empty with a new lock, as in a forked child."""
         self._lock = threading.Lock()
-        # whether it is present, whether that was asked, until when; the oldest first
+        # key -> present, asked for directly, known until when; the oldest first
         self._known: dict[tuple[bytes | None, bytes], tuple[bool, bool, int]] = {}
 
     def record(
         self, namespace: bytes | None, keys: Iterable[bytes], present: bool, *, asked: bool = True
     ) -> None:
-        """Remember that these keys are present, or absent. Not `asked`: the store was asked for some of them only."""
+        """Remember that these keys are present, or absent. `asked` False: the store was asked only for some of them."""
         value = present, asked, self._clock.monotonic_ns() + self._lives_ns[present]
         aliases = (namespace, None) if present else (namespace,)
         names = [(known_as, key) for key in keys for known_as in aliases]
@@ -51,12 +51,12 @@ class PresenceCache:
         return present if self._clock.monotonic_ns() < until else None
 
     def is_answered(self, namespace: bytes, key: bytes) -> bool:
-        """Return whether the store said in the last second or so if it has the key, which may be out of date."""
+        """Return whether the store has answered about this key recently, even if the answer may be out of date."""
         until = self._known.get((namespace, key), (False, False, -_ANSWERED_NS))[2]
         return self._clock.monotonic_ns() < until + _ANSWERED_NS
 
     def is_stored(self, namespace: bytes, key: bytes) -> bool:
-        """Return whether the store, asked for this very key, said that it is present: it need not be sent."""
+        """Return whether the store was asked for exactly this key and has it, so that it need not be sent."""
         present, asked, until = self._known.get((namespace, key), (False, False, 0))
         return present and asked and self._clock.monotonic_ns() < until
 

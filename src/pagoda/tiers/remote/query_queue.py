@@ -1,4 +1,4 @@
-"""Short queries to a remote store that a caller waits a moment for: one bounded queue, served by one thread."""
+"""Short queries to a remote store, for which callers wait a moment: one bounded queue, served by one thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class QueryQueue:
         self._closed = False
 
     def submit(self, name: object, function: QueryFunction) -> Future[int | Reason]:
-        """Queue a query, or return the answer of the unanswered one with the same name."""
+        """Queue a query; if one with the same name is unanswered, return its future instead."""
         with self._changed:
             twin = self._unanswered.get(name)
             if twin is not None:
@@ -67,7 +67,7 @@ class QueryQueue:
         query.answer.set_result(answer)
 
     def close(self) -> None:
-        """Accept nothing more; answer what waits with CLOSED."""
+        """Accept nothing more; answer waiting queries with CLOSED."""
         with self._changed:
             self._closed = True
             left = list(self._waiting)

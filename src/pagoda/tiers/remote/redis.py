@@ -45,24 +45,24 @@ from pagoda.tiers.remote.store_client import (
     Usage,
 )
 
-# of a field of a hash. One value of many MiB would cost Redis twice the time. Fields of 1 MiB would cost a quarter
-# more memory: with what Redis adds, its allocator rounds them up to 1.25 MiB
+# size of a field of a hash. One value of many MiB would cost Redis twice the time. Fields of 1 MiB would cost a quarter
+# more memory: with Redis's header, its allocator rounds them up to 1.25 MiB
 PIECE_BYTES = (1 << 20) - 4096
 _SMALL_BYTES = 1 << 20  # chunks up to this are written in one transaction
-_WRITE_PIECES = 64  # written before their replies are read
-_READ_PIECES = 4  # requested at once; more would only fill the server's buffers
+_WRITE_PIECES = 64  # so many pieces are written before their replies are read
+_READ_PIECES = 4  # so many pieces are requested at once; more would only fill the server's buffers
 _SCAN_NAMES = 1000
 _NAMESPACES = 1 << 16
-_SHORT = ReplyShape(b":+$*", items=8, depth=1)  # of writing commands and transactions
-_SCANNED = ReplyShape(b"$*", 512, items=1 << 14, depth=2)  # of SCAN; our names are shorter
-_OPENED = ReplyShape(b":+$", 1 << 16)  # of the first commands of a connection
-_SETUP = ReplyShape(b"$*", 1 << 16, items=1 << 10, depth=2)  # SCAN may give more than it was asked for
-_AGE = ReplyShape(b":$")  # of OBJECT; nil of what is gone
+_SHORT = ReplyShape(b":+$*", items=8, depth=1)  # replies to writing commands and transactions
+_SCANNED = ReplyShape(b"$*", 512, items=1 << 14, depth=2)  # replies to SCAN; our names are shorter
+_OPENED = ReplyShape(b":+$", 1 << 16)  # replies to the first commands of a connection
+_SETUP = ReplyShape(b"$*", 1 << 16, items=1 << 10, depth=2)  # SCAN may return more than it was asked for
+_AGE = ReplyShape(b":$")  # replies to OBJECT; nil for an absent name
 _PAGE = ReplyShape(b"$", HEADER_BYTES)
-# how long it is believed what a server says of itself: people change that, and failovers do
+# how long a server's settings are believed: people and failovers change them
 _RULES_SECONDS = 60.0
-GHOST_SECONDS = 3600.0  # how long it is known that a chunk was asked for once
-_DRAFT_SECONDS = 2.0  # how long a draft or a claim outlives the deadline of its writer
+GHOST_SECONDS = 3600.0  # so long it is remembered that a chunk was asked for once
+_DRAFT_SECONDS = 2.0  # so long a draft or a claim stays after the deadline of its writer
 _RELEASE = b"return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('UNLINK', KEYS[1]) or 0"
 
 
@@ -79,13 +79,13 @@ class RedirectError(RefusedError):
 
 
 class RedisOptions(TypedDict, total=False):
-    """What a client of Redis is made with: see RedisClient."""
+    """The options of a client of Redis: see RedisClient."""
 
     prefix: str  # "pagoda" unless given
     ttl_seconds: float  # LIFE_SECONDS unless given
     ranks: bool  # False unless given
     second_sight: bool  # False unless given
-    name: str  # of the tier: "redis" unless given
+    name: str  # the name of the tier: "redis" unless given
     password_file: str  # none unless given
 
 
@@ -109,7 +109,7 @@ class RedisConnection(StoreConnection):
         self._ttl_seconds, self._ranks = ttl_seconds, ranks
 
     def open(self, until: float) -> Self:
-        """Connect, authenticate, select the database, check that it answers, and ask how it evicts: one round trip.
+        """Connect, authenticate, select the database, check that it answers, and ask how it evicts. One round trip.
 
         How it evicts is asked again once a minute. OSError; RefusedError: the user may not read.
         """
@@ -122,7 +122,7 @@ class RedisConnection(StoreConnection):
         return self
 
     def _ask_for_rules(self, commands: Sequence[bytes], until: float) -> list[Reply]:
-        """Ask how the server evicts, and what of lives the user may do; return the replies to `commands` before."""
+        """Ask how the server evicts and what the user may do with lives, after `commands`; return their replies."""
         probe = self._names.probe
         rules = [
             command(b"INFO", b"memory"),
@@ -141,13 +141,13 @@ class RedisConnection(StoreConnection):
             self._ask_for_rules([], until)
 
     def ping(self, until: float) -> None:
-        """Return if our names can be read."""
+        """Return if our names can be read; else raise."""
         self._execute_here([self._probe()], until, NUMBER)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Return how many leading keys are present: exact for up to 512 keys, which take one round trip.
 
-        Of more keys, 16 positions are asked about first (up to 8192 keys: 2 round trips): see `leading_run`.
+        Of more keys, 16 positions are asked for first (up to 8192 keys: 2 round trips): see `leading_run`.
         """
 
         def ask(positions: Sequence[int]) -> int:
@@ -162,8 +162,8 @@ class RedisConnection(StoreConnection):
     ) -> list[bool]:
         """Update recency and extend lives; return which keys are present. One round trip, three if some are.
 
-        HLEN counts as a use and, unlike TOUCH, is among the commands that a writer needs anyway. What is no hash is no
-        chunk. Writers ask about prompts that are new, so lives are asked for only of what is there.
+        HLEN counts as a use and, unlike TOUCH, is among the commands that a writer needs anyway. A name that is not a
+        hash is not a chunk. Writers ask about new prompts, so lives are only asked for chunks that are present.
         """
         self._renew_rules(until)
         lives = self._lives
@@ -183,10 +183,10 @@ class RedisConnection(StoreConnection):
         return present
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
-        """Ask for chunks and claim those that are absent. Claims expire: others send what a dead writer does not.
+        """Ask for chunks and claim those that are absent. Claims expire: others can send what a dead writer did not.
 
-        One round trip if all are present, else up to four. With second sight one more, and only what was asked for
-        before is claimed.
+        One round trip if all are present, else up to four. With second sight one more, and only a chunk that was asked
+        for before is claimed.
         """
         names = [self._names.chunk(namespace, key) for key in keys]
         seen = self._seen(names, until) if self._second_sight else [True] * len(names)
@@ -195,7 +195,7 @@ class RedisConnection(StoreConnection):
         return [next(claims) if before else PutResult.UNSEEN for before in seen]
 
     def _seen(self, names: Sequence[bytes], until: float) -> list[bool]:
-        """Return which chunks are present or were asked for before, by any machine; remember that all are now."""
+        """Return which chunks are present or were asked for before, by any machine; remember all as asked for."""
         life = self._lives.outlasts(b"%d" % int(GHOST_SECONDS * 1000))
         commands = [command(b"EXISTS", name) for name in names]
         commands += [command(b"SET", name + b":g", b"1", b"NX", b"PX", life) for name in names]
@@ -205,11 +205,11 @@ class RedisConnection(StoreConnection):
         ]
 
     def _claim(self, names: Sequence[bytes], until: float) -> list[PutResult | None]:
-        """Claim what is absent, and ask again for what nobody else has claimed: it may have come in between.
+        """Claim absent chunks, and ask again for those that were claimed here: they may have been stored in between.
 
-        Most chunks that many machines compute are present or claimed by then, which costs a short command or two. What
-        was claimed in vain is given back without asking whose it is: a claim lives for seconds. If this machine slept
-        longer, another's is lost, and a chunk is sent twice.
+        Most chunks that many machines compute are present or claimed by others at this point, which costs a short
+        command or two. A claim on a chunk that is present is given back without checking its owner, since a claim lives
+        for seconds. If this machine slept longer, another machine's claim is lost and a chunk is sent twice.
         """
 
         def ask(numbers: Iterable[int]) -> dict[int, Reply]:
@@ -238,7 +238,7 @@ class RedisConnection(StoreConnection):
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Write a draft, call `is_valid`, rename the draft: one or two round trips, by size. Ends the claim.
 
-        A draft has an expiry time from its first byte on, so what a dead writer leaves disappears.
+        A draft has an expiry time from its first byte on, so the draft of a dead writer disappears.
         """
         self._renew_rules(until)
         result = self._put(request, until)
@@ -256,7 +256,7 @@ class RedisConnection(StoreConnection):
             if request.stored.nbytes <= _SMALL_BYTES:
                 result = self._put_in_one(name, draft, claim, fields, is_valid, until, rank)
             else:
-                # where Redis evicts by life, a draft with a short one would be the first to be evicted
+                # if Redis evicts by remaining life, a draft with a short life would be evicted first
                 self._write_draft(draft, fields, self._lives.outlasts(_draft_life(until)), until)
                 result = self._publish(draft, name, claim, until, rank) if is_valid() else PutResult.STALE
         if result is PutResult.STALE:
@@ -283,7 +283,7 @@ class RedisConnection(StoreConnection):
             self._send(parts, 4 * len(batch) + 1, until)
             if self._read_replies(4 * len(batch) + 1, until, _SHORT)[-1] != start + len(batch):
                 text = "the chunk was evicted or removed, or expired, before it was complete"
-                # a new connection asks again how the server evicts: since then that may have changed
+                # with a new connection we ask again how the server evicts, which may have changed
                 raise RefusedError(Reason.FULL, text, reconnect=True)
 
     def _publish(self, draft: bytes, name: bytes, claim: bytes, until: float, rank: int) -> PutResult:
@@ -318,14 +318,14 @@ class RedisConnection(StoreConnection):
     def get(self, request: GetRequest, until: float) -> int | None:
         """Fill `page` and the result of `destination`; one round trip: the first pieces are requested with the page.
 
-        So is a longer life for the chunk.
+        A longer life for the chunk is requested with them.
         """
         self._renew_rules(until)
         self._resp.check_usable()
         name, page, rank = self._names.chunk(request.namespace, request.key), request.page, request.rank
         use = self._lives.used(name, rank)
         self._request(use, name, [b"h", *_field_names(range(_READ_PIECES))], until)
-        # a refusal does not keep the chunk from us
+        # an error reply to these does not prevent reading the chunk
         remaining = [self._resp.read_reply(until, NUMBER) for _ in use]
         found = self._resp.read_into(page.data, until)
         buffer = request.destination() if found == page.nbytes else None
@@ -337,7 +337,7 @@ class RedisConnection(StoreConnection):
         sizes = [piece.nbytes for piece in pieces]
         if buffer is not None and received == sizes + [None] * (len(received) - len(sizes)):
             if self._lives.learn(remaining, rank):
-                # the chunk is here: the next call finds out what is wrong
+                # the chunk has been read: the next call reports what is wrong
                 with suppress(OSError, RefusedError):
                     self._replies([self._lives.extend(name, rank)], until, NUMBER)
             return buffer.nbytes
@@ -347,7 +347,7 @@ class RedisConnection(StoreConnection):
         raise RefusedError(Reason.FAILED_CHECK, "the value is not the requested chunk")
 
     def _receive(self, name: bytes, pieces: list[memoryview], until: float) -> list[int | ErrorReply | None]:
-        """Read the pieces that were requested with the page, and the rest; request no more once one is wrong."""
+        """Read the pieces that were requested with the page, and the rest; stop requesting when one is wrong."""
         nowhere = memoryview(bytearray())
         received: list[int | ErrorReply | None] = []
         requested, right = _READ_PIECES, True
@@ -389,8 +389,8 @@ class RedisConnection(StoreConnection):
     def most_used(self, most: int, deadline: ListingDeadline) -> list[ChunkUse]:
         """Return up to `most` chunks, those that were used last first. Lists all names.
 
-        Redis with an LFU policy keeps no times of use: those that were used most often first. What this connection
-        reads from now on counts as no use (since Redis 7.2).
+        Redis with an LFU policy keeps no times of use; then the chunks that were used most often come first. Reads by
+        this connection do not count as uses from now on (since Redis 7.2).
         """
         self._replies_here([command(b"CLIENT", b"NO-TOUCH", b"ON")], deadline.next_step(), _SHORT)
         return heapq.nsmallest(most, self._uses(deadline))
@@ -419,7 +419,7 @@ class RedisConnection(StoreConnection):
         }
 
     def usage(self, until: float) -> Usage:
-        """Return the memory of the whole server, its `maxmemory`, and what is wrong with how it is set up."""
+        """Return the memory of the whole server, its `maxmemory`, and what is wrong with its configuration."""
         replies = self._replies_here(QUESTIONS, until, _SETUP)
         self._checked(replies[:1])
         said = settings(replies[0])
@@ -430,7 +430,7 @@ class RedisConnection(StoreConnection):
         """Make a call that waits in this connection fail soon with an OSError. From any thread."""
         try:
             self._connected.set_exception(ConnectionAbortedError("the connection was aborted"))
-        except InvalidStateError:  # it was made, or making it has failed
+        except InvalidStateError:  # the connection was already made, or has failed
             with suppress(OSError, CancelledError):
                 abort(self._connected.result())
 
@@ -473,26 +473,26 @@ class RedisConnection(StoreConnection):
         return command(b"EXISTS", self._names.probe)
 
     def _execute_here(self, commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
-        """Send commands that belong together, or to this server. RefusedError if one is an error."""
+        """Send commands that must reach this one server together. RefusedError if a reply is an error."""
         return self._checked(self._replies_here(commands, until, shape))
 
     def _replies_here(self, commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
-        """Send commands that belong together, or to this server, and return all replies: an error is a value."""
+        """Send commands that must reach this one server together; return all replies, errors as values."""
         self._send([b"".join(commands)], len(commands), until)
         return [self._resp.read_reply(until, shape) for _ in commands]
 
     def _execute(self, commands: Sequence[bytes], until: float, shape: ReplyShape = NUMBER) -> list[Reply]:
-        """Send independent commands together and return their replies. RefusedError if one is an error."""
+        """Send independent commands together and return their replies. RefusedError if a reply is an error."""
         return self._checked(self._replies(commands, until, shape))
 
     def _replies(self, commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
-        """Send independent commands together and return all replies: an error is a value."""
+        """Send independent commands together and return all replies, errors as values."""
         self._resp.check_usable()
         self._resp.send_commands(commands, until)
         return [self._resp.read_reply(until, shape) for _ in commands]
 
     def _send(self, parts: Sequence[bytes | memoryview], replies: int, until: float) -> None:
-        """Send a request, to which so many replies will come."""
+        """Send a request that will have so many replies."""
         self._resp.check_usable()
         self._resp.send(parts, replies, until)
 
@@ -520,8 +520,8 @@ class RedisConnection(StoreConnection):
 class RedisClient(StoreClient):
     """A Redis at `url` (see RedisAddress, SentinelAddress). All names begin with `<prefix>:`. Thread-safe.
 
-    Keeps no connection. `ttl_seconds`: how long a chunk stays after it was last stored or used; `ranks`: chunks are
-    ranked by their remaining life, also if Redis does not say that it evicts by that. `second_sight`: a chunk is stored
+    Keeps no connection. `ttl_seconds`: how long a chunk stays after it was last stored or used; `ranks`: rank chunks by
+    their remaining life even if Redis does not say that it evicts by that. `second_sight`: a chunk is stored
     when it is asked for a second time, on any machine. `password_file` is read for each connection.
     """
 
@@ -547,14 +547,14 @@ class RedisClient(StoreClient):
 
 _Field = tuple[bytes, memoryview]  # of a hash: its name and its value
 _REASONS = {"OOM": Reason.FULL, "WRONGTYPE": Reason.FAILED_CHECK}
-# of a server that serves no request at present; and of one that a new connection may avoid, or use with success
+# errors of a server that serves no requests at present; a new connection may reach another server, or succeed
 _NOT_READY = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "BUSY")
 _ELSEWHERE_IN_CLUSTER = ("MOVED", "ASK", "TRYAGAIN")
 _ELSEWHERE = ("READONLY", "NOREPLICAS", "MISCONF", "NOAUTH")
 
 
 class ChunkUse(NamedTuple):
-    """A chunk and how long ago it was used, in seconds; of LFU, how often, below zero. The smallest is used most."""
+    """A chunk and how many seconds ago it was used; with LFU, minus its number of uses. The smallest is used most."""
 
     coldness: int
     namespace: bytes
@@ -565,12 +565,12 @@ class _Name(NamedTuple):
     text: bytes
     namespace: bytes
     key: bytes
-    is_chunk: bool  # False: a draft, a claim, or that it was asked for
+    is_chunk: bool  # False: a draft, a claim, or the note that a chunk was asked for
 
 
 class RedisNames:
-    """The names of chunks: `<prefix>:<format>:<namespace>:{<key>}`; of their claims and drafts: that and `:w...`, of
-    what was asked for once: that and `:g`.
+    """The names of chunks: `<prefix>:<format>:<namespace>:{<key>}`. A claim or a draft adds `:w...` to that, the note
+    that a chunk was asked for once adds `:g`.
 
     The braces keep all of them on one node of a cluster. `<prefix>:at:<period>:<key>` is for `peer_directory`.
     """
@@ -593,16 +593,16 @@ class RedisNames:
         return b"%b%b:{%b}" % (self._start, namespace.hex().encode(), key.hex().encode())
 
     def at(self, key: bytes, period: int) -> bytes:
-        """Return the name of the set of machines that said, within a period, that they have a chunk."""
+        """Return the name of the set of machines that announced, within a period, that they have a chunk."""
         return b"%b%d:%b" % (self._at, period, key.hex().encode())
 
     def pattern(self, namespace: bytes | None) -> bytes:
-        """Return the pattern for SCAN; the names it finds must still be parsed."""
+        """Return the pattern for SCAN; the names that it finds must still be parsed."""
         start = re.sub(rb"([\\*?\[\]])", rb"\\\1", self._start)
         return start + (b"?" * 64 if namespace is None else namespace.hex().encode()) + b":{*"
 
     def parse(self, name: bytes) -> _Name | None:
-        """Return what a name contains; None: it is not ours."""
+        """Return what a name contains; None: the name is not ours."""
         found = self._ours.fullmatch(name)
         if found is None:
             return None
@@ -621,7 +621,7 @@ def _rename_result(replies: list[Reply]) -> PutResult:
 
 
 def _draft_life(until: float) -> bytes:
-    """Return for how many milliseconds a draft or a claim stays, of a writer that ends by `until`."""
+    """Return how many milliseconds a draft or a claim stays if its writer ends by `until`."""
     return b"%d" % max(1, int((until - time.monotonic() + _DRAFT_SECONDS) * 1000))
 
 

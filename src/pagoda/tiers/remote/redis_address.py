@@ -1,4 +1,4 @@
-"""Where a Redis is, and how a connection is made: of one Redis, of the master that Sentinels know."""
+"""The address of a Redis and how to connect to it: to one Redis, or to the master that Sentinels name."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from pagoda.url_parts import split_url
 
 _KNOWN = ("host", "port", "path", *REDIS_OPTIONS)
 _SENTINEL_PORT = 26379
-_MASTER = ReplyShape(b"+$*", 255, items=2, depth=1)  # of a Sentinel: host and port, or OK
-HOST = re.compile(rb"[A-Za-z0-9_.:-]{1,253}")  # as a server may name another one
-_MOST_LATE = 8  # connections that are still being made though their call has ended
+_MASTER = ReplyShape(b"+$*", 255, items=2, depth=1)  # replies of a Sentinel: host and port, or OK
+HOST = re.compile(rb"[A-Za-z0-9_.:-]{1,253}")  # the form in which a server may name another one
+_MOST_LATE = 8  # connections that may still be in the making after their calls have ended
 
 
 class CredentialProvider(Protocol):
@@ -77,27 +77,27 @@ class RedisAddress:
         self._late: list[threading.Thread] = []
 
     def at(self, place: str) -> RedisAddress:
-        """Return the address of another server (host:port; without a host it is this one's). OSError: it is none."""
+        """Return the address of another server (host:port; by default the same host). OSError: not an address."""
         host, _, port = place.rpartition(":")
         host = host or str(self._options["host"])
         if not HOST.fullmatch(host.encode()) or not re.fullmatch(r"\d{1,5}", port):
-            raise ConnectionError(f"{self.text}: a server names what is no place: {place}")
+            raise ConnectionError(f"{self.text}: a server names an invalid address: {place}")
         other = copy(self)
         other._options = self._options | {"host": host, "port": int(port)}
         other.text = f"{self.text.partition('://')[0]}://{_text(other._options | {'db': self.db})}"
         return other
 
     def masked(self, text: str) -> str:
-        """Return what a server said without the password of the latest connection: it may send anything."""
+        """Return a server's text without the password of the latest connection, since a server may send anything."""
         return text.replace(self._user[1], "***") if self._user[1] else text
 
     def login(self) -> list[bytes]:
-        """Return the command that authenticates the latest connection; no command if it needs none."""
+        """Return the command that authenticates the latest connection; no command if no login is needed."""
         words = [word.encode() for word in self._user if word is not None]
         return [command(b"AUTH", *words)] if any(words) else []
 
     def _ask_for_user(self) -> None:
-        """Ask again for what may have changed: the password file, the provider. OSError: they do not say it."""
+        """Read user and password again from the password file or the provider. OSError: they fail."""
         if self._password_file:
             try:
                 self._user = self._user[0], password_in(self._password_file)
@@ -120,7 +120,7 @@ class RedisAddress:
         """Return a new connection, encrypted if the URL says so, not yet authenticated. OSError by `until`.
 
         The connection is also the result of `made`, an Answer: an exception that is set there meanwhile ends this call.
-        What cannot be stopped (a look-up of a host name) may continue on another thread.
+        A step that cannot be stopped (the lookup of a host name) may continue on another thread.
         """
         self._late = [thread for thread in self._late if thread.is_alive()]
         if len(self._late) >= _MOST_LATE:
@@ -158,15 +158,15 @@ class RedisAddress:
             **options,
             protocol=2,
             socket_timeout=left,
-            socket_connect_timeout=left / 2,  # of a host's two addresses the first may lead nowhere
-            # RedisConnection reads the replies to AUTH and SELECT, within bounds
+            socket_connect_timeout=left / 2,  # a host may have two addresses, and the first may not answer
+            # RedisConnection reads the replies to AUTH and SELECT, within limits
             redis_connect_func=lambda _: None,
         )
         try:
             connection.connect()
         except exceptions.TimeoutError:
             raise TimeoutError(f"{self.text}: no connection before the deadline") from None
-        except (exceptions.RedisError, ValueError, OverflowError) as error:  # of a host name, of a port
+        except (exceptions.RedisError, ValueError, OverflowError) as error:  # from a bad host name or port
             raise ConnectionError(f"{self.text}: {error}") from None
         connected: socket.socket = connection._sock
         connection._sock = None  # it belongs to the caller now
@@ -206,7 +206,8 @@ class SentinelAddress(RedisAddress):
         trouble: object = None
         for number, sentinel in enumerate(self._sentinels):
             now = time.monotonic()
-            share = now + (until - now) / (len(self._sentinels) - number + 1)  # the last is the master's
+            # the last share is for the connection to the master
+            share = now + (until - now) / (len(self._sentinels) - number + 1)
             try:
                 with sentinel._connect(share) as connected:
                     resp = RespConnection(connected)
@@ -226,7 +227,7 @@ class SentinelAddress(RedisAddress):
 
 
 def _credential_provider(name: str) -> CredentialProvider:
-    """Return what `package.module:Class` makes. ConfigError: it cannot be used."""
+    """Return an instance of `package.module:Class`. ConfigError: it cannot be used."""
     module, _, made = name.partition(":")
     try:
         provider: CredentialProvider = getattr(importlib.import_module(module), made)()

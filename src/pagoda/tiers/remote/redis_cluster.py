@@ -1,4 +1,4 @@
-"""A Redis Cluster as a remote store: the masters say which slots they have, and are asked again when that changes."""
+"""A Redis Cluster as a remote store: masters report which slots they have, and are asked again after changes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class SlotRange(NamedTuple):
 
 
 class _AskingResp(RespConnection):
-    """Says before each command that it follows a redirection (ASKING): a node serves a slot that it is only receiving.
+    """Sends ASKING before each command, because the node serves a slot that it is still receiving.
 
-    What the node answers to that is read and left: if it is no, the command is redirected again.
+    The reply to ASKING is read and ignored: if the node refuses, the command is redirected again.
     """
 
     def send_commands(self, commands: Sequence[bytes], until: float) -> None:
@@ -64,9 +64,9 @@ class _ReceivingNodeConnection(RedisConnection):
 
 
 class ClusterNodeConnection(RedisConnection):
-    """One connection to a node of a cluster. It answers if another node has the name of the probe.
+    """One connection to a node of a cluster. `ping` also succeeds if another node has the name of the probe.
 
-    What reads, touches or removes a chunk of a slot that is being moved follows it to the node that receives it. No
+    A read, touch or removal of a chunk in a slot that is being moved follows it to the receiving node. No
     chunk can be stored in such a slot: neither node executes the RENAMENX.
     """
 
@@ -131,7 +131,7 @@ class ClusterNodeConnection(RedisConnection):
             super().ping(until)
 
     def slots(self, until: float) -> list[SlotRange]:
-        """Return which slots the masters have, as this node knows it. OSError; RefusedError: it is in no cluster."""
+        """Return which slots the masters have, as this node knows it. OSError; RefusedError: it is not in a cluster."""
         (reply,) = self._execute([command(b"CLUSTER", b"SLOTS")], until, _SLOTS_SHAPE)
         ranges = [_slot_range(each) for each in reply] if isinstance(reply, list) else []
         if not ranges:
@@ -146,15 +146,15 @@ class ClusterNodeClient(RedisClient):
 
 
 class RedisClusterClient(RedisNodesClient):
-    """A Redis Cluster, `redis+cluster://host:port,host:port`: of these nodes one at least must answer at first.
+    """A Redis Cluster, `redis+cluster://host:port,host:port`: at least one of these nodes must answer at first.
 
-    A chunk is on the master of its key's slot. Which masters there are is asked when a node says that a slot has moved,
+    A chunk is on the master of its key's slot. The list of masters is read when a node reports that a slot has moved,
     and while one does not answer, until a replica has taken over.
     """
 
     is_cluster = True
     _client_type = ClusterNodeClient
-    _owners: Sequence[RedisNode | None] = ()  # of each slot
+    _owners: Sequence[RedisNode | None] = ()  # the owner of each slot
 
     def reset(self) -> None:
         """Create the locks; also in a forked child."""
@@ -162,9 +162,9 @@ class RedisClusterClient(RedisNodesClient):
         self._lock = threading.Lock()
 
     def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
-        """Return which of these keys (their indices, in order) each master has, of those that are used now.
+        """Return which of these keys (their indices, in order) each master has, of those that are in use.
 
-        ConnectionError: none is.
+        ConnectionError: no master is in use.
         """
         owners, used = self._owners, set(self._used(self.nodes))
         shares: dict[RedisNode, list[int]] = {}
@@ -197,7 +197,8 @@ class RedisClusterClient(RedisNodesClient):
                 assert isinstance(connection, ClusterNodeConnection)
                 self._learn(connection.open(share).slots(share), node)
                 return
-            except (OSError, RefusedError, ConfigError) as error:  # ConfigError: of a host, a password file
+            # ConfigError: from a bad host or password file
+            except (OSError, RefusedError, ConfigError) as error:
                 trouble = error
             finally:
                 connection.close()
@@ -225,7 +226,8 @@ def _slot_range(reply: object) -> SlotRange:
     """Return one item of the reply to CLUSTER SLOTS: first and last slot, and the master as host, port, name, more."""
     match reply:
         case [int(first), int(last), [b"?", int(port), node, [b"ip", bytes(host), *_], *_], *_]:
-            return _slot_range([first, last, [host, port, node]])  # names are preferred, and it has none
+            # names are preferred, but this node has none
+            return _slot_range([first, last, [host, port, node]])
         case [int(first), int(last), [host, int(port), *_], *_]:
             name = host if isinstance(host, bytes) else b""
             if 0 <= first <= last < _SLOTS and 0 < port < 1 << 16 and (not name or HOST.fullmatch(name)):

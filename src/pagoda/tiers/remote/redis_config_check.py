@@ -1,4 +1,4 @@
-"""What is wrong with how a Redis is set up for chunks: a sentence each, with the command that mends it."""
+"""Find what is wrong with the configuration of a Redis for chunks: one sentence each, with a command that mends it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ QUESTIONS = (
 _OWN_SERVER = (
     "start one for chunks: redis-server --port 6380 --save '' --maxmemory-policy volatile-ttl --maxmemory"
 )
-# of any prefix: of chunks, of a directory of machines
+# names with any prefix, of chunks or of a directory of machines
 _CHUNK = re.compile(rb".*:(\d+:[0-9a-f]{64}:\{|at:\d+:)")
-_MOST_SHARE = 0.9  # of the machine's memory
+_MOST_SHARE = 0.9  # share of the machine's memory
 
 
 def warnings(replies: Sequence[Reply], lives: ChunkLives, asked_for: bool, db: int) -> list[str]:
-    """Return what is wrong, by the replies to QUESTIONS, as far as the server answers them.
+    """Return what is wrong, according to the replies to QUESTIONS, as far as the server answers them.
 
     Args:
         replies: an error is a reply too: managed services and ACL rules forbid some of the questions.
-        lives: of the chunks in this server.
+        lives: the rule for the lives of chunks in this server.
         asked_for: whether the URL says that the server evicts by life.
         db: the database of the chunks.
     """

@@ -1,6 +1,6 @@
-"""Several Redis as one store: each key is on one node, and a node that fails costs its own chunks only.
+"""Several Redis as one store: each key is on one node, and a node that fails costs only its own chunks.
 
-A look-up asks all nodes at the same time. A node that fails is left out, and a thread asks whether it is back.
+A lookup asks all nodes at the same time. A node that fails is left out, and a thread checks whether it is back.
 
     RedisPoolClient        what all connections share: the nodes, and which node has a key (see `redis_cluster` too)
     RedisNode              one node: how it is reached, and whether it is used now
@@ -44,12 +44,12 @@ from pagoda.tiers.remote.store_client import (
 from pagoda.tiers.remote.store_urls import node_urls
 from pagoda.url_parts import place_of, split_url
 
-_FAILURES, _REST_SECONDS = 2, 0.25  # after these a node is left out until it answers a probe
-_REFUSALS, _REFUSED_SECONDS = 4, 5.0  # after these nothing is written to a node for a while
+_FAILURES, _REST_SECONDS = 2, 0.25  # after so many failures a node is left out until it answers a probe
+_REFUSALS, _REFUSED_SECONDS = 4, 5.0  # after so many refusals nothing is written to a node for so long
 _PROBE_SECONDS = 1.0
-_PATIENCE_SHARE = 1 / 3  # of the time that a caller waits: then a slow node is not waited for much longer
-_MOST_MOVES = 4  # of a key, followed by one call
-_MOST_THREADS = 32  # that ask nodes at the same time
+_PATIENCE_SHARE = 1 / 3  # after this share of a caller's time, a lookup waits hardly longer for a slow node
+_MOST_MOVES = 4  # so many moves of a key are followed by one call
+_MOST_THREADS = 32  # threads that ask nodes at the same time
 
 _logger = guarded_logger("pagoda.tiers.remote")
 _T = TypeVar("_T")
@@ -67,7 +67,7 @@ class RedisNode:
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
         self.write_breaker = CircuitBreaker(clock, _REFUSALS, _REFUSED_SECONDS)
         self.last_refusal = Reason.IO_ERROR
-        self.trusted_since = 0.0  # connections that are older are replaced before their next use
+        self.trusted_since = 0.0  # older connections are replaced before their next use
         self.is_probed = False
         self.lines: set[_NodeLine] = set()  # the connections to it that may be used
         self._log = RateLimitedLog(clock)
@@ -78,7 +78,7 @@ class RedisNode:
         self.lines = set()
 
     def failed(self, error: Exception) -> RefusedError:
-        """Count and log that the node failed; return the miss of its keys. End all calls of a node that is left out."""
+        """Count and log that the node failed; return the miss for its keys. End its calls if it is left out now."""
         if isinstance(error, TimeoutError):
             self.trusted_since = time.monotonic()
         self.breaker.record_failure()
@@ -89,13 +89,13 @@ class RedisNode:
         return self.contain(error)
 
     def refused_write(self, refusal: RefusedError) -> RefusedError:
-        """Count and log that the node stores nothing; return the drop."""
+        """Count and log that the node refused a write; return the drop."""
         self.last_refusal = refusal.reason
         self.write_breaker.record_failure()
         return self.contain(refusal)
 
     def contain(self, error: Exception) -> RefusedError:
-        """Log what the node did wrong; return the refusal that says nothing about the other nodes."""
+        """Log an error of the node; return a contained refusal, which says nothing about the other nodes."""
         reason = reason_of(error)
         place = f"{self.client.address}: "
         text = f"{place}{type(error).__name__}: {str(error).removeprefix(place)}"
@@ -119,7 +119,7 @@ class RedisNodesClient(StoreClient):
     ) -> None:
         """Connect to nothing yet. ConfigError: the URL, the password file or the prefix cannot be used.
 
-        `look_seconds`: how long a caller waits for a look-up.
+        `look_seconds`: how long a caller waits for a lookup.
         """
         self._url = split_url(url)
         self.patience_seconds = look_seconds * _PATIENCE_SHARE
@@ -128,10 +128,10 @@ class RedisNodesClient(StoreClient):
         self.nodes = self._seeds = [RedisNode(self._client_of(each), self._clock) for each in node_urls(url)]
         first = self.nodes[0].client
         self.name = first.name
-        places = ",".join(sorted(node.place for node in self.nodes))  # on two machines the same text
+        places = ",".join(sorted(node.place for node in self.nodes))  # the same text on all machines
         self.address = f"{self._url.scheme}://{places}/{first.address.rpartition('/')[2]}"
         self.believed_seconds = first.believed_seconds
-        self.version = 0  # of the list of nodes
+        self.version = 0  # version of the list of nodes
         self._probes = Pool(_MOST_THREADS, "pagoda-redis-probe")
         reset_now_and_in_child(self)
 
@@ -145,20 +145,20 @@ class RedisNodesClient(StoreClient):
         return RedisNodesConnection(self)
 
     def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
-        """Return which of these keys (their indices, in order) each node has. ConnectionError: no node is used now."""
+        """Return which of these keys (their indices, in order) each node has. ConnectionError: no node is in use."""
         raise NotImplementedError
 
     def node_of(self, key: bytes) -> RedisNode:
-        """Return the node that has a key. ConnectionError: no node is used now; contained refusal: its node is not."""
+        """Return the node that has a key. ConnectionError: no node is in use; contained refusal: this one is not."""
         for node in self.shares([key]):
             return node
         raise RefusedError(Reason.TIER_SKIPPED, "the chunk's node is not used now", contained=True)
 
     def refresh(self, until: float, version: int | None = None, node: RedisNode | None = None) -> None:
-        """Find out which nodes there are, if that can change: unless it is known since `version`; from `node` first."""
+        """Read the list of nodes, if it can change and has not changed since `version`; ask `node` first."""
 
     def _used(self, nodes: Sequence[RedisNode]) -> list[RedisNode]:
-        """Return which nodes are used now. Ask the others in the background, now and then, whether they are back."""
+        """Return which nodes are in use. From time to time probe the others in the background."""
         used = []
         for node in nodes:
             if not node.breaker.is_open:
@@ -188,15 +188,15 @@ class RedisNodesClient(StoreClient):
 
 
 class RedisPoolClient(RedisNodesClient):
-    """Independent Redis, `redis+pool://host:port,host:port`: rendezvous hashing says which node has a key.
+    """Independent Redis, `redis+pool://host:port,host:port`: rendezvous hashing decides which node has a key.
 
-    Each key has an order of all nodes, by a hash of both, and is on the first that is used now: without a node its keys
-    are on others, and no other key moves. All machines must name the nodes alike (case, order, a default port and the
-    dot at the end of a name do not matter).
+    Each key has an order of all nodes, by a hash of both, and is stored on the first node that is in use. If a node
+    fails, only its keys move to others. All machines must name the nodes in the same way (case, order, a default port
+    and the dot at the end of a name do not matter).
     """
 
     def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
-        """Return which of these keys (their indices, in order) each node has. ConnectionError: no node is used now."""
+        """Return which of these keys (their indices, in order) each node has. ConnectionError: no node is in use."""
         nodes = self._used(self.nodes)
         heads = np.frombuffer(b"".join(key[:8] for key in keys), "<u8")
         first = np.argmax([_mixed(heads ^ node.seed) for node in nodes], axis=0)
@@ -205,14 +205,14 @@ class RedisPoolClient(RedisNodesClient):
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return a hash of each word (the last step of SplitMix64). It never changes: it says where chunks are."""
+    """Return a hash of each word (the last step of SplitMix64). It must never change: it decides where chunks are."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 class _NodeLine:
-    """The connection to one node. `is_busy`: a thread uses it, and closes it if it was given up meanwhile."""
+    """The connection to one node. `is_busy`: a thread uses it, and closes it if it was dropped meanwhile."""
 
     def __init__(self, connection: RedisConnection) -> None:
         self.connection, self.made = connection, time.monotonic()
@@ -222,7 +222,7 @@ class _NodeLine:
 class RedisNodesConnection(StoreConnection):
     """One connection to each node; see StoreConnection. For one thread at a time, except `abort`.
 
-    What a node does wrong is a contained refusal: a miss or a drop with a reason. OSError: no node is used now.
+    An error of one node is a contained refusal: a miss or a drop with a reason. OSError: no node is in use.
     """
 
     def __init__(self, client: RedisNodesClient) -> None:
@@ -230,15 +230,15 @@ class RedisNodesConnection(StoreConnection):
         self._lines: dict[RedisNode, _NodeLine] = {}
         self._pool = Pool(_MOST_THREADS, "pagoda-redis-nodes")
         self._closed = False
-        self._has_moved = False  # a key of the latest call: it is known by now where it is
+        self._has_moved = False  # a key of the latest call has moved, and its new node is known
 
     def open(self, until: float) -> Self:
-        """Find out which nodes there are, if the URL does not say all. Each is connected to when used. OSError."""
+        """Read the list of nodes if the URL does not name all. A node is connected to when it is used. OSError."""
         self._client.refresh(until, version=0)
         return self
 
     def ping(self, until: float) -> None:
-        """Return if all nodes answer. OSError: none does; a contained refusal: some do not."""
+        """Return if all nodes answer. OSError: none answers; a contained refusal: some do not."""
         self._client.refresh(until)
         for node, line in list(self._lines.items()):
             if node not in self._client.nodes and not line.is_busy:
@@ -251,9 +251,9 @@ class RedisNodesConnection(StoreConnection):
             raise RefusedError(Reason.IO_ERROR, f"{silent}: no answer; the other nodes do", contained=True)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Return how many leading keys are present: the nodes are asked at the same time.
+        """Return how many leading keys are present: all nodes are asked at the same time.
 
-        A slow node is not waited for once others have answered.
+        When other nodes have answered, slow ones are not waited for.
         """
         shares, found = self._ask_for(keys, RedisConnection.find, namespace, until)
         here = [False] * len(keys)
@@ -263,14 +263,14 @@ class RedisNodesConnection(StoreConnection):
         end = here.index(False) if False in here else len(keys)
         if not end and keys and not any(shares[node][0] == 0 for node in found):
             raise RefusedError(Reason.DEADLINE, "the node of the first chunk did not answer", contained=True)
-        return end  # what was found is worth more than the reason
+        return end  # the number of keys is worth more than the reason
 
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
     ) -> list[bool]:
         """Update recency and extend lives; return which keys are present on nodes that answer.
 
-        A node that refuses is asked which leading ones it has.
+        A node that refuses touches is asked how many leading keys it has.
         """
         ranked = dict(zip(keys, ranks or [0] * len(keys), strict=True))
 
@@ -295,9 +295,9 @@ class RedisNodesConnection(StoreConnection):
         return here
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
-        """Ask before puts. Of a node that does not answer or refuses, `put` says so: nothing is known of its chunks.
+        """Ask before puts. If a node does not answer or refuses, nothing is known of its chunks, and `put` fails.
 
-        Nothing is claimed on a node that is not written to: others would wait for it.
+        Nothing is claimed on a node that refuses writes: others would wait for the chunk.
         """
         places = self._client.shares(keys) if keys else {}
         asked = [at for node, share in places.items() if not node.write_breaker.resting for at in share]
@@ -322,9 +322,9 @@ class RedisNodesConnection(StoreConnection):
         return self._call_for(request.key, lambda line: line.get(request, until), until)
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Remove chunks; return how many there were. Of a pool all nodes are asked: it may have been on another one.
+        """Remove chunks; return how many there were. In a pool all nodes are asked: a chunk may have moved.
 
-        A contained refusal if a node does not answer: its chunks may be there when it is back.
+        A contained refusal if a node does not answer: its chunks may still be there when it is back.
         """
         if self._client.is_cluster:
             shares, removed = self._ask_for(keys, RedisConnection.remove, namespace, until)
@@ -360,7 +360,7 @@ class RedisNodesConnection(StoreConnection):
         return {key: page for pages in answers.values() for key, page in pages.items()}
 
     def usage(self, until: float) -> Usage:
-        """Return the memory of the nodes that answer, and the sum of their limits; None: one has no limit."""
+        """Return the memory of the nodes that answer, and the sum of their limits; None if one has no limit."""
         calls = {node: lambda line: line.usage(until) for node in self._client.nodes}
         answers = self._ask(calls, until)
         usages = list(answers.values())
@@ -376,7 +376,7 @@ class RedisNodesConnection(StoreConnection):
             line.connection.abort()
 
     def close(self) -> None:
-        """Close the connections; never waits. A call that is under way closes its own when it ends. Idempotent."""
+        """Close the connections; never waits. A running call closes its connections when it ends. Idempotent."""
         self.abort()
         for node, line in list(self._lines.items()):
             if not line.is_busy:
@@ -409,7 +409,7 @@ class RedisNodesConnection(StoreConnection):
     def _call_for(
         self, key: bytes, work: Callable[[RedisConnection], _T], until: float, *, writes: bool = False
     ) -> _T:
-        """Call the node of a key; what it does wrong is a contained refusal, except what it has under the key."""
+        """Call the node of a key. Errors are contained refusals, except a wrong value under the key."""
         for _ in range(_MOST_MOVES):
             node = self._client.node_of(key)
             if writes and node.write_breaker.resting:
@@ -429,7 +429,7 @@ class RedisNodesConnection(StoreConnection):
         raise RefusedError(Reason.BUSY, "the chunk is moved again and again", contained=True)
 
     def _all(self, call: Callable[[RedisConnection], _T], deadline: ListingDeadline) -> list[_T]:
-        """Call all nodes at the same time and return their results. OSError if one fails, after the last has ended."""
+        """Call all nodes at the same time and return their results. OSError if one fails, when all have ended."""
         until = deadline.next_step()
         futures = [self._submit(node, call, until) for node in self._client.nodes]
         wait(futures)
@@ -443,10 +443,11 @@ class RedisNodesConnection(StoreConnection):
     ) -> dict[RedisNode, _T]:
         """Call nodes at the same time; return the results of those that answer. The others count as failed.
 
-        A refusal by all nodes there are is raised as it is. If none answers, one by some of them is contained.
+        If all nodes refuse, the refusal is raised as it is. If no node answers and some refuse, it is raised as
+        contained.
 
-        `patience_seconds`: how long all of them are waited for; None: as long as a look-up may take. Where none answers
-        in the time that is usual in one network, the first answer shows how far away they are.
+        `patience_seconds`: how long to wait for all of them; None: as long as a lookup may take. If no node answers
+        within the usual time of one network, the time of the first answer shows how far away they are.
         """
         begun = time.monotonic()
         futures = {node: self._submit(node, call, until) for node, call in calls.items()}
@@ -461,7 +462,7 @@ class RedisNodesConnection(StoreConnection):
         answers, ended = {}, {node: future for node, future in futures.items() if future.done()}
         refusals: list[RefusedError] = []
         for node in futures.keys() - ended.keys():
-            futures[node].cancel()  # if no thread has begun with it
+            futures[node].cancel()  # if no thread has begun it
             if (line := self._lines.pop(node, None)) is not None:
                 line.connection.abort()
             node.failed(TimeoutError("no answer in time"))
@@ -548,7 +549,7 @@ class RedisNodesConnection(StoreConnection):
 def _claimed(
     line: RedisConnection, namespace: bytes, keys: Sequence[bytes], until: float
 ) -> list[PutResult | None]:
-    """Claim chunks of one node; nothing is known of them if it refuses."""
+    """Claim chunks of one node; if it refuses, nothing is known of them."""
     try:
         return line.claim(namespace, keys, until)
     except RedirectError:

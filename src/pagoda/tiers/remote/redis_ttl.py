@@ -1,8 +1,8 @@
-"""How long chunks stay in a Redis. Where it evicts by remaining life (`volatile-ttl`), lives rank the chunks.
+"""How long chunks stay in a Redis. If it evicts by remaining life (`volatile-ttl`), lives also rank the chunks.
 
-`RedisConnection` asks what to send with each use of a chunk. The rank is the last use and, within a chain, the
-position: a tail is evicted before its head. A chunk that is new has a lower rank than one that is used again. No
-machine shortens the life that another one gave.
+`RedisConnection` gets from here what to send with each use of a chunk. The rank depends on the last use and, within a
+chain, on the position: a tail is evicted before its head. A new chunk has a lower rank than one that was used again. No
+machine shortens a life that another machine gave.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NamedTuple
 from pagoda.tiers.remote.resp import ErrorReply, Reply, command
 
 LIFE_SECONDS = 7 * 86400.0
-_LEAST_SHARE = 1 / 2  # of the life: ranks take no more of it
-_RENEWED_SHARE = 1 / 16  # a life that ranks nothing is renewed once this share of it is over
-_ABSENT, _ENDLESS = -2, -1  # of PTTL
-_LEARNED_SHARE = 1 / 128  # of what is known of ages: it comes from the latest one
-_STAY = 1.25  # of the mean age: how long a new chunk stays
-_OLDEST_SHARE = 0.02  # of all ages: these are older than `ReuseAges.oldest_ms`
+_LEAST_SHARE = 1 / 2  # ranks take at most this share of a life
+_RENEWED_SHARE = 1 / 16  # a life that does not rank is renewed when this share of it is over
+_ABSENT, _ENDLESS = -2, -1  # replies to PTTL
+_LEARNED_SHARE = 1 / 128  # the weight of the latest age in the mean
+_STAY = 1.25  # a new chunk stays this multiple of the mean age
+_OLDEST_SHARE = 0.02  # so many of all ages are above `ReuseAges.oldest_ms`
 _IN_CLUSTER = ("MOVED", "ASK", "TRYAGAIN")
 
 
@@ -27,7 +27,7 @@ class ReuseAges:
     """How old chunks of one server are when they are used again: their mean age, and how old the oldest are.
 
     An age is how much of its life a chunk has lost, so it is a place in the order of eviction, and the oldest are about
-    to be evicted. For all connections of a client; of two ages that come at once one may be lost.
+    to be evicted. For all connections of a client; if two ages arrive at once, one may be lost.
     """
 
     def __init__(self) -> None:
@@ -49,10 +49,10 @@ class ChunkLives(NamedTuple):
 
     life_ms: int
     ages: ReuseAges
-    # each use extends the life; else one use in a while renews it, and other uses write nothing
+    # true: each use extends the life; false: only a use from time to time renews it, and other uses write nothing
     ranks: bool = False
-    has_gt: bool = True  # PEXPIRE ... GT is there: since Redis 7
-    extends: bool = True  # the user may ask for lives and extend them
+    has_gt: bool = True  # the server has PEXPIRE ... GT (since Redis 7)
+    extends: bool = True  # the user may read and extend lives
 
     @classmethod
     def of_server(
@@ -60,7 +60,7 @@ class ChunkLives(NamedTuple):
     ) -> ChunkLives:
         """Return the rule for a server, by its replies to INFO memory, PTTL and PEXPIRE ... GT of no name.
 
-        `ranks`: also if the server does not say that it evicts by life.
+        `ranks`: rank even if the server does not say that it evicts by life.
         """
         policy = settings(info).get("maxmemory_policy")
         may = not isinstance(remaining, ErrorReply) or remaining.code in _IN_CLUSTER
@@ -79,31 +79,32 @@ class ChunkLives(NamedTuple):
         return b"%d" % (self.life_ms - lost)
 
     def outlasts(self, life: bytes) -> bytes:
-        """Return the life of what is no chunk and needs a short one; by that it must not be evicted before chunks."""
+        """Return a life for a short-lived name that is not a chunk, long enough not to be evicted before chunks."""
         return self.life(0) if self.ranks else life
 
     def extend(self, name: bytes, rank: int) -> bytes:
-        """Return the command that gives a chunk its life, whatever it has."""
+        """Return the command that gives a chunk its life, whatever its present life is."""
         return command(b"PEXPIRE", name, self.life(rank))
 
     def begin(self, name: bytes, rank: int) -> bytes:
-        """Return the command that gives a new chunk its life: nobody has asked for it again yet."""
+        """Return the command that gives a new chunk its life: it has not been used again yet."""
         return self.extend(name, rank + self.ages.rank_of_new())
 
     def used(self, name: bytes, rank: int) -> list[bytes]:
-        """Return the commands to send with each use of a chunk; `learn` says if more is to be sent."""
+        """Return the commands to send with each use of a chunk; `learn` returns whether more must be sent."""
         if not self.extends:
             return []
         asked = command(b"PTTL", name)
         return [asked, command(b"PEXPIRE", name, self.life(rank), b"GT")] if self._raises else [asked]
 
     def learn(self, replies: Sequence[Reply], rank: int) -> bool:
-        """Learn from the replies to `used`. Return whether `extend` is needed: GT gives no life to what has none."""
+        """Learn from the replies to `used`. Return whether `extend` is needed: GT changes no name without a life."""
         remaining = replies[0] if replies else _ABSENT
         if not isinstance(remaining, int) or remaining == _ABSENT:
             return False
         age_ms = self.life_ms - remaining
-        if 0 <= age_ms <= self.life_ms * _LEAST_SHARE:  # else another machine gave it a life by another `ttl`
+        # otherwise another machine with another `ttl` gave the life
+        if 0 <= age_ms <= self.life_ms * _LEAST_SHARE:
             self.ages.record(age_ms)
         share = 0.0 if self.ranks else _RENEWED_SHARE
         return remaining == _ENDLESS or (not self._raises and remaining < int(self.life(rank)) * (1 - share))

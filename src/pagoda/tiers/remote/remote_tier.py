@@ -1,7 +1,7 @@
 """The remote tier: chunks in a store that many machines share, over a network that may fail.
 
-`RemoteTier` is called by the cache, and queues reads and writes. `RemoteStore` is what its threads share. One of them
-answers queries and probes a store that failed; each of the others has a `RemoteWorker`, which moves chunks.
+`RemoteTier` is called by the cache and queues reads and writes. `RemoteStore` is what its threads share. One thread
+answers queries and probes a store that failed; each other thread has a `RemoteWorker`, which moves chunks.
 """
 
 from __future__ import annotations
@@ -44,29 +44,31 @@ from pagoda.tiers.remote.store_client import (
     reason_of,
 )
 
-STORE_ID = b"pagoda/remote/1\0"  # in the headers, where a store of one machine has its id
+STORE_ID = b"pagoda/remote/1\0"  # in the header field in which a local store writes its id
 
 _logger = guarded_logger("pagoda.tiers.remote")
 
 _T = TypeVar("_T")
 
 _SLOWEST_BYTES_PER_SECOND = 10e6  # a connection that moves less counts as hung
-_FAILURES, _REST_SECONDS = 2, 1.0  # after these the store is only probed now and then
-# after these nothing is written for a while: the store is full or read-only
+_FAILURES, _REST_SECONDS = 2, 1.0  # after so many failures the store is only probed, with these rests
+# after so many refusals nothing is written for so long: the store is full or read-only
 _REFUSALS, _REFUSED_SECONDS = 4, 5.0
-_TOUCH_REST_SECONDS = 600.0  # after a store refused to be touched
-_PROBE_SECONDS = 0.1  # while the breaker is open: between two checks whether it is time for a probe
+_TOUCH_REST_SECONDS = 600.0  # so long no touch is sent after the store refused one
+_PROBE_SECONDS = 0.1  # while the breaker is open: the pause between two checks whether a probe is due
 _MOST_ROOTS = 4096
-_STEP_SECONDS = 10.0  # for a step of a call that lists all names
+_STEP_SECONDS = 10.0  # for one step of a call that lists all names
 _LISTING_SECONDS = 60.0  # for all its steps together
-_MOST_TOUCHED = 16  # at once: one round of requests to an object store
-# one connection's writes that are claimed at once: they are sent soon
+_MOST_TOUCHED = 16  # keys touched at once: one round of requests to an object store
+# writes of one connection that are claimed at once; few, so that they are sent soon
 _BATCH_CHUNKS, _BATCH_BYTES = 16, 4 << 20
-# before a chunk that another machine is sending is asked for again: as long as it was waited for, within these bounds
+# the pause before asking again for a chunk that another machine is sending: as long as the wait so far, within these
+# limits
 _BUSY_PAUSE_SECONDS = 0.1, 1.0
-_BUSY_SECONDS = 10.0  # how long that goes on, in addition to twice the time that sending a batch may take
-# of each doubling of the position in a chain: a tail is evicted before its head, although a store compares a few
-# chunks at a time; and the last chunk of the longest prompt still before what was used some seconds earlier
+_BUSY_SECONDS = 10.0  # how long that is repeated, in addition to twice the time limit for sending a batch
+# the rank rises by this with each doubling of the position in a chain, so that a tail is evicted before its head,
+# although a store compares only a few chunks at a time; but even the last chunk of the longest prompt ranks before
+# chunks that were used some seconds earlier
 _RANK_MS = 300
 
 
@@ -76,11 +78,11 @@ _NOT_STORED = {
 
 
 class RemoteTier(QueuedTier):
-    """Stores chunks in a remote store, with background threads that have a connection each. Thread-safe and fork-safe.
+    """Stores chunks in a remote store, by background threads with one connection each. Thread-safe and fork-safe.
 
-    A background thread asks the store which keys it has, and a look-up waits for that at most `look_seconds`: a late
-    answer serves the next look-up. After failures in a row the store is skipped (`resting`) until it answers a probe,
-    which is sent in the background; meanwhile no call touches the network. Counters are of this process.
+    A background thread asks the store which keys it has, and a lookup waits for that at most `look_seconds`; a late
+    answer is used by the next lookup. After failures in a row the store is skipped (`resting`) until it answers a
+    probe, which is sent in the background; meanwhile no call uses the network. Counters are those of this process.
     """
 
     is_shared = True
@@ -122,7 +124,7 @@ class RemoteTier(QueuedTier):
 
     @property
     def resting(self) -> bool:
-        """Whether the store is skipped after failures in a row. Nothing is found meanwhile."""
+        """Whether the store is skipped after failures in a row. During that time nothing is found."""
         return self._store.breaker.is_open
 
     # ---- finding -------------------------------------------------------------------------------------------------
@@ -131,7 +133,7 @@ class RemoteTier(QueuedTier):
         self, keys: Sequence[bytes], *, start: int | None = 0, stamp: int | None = None, namespace: bytes | None = None,
         touch: bool = True, deadline_seconds: float | None = None,
     ) -> int:  # fmt: skip
-        """Return how many leading keys are stored or queued, as far as that is known soon; copies nothing."""
+        """Return how many leading keys are stored or queued, as far as that is known in time; copies nothing."""
         if self._refusal() is not None or not keys:
             return 0
         queued = self._pool.queue.pending_writes(keys)
@@ -182,10 +184,10 @@ class RemoteTier(QueuedTier):
     def touch(
         self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, stamp: int | None = None, asked: bool = True
     ) -> list[bool] | None:  # fmt: skip
-        """Tell the store that these keys are in use. Waits for it, up to its deadlines. See Tier.touch."""
+        """Touch these keys in the store. Waits for the store, up to its deadlines. See Tier.touch."""
         if self._refusal() is not None:
             return None
-        # first: what leaves the queue meanwhile is in the store
+        # read first: a chunk that leaves the queue after this is in the store
         queued = self._pool.queue.pending_writes(keys)
         here: list[bool] = []
         stamp = self._store.stamp() if stamp is None else stamp
@@ -204,11 +206,11 @@ class RemoteTier(QueuedTier):
         return self.find([key], namespace=namespace, deadline_seconds=deadline_seconds) == 1
 
     def knows(self, key: bytes, namespace: bytes) -> bool:
-        """Return whether the store said lately if it has this key."""
+        """Return whether the store has recently answered whether it has this key."""
         return self._store.presence.is_answered(namespace, key)
 
     def holders(self, key: bytes) -> list[str]:
-        """Return what keeps this chunk: "in flight". Nothing can prevent the store from evicting it."""
+        """Return what keeps this chunk: "in flight" or nothing. The store may evict any chunk."""
         return ["in flight"] if self.in_flight(key) else []
 
     # ---- loading -------------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ class RemoteTier(QueuedTier):
     # ---- removing ------------------------------------------------------------------------------------------------
 
     def remove(self, key: bytes, namespace: bytes | None = None) -> bool:
-        """Remove a chunk, queued or stored; return False if it is not here. StoreError if the store does not answer."""
+        """Remove a chunk, queued or stored; return False if it is absent. StoreError if the store does not answer."""
         if self._closed:
             return False
         cancelled = self._cancel_writes(Reason.REMOVED, key=key, wait_seconds=self.deadline_seconds)
@@ -252,7 +254,7 @@ class RemoteTier(QueuedTier):
         return removed > 0 or any(cancelled)
 
     def clear(self, namespace: bytes | None = None) -> int:
-        """Remove all chunks of one namespace (its root), or all under our prefix. Return how many.
+        """Remove all chunks of one namespace (its root), or all under our prefix. Return their number.
 
         Saves of this process that are in flight store nothing; those of other machines may. Raises StoreError if the
         store fails before the end.
@@ -301,19 +303,19 @@ class RemoteStore(WorkerBackend):
         self.name = client.name
         self.reader_threads = 1 if connections > 1 else 0
         self.deadline_seconds = deadline_seconds
-        self._slowest = _SLOWEST_BYTES_PER_SECOND / connections  # which share the network link
+        self._slowest = _SLOWEST_BYTES_PER_SECOND / connections  # connections share the network link
         self.chunk_bytes, self.fingerprint = layout.chunk_bytes, layout.fingerprint
         self.batch_chunks = max(1, min(_BATCH_CHUNKS, _BATCH_BYTES // self.chunk_bytes))
-        # an opaque layout most likely holds the 16-bit types that models are served in
+        # an opaque layout most likely holds a 16-bit type, since models are served in these
         self.word_bytes = min(4, itemsize(layout.planes[0].dtype)) if layout.planes else 2
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
         self.write_breaker = CircuitBreaker(clock, _REFUSALS, _REFUSED_SECONDS)
         self.last_refusal = Reason.IO_ERROR
         self.touch_breaker = CircuitBreaker(clock, 1, _TOUCH_REST_SECONDS)
-        # what is absent may be stored at any moment: it is asked for again soon, unless questions cost
+        # an absent key may be stored at any moment: so it is asked for again soon, unless requests cost money
         costs = client.keepalive_seconds is None
         self.presence = PresenceCache(clock, absent_seconds=1.0 if costs else 0.1)
-        # of longer prompts not all keys are asked for
+        # for longer prompts not every key is asked for
         self.exact_keys = EXACT_REQUESTS if costs else EXACT_KEYS
         self.usage: Usage | None = None
         self._log = RateLimitedLog(clock)
@@ -326,7 +328,7 @@ class RemoteStore(WorkerBackend):
         self._lock = threading.Lock()
         self._connections: set[StoreConnection] = set()
         self._stopped = False
-        self.trusted_since = 0.0  # connections that are older are replaced before their next use
+        self.trusted_since = 0.0  # older connections are replaced before their next use
         self._touch_lock, self._touch_connection = threading.RLock(), WorkerConnection(self)
 
     # ---- the backend of the worker pool --------------------------------------------------------------------------
@@ -362,14 +364,14 @@ class RemoteStore(WorkerBackend):
         self, connection: WorkerConnection, work: Callable[[StoreConnection], _T], what: str,
         refusals: CircuitBreaker | None = None,
     ) -> _T | Reason:  # fmt: skip
-        """Do some work of a background thread, as `WorkerConnection.call` does; any error is a reason."""
+        """Do some work of a background thread, as `WorkerConnection.call` does; any error becomes a reason."""
         try:
             return connection.call(work, what, refusals)
         except Exception as error:  # noqa: BLE001  # a background thread: other queries still need their answers
             return self.record_error(error, what)
 
     def update_usage(self, connection: StoreConnection) -> int:
-        """Ask how full the store is; log once what is wrong with how it is set up."""
+        """Ask how full the store is; log once what is wrong with its configuration."""
         is_first, self.usage = self.usage is None, self.usage or Usage(None, None)
         with contextlib.suppress(RefusedError):
             self.usage = connection.usage(self.deadline())
@@ -402,7 +404,7 @@ class RemoteStore(WorkerBackend):
     def record_error(self, error: Exception, what: str, *, rests: bool = True) -> Reason:
         """Log that something failed and return the reason to report. OSErrors count for the breaker.
 
-        A call that `interrupt` broke off is no failure of the store.
+        A call that was ended by `interrupt` is not a failure of the store.
         """
         if isinstance(error, OSError):
             if self._stopped:
@@ -417,7 +419,7 @@ class RemoteStore(WorkerBackend):
         """Close the connection for touches; if it is in use, its user closes it. Workers have closed their own."""
         if_free(self._touch_lock, self._touch_connection.close)
 
-    # ---- what is known -------------------------------------------------------------------------------------------
+    # ---- known keys -------------------------------------------------------------------------------------------
 
     def register(self, root: bytes) -> None:
         """Remember that there are keys of this namespace."""
@@ -471,7 +473,8 @@ class RemoteStore(WorkerBackend):
     def touch(self, namespace: bytes, keys: Sequence[bytes], start: int, stamp: int) -> list[bool] | None:
         """Touch a run of keys and return which of them are present; None: unknown at present.
 
-        If the store refuses touches, the log says so, and the number of leading keys that are present is asked for.
+        If the store refuses touches, the log says so, and only the number of leading keys that are present is asked
+        for.
         """
 
         def touched(connection: StoreConnection) -> list[bool]:
@@ -498,7 +501,7 @@ class RemoteStore(WorkerBackend):
     # ---- connections ---------------------------------------------------------------------------------------------
 
     def connect(self, until: float) -> StoreConnection:
-        """Return a new connection that `interrupt` reaches, also while it is being made. OSError, RefusedError."""
+        """Return a new connection, which `interrupt` can abort even while it is being made. OSError, RefusedError."""
         connection = self.client.connection()
         try:
             with self._lock:
@@ -519,7 +522,7 @@ class RemoteStore(WorkerBackend):
 
 
 class WorkerConnection:
-    """The connection of one thread: made when it is needed, replaced when it has failed."""
+    """The connection of one thread. It is made when it is needed and replaced when it has failed."""
 
     def __init__(self, store: RemoteStore) -> None:
         self._store = store
@@ -529,9 +532,9 @@ class WorkerConnection:
     def call(
         self, work: Callable[[StoreConnection], _T], what: str, refusals: CircuitBreaker | None = None
     ) -> _T | Reason:
-        """Run `work` with the connection, or return why it failed. After an old connection failed, try a new one.
+        """Run `work` with the connection, or return why it failed. If an old connection fails, try a new one.
 
-        Refusals count for `refusals`, by default for the store's breaker; only that one is reset by a success.
+        Refusals are counted by `refusals`, by default the store's breaker. A success resets only the store's breaker.
         """
         moved = False
         for _ in range(2):
@@ -558,7 +561,7 @@ class WorkerConnection:
         raise AssertionError("a new connection is not old")
 
     def _is_ready(self) -> bool:
-        """Return whether there is a connection from before; close one that is no longer trusted."""
+        """Return whether there is an older connection that can be used; close one that is no longer trusted."""
         if self._connection is not None and self._made < self._store.trusted_since:
             self.close()
         return self._connection is not None
@@ -572,16 +575,16 @@ class WorkerConnection:
     def _record_success(self, moved: bool) -> None:
         self._used = time.monotonic()
         self._store.breaker.record_success()
-        if moved:  # the other connections lead to the server that this one has left
+        if moved:  # the other connections still lead to the old server
             self._store.trusted_since = self._made
 
     def _old_is_late(self, error: OSError, what: str) -> Reason:
-        """Record that an old connection did not answer: it may be broken, and so may all that are as old."""
+        """Record that an old connection did not answer: it may be broken, and so may others of its age."""
         self._store.trusted_since = time.monotonic()
         return self._store.record_error(error, what, rests=False)
 
     def idle_for(self, seconds: float) -> bool:
-        """Return whether there is a connection that was last used so long ago."""
+        """Return whether there is a connection that has been idle for so long."""
         return self._connection is not None and time.monotonic() - self._used >= seconds
 
     def close(self) -> None:
@@ -641,7 +644,7 @@ class RemoteWorker(IoWorker):
             fingerprint=store.fingerprint,
         )
         found: codec.Header | None = None
-        stays = False  # a value that this load does not serve
+        stays = False  # true for a value that this load cannot serve but that must stay
 
         def destination() -> Bytes | None:
             nonlocal found, stays
@@ -671,7 +674,7 @@ class RemoteWorker(IoWorker):
                 stored = (payload if found.codec == "raw" else self._encoding_buffer())[:count]
                 if codec.restore(self._page, stored, expected, store.word_bytes, payload) is None:
                     return None
-        # remove a value that cannot be served; otherwise its key could not be stored again
+        # remove a value that no caller can use; otherwise its key could not be stored again
         store.count({"failed_checks": 1})
         with contextlib.suppress(RefusedError):
             connection.remove(root, [read.key], store.deadline())
@@ -681,7 +684,7 @@ class RemoteWorker(IoWorker):
     def _is_good_for_others(
         self, found: codec.Header | None, expected: codec.Expected, read: ReadRequest
     ) -> bool:
-        """Return whether a value that cannot be served stays: other callers can use it, or this request was wrong."""
+        """Return whether a value that cannot be served must stay: others can use it, or this request was wrong."""
         if codec.is_foreign(self._page):
             text = "a chunk that another version wrote cannot be read: it stays"
             self._store.log_reason(Reason.FAILED_CHECK, text)
@@ -708,7 +711,7 @@ class RemoteWorker(IoWorker):
     def save(self, writes: Sequence[WriteRequest]) -> None:
         """Claim a batch of writes, send what is not stored, and end their futures, whatever happens.
 
-        What another machine is sending is put back: that machine may die, and then its claim expires.
+        A chunk that another machine is sending is put back, because that machine may die; then its claim expires.
         """
         claims = self._claim(writes)
         for write in writes:
@@ -726,7 +729,7 @@ class RemoteWorker(IoWorker):
         self._release([write for write, claim in claims.items() if not isinstance(claim, PutResult)])
 
     def _claim(self, writes: Sequence[WriteRequest]) -> dict[WriteRequest, PutResult | Reason | None]:
-        """Ask the store about all writes that may be done: why one is not to be sent; None: it is, by this machine."""
+        """Claim all writes that are still valid; return for each why it need not be sent, or None if it must be."""
         store = self._store
         claims: dict[WriteRequest, PutResult | Reason | None] = {}
         asked = [write for write in writes if self._obstacle(write) is None and not self._is_known(write)]
@@ -743,7 +746,7 @@ class RemoteWorker(IoWorker):
         return claims
 
     def _release(self, writes: Sequence[WriteRequest]) -> None:
-        """End the claims of writes that were not sent or failed: other machines wait for what is claimed."""
+        """End the claims of writes that were not sent or failed, because other machines wait for claimed chunks."""
         unsent = [write for write in writes if not self._is_known(write)]
         for namespace in {write.namespace for write in unsent}:
             if self._store.breaker.is_open:
@@ -753,7 +756,7 @@ class RemoteWorker(IoWorker):
             self._store.call(self._connection, release, "releasing claims")
 
     def _put_back(self, write: WriteRequest) -> bool:
-        """Do a write of a chunk that another machine is sending again a moment later; False once that took too long."""
+        """Repeat a write a moment later, since another machine is sending the chunk; False if that takes too long."""
         if write.patience is None:
             write.patience = Deadline(2 * (self._store.batch_deadline() - time.monotonic()) + _BUSY_SECONDS)
         waited = write.patience.patience_seconds - write.patience.remaining()
@@ -768,7 +771,7 @@ class RemoteWorker(IoWorker):
         return None if write.is_valid() else write.cancelled or Reason.STALE
 
     def _is_known(self, write: WriteRequest) -> bool:
-        """Return whether the store is known to have the chunk, as by the late answer of a look-up."""
+        """Return whether the store is known to have the chunk, for example by a late answer to a lookup."""
         return self._store.presence.is_stored(write.namespace, write.chunk.key)
 
     def _save(self, write: WriteRequest, claim: PutResult | Reason | None) -> Reason | None:
@@ -785,7 +788,7 @@ class RemoteWorker(IoWorker):
         )
         data = stored if name in codec.LOSSY else payload
         codec.seal(self._header(write, name, stored.nbytes), data, self._page)
-        # From before the encoding to this line the payload was what its key names: so is all that is sealed here.
+        # From before the encoding to this line the payload was the key's chunk, and so is everything that was sealed.
         if not write.is_valid():
             return write.cancelled or Reason.STALE
 
@@ -814,7 +817,7 @@ class RemoteWorker(IoWorker):
             return write.cancelled
         store.presence.record(write.namespace, [key], True)
         if result is PutResult.STORED:
-            store.write_breaker.record_success()  # an answer before the put says nothing about writes
+            store.write_breaker.record_success()  # an answer before the put shows nothing about writes
             store.count({"stored_chunks": 1, "stored_bytes": store.chunk_bytes})
         return None
 
@@ -832,4 +835,5 @@ class RemoteWorker(IoWorker):
             fingerprint=self._store.fingerprint,
             sequence=secrets.randbits(63),
             stored_bytes=stored_bytes,
+            parent=write.chunk.parent or b"",
         )

@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, LATE, keep_alive, seconds_left
 
-LINE_BYTES = 8192  # no line of a reply is longer; also the most that is read ahead
+LINE_BYTES = 8192  # no line of a reply is longer; also the limit of what is read ahead
 STRING_BYTES = 1 << 20  # no string of a reply is longer
 _SKIPPED_BYTES = 1 << 29  # no value in Redis is longer: an unwanted one is skipped in bounded time
 # the end of one bulk string and the length of the next: the rest is read into its destination
 _BULK_AHEAD_BYTES = 12
 _COPIED_BYTES = 4096  # strings of up to so many bytes are read ahead too
-_SLACK_SECONDS = 0.01  # a timeout that was set less long ago is exact enough
+_SLACK_SECONDS = 0.01  # a timeout that was set less than this ago is exact enough
 _SKIP_BYTES = 1 << 16
 _IOV_MAX = 1024
-_TLS_SEND_BYTES = 1 << 18  # between two checks of the deadline
+_TLS_SEND_BYTES = 1 << 18  # bytes sent between two checks of the deadline
 _END = b"\r\n"
 
 
@@ -36,7 +36,7 @@ Reply = int | bytes | ErrorReply | list["Reply"] | None
 
 
 class ReplyShape(NamedTuple):
-    """What a reply may be, besides an error. Any other reply closes the connection before more of it is read."""
+    """The permitted form of a reply, besides an error. Any other reply closes the connection before it is read on."""
 
     kinds: bytes
     """The permitted first bytes, of b":+$*"; nil is permitted with b"$" and b"*"."""
@@ -87,13 +87,13 @@ class RespConnection:
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # _room[_start:_end] was read ahead
         self._deadline_set = (0.0, 0.0)  # the deadline that the socket has now, and when it was set
-        self._items_left = 0  # of the reply that is being read
+        self._items_left = 0  # items left in the reply that is being read
         self._used = time.monotonic()  # when it was last sent to or received from
-        self._unread_replies = 0  # replies that are expected and not read
+        self._unread_replies = 0  # replies that are expected but not read
         self._failed = False
 
     def check_usable(self) -> None:
-        """Raise OSError if this connection cannot be used: it failed, is out of step, or was idle for too long."""
+        """Raise OSError if this connection cannot be used: it failed, has unread replies, or was idle for too long."""
         if self._unread_replies or self._start != self._end:
             self._failed = True
         self._start_call()
@@ -102,7 +102,7 @@ class RespConnection:
         self._failed = False
 
     def send(self, parts: Sequence[bytes | memoryview], answers: int, until: float) -> None:
-        """Send all parts, to which so many replies will come."""
+        """Send all parts, which will have `answers` replies."""
         self._start_call()
         if self._tls:
             self._send_tls(parts, until)
@@ -112,7 +112,7 @@ class RespConnection:
         self._failed = False
 
     def send_commands(self, commands: Sequence[bytes], until: float) -> None:
-        """Send whole commands together, to each of which one reply will come."""
+        """Send whole commands together; each will have one reply."""
         self.send([b"".join(commands)], len(commands), until)
 
     def read_reply(self, until: float, shape: ReplyShape = NUMBER) -> Reply:
@@ -171,7 +171,7 @@ class RespConnection:
 
     def _read_into(self, destination: memoryview, until: float) -> int | ErrorReply | None:
         ahead = _BULK_AHEAD_BYTES
-        if destination.nbytes <= _COPIED_BYTES:  # two waits fewer are worth the copy of a page
+        if destination.nbytes <= _COPIED_BYTES:  # saving two waits is worth the copy of a page
             ahead += len(b"$%d\r\n" % destination.nbytes) + destination.nbytes
         line = self._read_line(until, ahead)
         if line[:1] == b"-":
@@ -203,7 +203,7 @@ class RespConnection:
         self._start += len(_END)
 
     def _read_more(self, until: float, ahead: int) -> None:
-        """Read what has arrived, at most `ahead` bytes, after what was read ahead before."""
+        """Read what has arrived, at most `ahead` bytes, behind the bytes that were read ahead before."""
         left = self._end - self._start
         if left == LINE_BYTES:
             raise _protocol_error(b"a line without end")
@@ -229,7 +229,7 @@ class RespConnection:
     def _receive(self, destination: memoryview, until: float, whole: bool) -> int:
         self._set_deadline(until)
         try:
-            # all of it in one call: the interpreter is not needed again for each small part from the kernel
+            # receive all in one call, so that the interpreter is not needed for each small part from the kernel
             flags = socket.MSG_WAITALL if whole and not self._tls else 0
             got = self._socket.recv_into(destination, 0, flags)
         except BlockingIOError:
@@ -241,7 +241,7 @@ class RespConnection:
     def _send(self, parts: Sequence[bytes | memoryview], until: float) -> None:
         views = [memoryview(part) for part in parts]
         first = 0
-        # on a unix socket the timeout of a blocking send is one for each of its small parts
+        # on a unix socket the timeout of a blocking send applies to each of its small parts
         flags = socket.MSG_DONTWAIT if self._socket.family == socket.AF_UNIX else 0
         while first < len(views):
             left = seconds_left(until)

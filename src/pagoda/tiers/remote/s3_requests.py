@@ -1,6 +1,6 @@
 """Requests to an S3 bucket over our own connections: pages of names, and deletion of many objects at once.
 
-obstore signs no URL that has parameters, and its own client follows redirections.
+obstore does not sign URLs that have parameters, and its own client follows redirections.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def find_secret(options: Mapping[str, str]) -> str | None:
 def signed_target(method: str, signed: SplitResult, secret: str, parameters: Mapping[str, str]) -> str | None:
     """Return the target of a request to the bucket with these parameters.
 
-    `signed` is the bucket's URL as obstore signed it for GET, with region, date and session. None: it was signed with
-    another secret than `secret`.
+    `signed` is the bucket's URL as obstore signed it for GET, with region, date and session. None: obstore signed it
+    with another secret than `secret`.
     """
     given = dict(parse_qsl(signed.query, keep_blank_values=True))
     if not hmac.compare_digest(given.pop("X-Amz-Signature", ""), _signature("GET", signed, given, secret)):
@@ -51,7 +51,7 @@ def parse_page(listing: bytes) -> tuple[list[str], str | None]:
 
 
 def bulk_delete(names: Sequence[str]) -> tuple[dict[str, str], bytes]:
-    """Return headers and body of a request that deletes objects; the response names only those that were not."""
+    """Return headers and body of a request that deletes objects; the response names only those not deleted."""
     objects = "".join(f"<Object><Key>{name}</Key></Object>" for name in names)  # our names need no escapes
     body = f"<Delete><Quiet>true</Quiet>{objects}</Delete>".encode()
     digest = hashlib.md5(body, usedforsecurity=False).digest()

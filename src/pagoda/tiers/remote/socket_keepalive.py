@@ -1,4 +1,4 @@
-"""What all connections to remote stores share: deadline, keepalive, abort, how long an idle connection is trusted."""
+"""What all connections to remote stores share: deadlines, keepalive, abort, and how long an idle one is trusted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ IDLE_SECONDS = 30
 and then a request over it gets no answer until a deadline passes."""
 
 LATE = "the deadline passed during a wait for the server"
-_INTERVAL_SECONDS, _PROBES = 10, 3  # after these the kernel gives up a silent peer
+_INTERVAL_SECONDS, _PROBES = 10, 3  # after so many unanswered probes the kernel gives up a silent peer
 
 
 def keep_alive(connected: socket.socket) -> None:
-    """Let the kernel probe this connection once it was idle for IDLE_SECONDS; does nothing on a unix socket."""
+    """Let the kernel probe this connection when it has been idle for IDLE_SECONDS; does nothing on a unix socket."""
     if connected.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -32,7 +32,7 @@ def abort(connected: socket.socket) -> None:
 
 
 def seconds_left(until: float) -> float:
-    """Return the seconds until then (time.monotonic()); TimeoutError if there are none."""
+    """Return the seconds left until `until` (time.monotonic()); TimeoutError if there are none."""
     left = until - time.monotonic()
     if left <= 0:
         raise TimeoutError(LATE)

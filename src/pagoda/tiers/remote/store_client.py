@@ -11,14 +11,14 @@ from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 
-NAME_FORMAT = 1  # of the names and values in remote stores; all names contain it
+NAME_FORMAT = 1  # the version of names and values in remote stores; all names contain it
 
 
 class RefusedError(Exception):
     """The store answered with a refusal. The connection can still be used, unless `reconnect`.
 
     `reconnect`: a new connection may reach a server that accepts (after a failover the address leads to another one).
-    `contained`: one part of the store failed, which was counted and logged; it says nothing about the store as a whole.
+    `contained`: one part of the store failed, which was counted and logged; the rest of the store may work.
     """
 
     def __init__(
@@ -31,18 +31,18 @@ class RefusedError(Exception):
 
 
 class ServerError(OSError):
-    """The store answered that it cannot do this now. Of a write it says nothing about reads, as when a disk is full."""
+    """The store answered that it cannot do this now. A failed write (a full disk) does not mean that reads fail too."""
 
 
 def reason_of(error: Exception) -> Reason:
-    """Return why a call of a store has failed or was refused."""
+    """Return why a call to a store failed or was refused."""
     if isinstance(error, RefusedError):
         return error.reason
     return Reason.DEADLINE if isinstance(error, TimeoutError) else Reason.IO_ERROR
 
 
 class ListingDeadline:
-    """How long a listing of all names may take: no step starts once the whole time is over. For one call."""
+    """How long a listing of all names may take: no step starts after the whole time is over. For one call."""
 
     def __init__(self, step_seconds: float, whole_seconds: float) -> None:
         """Start now."""
@@ -68,14 +68,14 @@ class PutResult(Enum):
     STORED = auto()
     PRESENT = auto()  # the key was present already, or another writer was first
     BUSY = auto()  # another writer is storing it
-    UNSEEN = auto()  # asked for once only, so far: it is to be stored when it is asked for again
-    STALE = auto()  # the bytes were no longer what the key names: nothing was left in the store
+    UNSEEN = auto()  # asked for only once so far: it will be stored when it is asked for again
+    STALE = auto()  # the bytes no longer were the key's chunk: nothing was left in the store
 
 
 class PutRequest(NamedTuple):
     """A chunk to be stored as one value: `page` (HEADER_BYTES), then `stored`.
 
-    `is_valid` says whether they still are what the key names. `rank`: see StoreConnection.
+    `is_valid` returns whether they still are the key's chunk. `rank`: see StoreConnection.
     """
 
     namespace: bytes
@@ -89,7 +89,7 @@ class PutRequest(NamedTuple):
 class GetRequest(NamedTuple):
     """A chunk to be read: first `page` is filled, then the result of `destination`. `rank`: see StoreConnection.
 
-    `destination` reads the page and returns where the rest goes. None: the rest is not wanted.
+    `destination` reads the page and returns where to write the rest. None: the rest is not wanted.
     """
 
     namespace: bytes
@@ -99,7 +99,7 @@ class GetRequest(NamedTuple):
     rank: int = 0
 
     def space_for(self, nbytes: int) -> Bytes:
-        """Return where the rest goes, which has `nbytes`. RefusedError: it is not wanted, or does not fit."""
+        """Return where to write the rest, of `nbytes`. RefusedError: it is not wanted, or does not fit."""
         found = self.destination()
         if found is None or nbytes > found.nbytes:
             raise RefusedError(Reason.FAILED_CHECK, "the value is not the requested chunk")
@@ -107,11 +107,11 @@ class GetRequest(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """How full the store is, in bytes; None if it does not say."""
+    """How full the store is, in bytes; None if it does not report that."""
 
     used_bytes: int | None
     limit_bytes: int | None
-    warnings: Sequence[str] = ()  # about how it is set up: what is wrong, and the command that mends it
+    warnings: Sequence[str] = ()  # what is wrong with its configuration, and the command that mends it
 
 
 class StoreConnection(Protocol):
@@ -119,11 +119,12 @@ class StoreConnection(Protocol):
 
     A call ends by `until` (time.monotonic()), whatever the store does. A failure is an OSError (TimeoutError: late);
     after it the connection cannot be used and is closed. A refusal is a RefusedError, and so is an answer that cannot
-    be one of our chunks (FAILED_CHECK). A `rank` says how many milliseconds earlier than the head of a chain that is
-    used now a chunk may be evicted, for stores that have such an order. No answer makes a call use more memory than its
-    arguments have. Names contain NAME_FORMAT, the namespace (its root) and the key, and no others are ever touched.
+    be one of our chunks (FAILED_CHECK). For stores with an order of eviction, a `rank` says how many milliseconds
+    earlier a chunk may be evicted than the head of a chain that is used now. Whatever a store answers, a call uses no
+    more memory than its arguments have. Names contain NAME_FORMAT, the namespace (its root) and the key; other names
+    are never touched.
 
-    Implementations inherit from it what is the same in most stores.
+    Implementations inherit from it, for what is the same in most stores.
     """
 
     exact_keys: int = EXACT_KEYS
@@ -131,7 +132,7 @@ class StoreConnection(Protocol):
     def open(self, until: float) -> Self:
         """Connect, authenticate and prove that the store answers; return this connection. OSError, RefusedError.
 
-        Called once, before all others but `abort` and `close`. If it fails, the connection is to be closed.
+        Called once, before all calls except `abort` and `close`. If it fails, the caller closes the connection.
         """
         self.ping(until)
         return self
@@ -139,8 +140,8 @@ class StoreConnection(Protocol):
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Return how many leading keys are present, in as few round trips as possible; moves no chunk.
 
-        Of many keys some positions may be asked about only: see `leading_run`. Here by `touch`, all of up to
-        `exact_keys`: for a store in which a touch changes nothing.
+        Of many keys, only some positions may be asked about: see `leading_run`. This default uses `touch`, with up to
+        `exact_keys` at once: it is for stores in which a touch changes nothing.
         """
 
         def ask(positions: Sequence[int]) -> int:
@@ -152,18 +153,18 @@ class StoreConnection(Protocol):
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
     ) -> list[bool]:
-        """Tell a store that keeps recency that these keys are in use; return which of them are present."""
+        """Touch these keys, if the store keeps recency; return which of them are present."""
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
-        """Ask before puts: PRESENT, BUSY or UNSEEN of each key that is not to be sent, None of the others.
+        """Ask before puts: return PRESENT, BUSY or UNSEEN for each key that must not be sent, None for the others.
 
-        A store that can keeps other writers from these others until they are put, or until a while after `until`; here
-        there are no claims.
+        If the store can, it keeps other writers away from these others until they are put, or until a while after
+        `until`. In this default there are no claims.
         """
         return [PutResult.PRESENT if present else None for present in self.touch(namespace, keys, until)]
 
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
-        """Let other writers have keys that were claimed and are not put. Never ends the claim of another process."""
+        """Release keys that were claimed and not put, for other writers. Never ends the claim of another process."""
         return None
 
     def put(self, request: PutRequest, until: float) -> PutResult:
@@ -174,7 +175,7 @@ class StoreConnection(Protocol):
         """
 
     def get(self, request: GetRequest, until: float) -> int | Reason | None:
-        """Fill `page`, call `destination`, fill its result from the start; return how many bytes. None: absent.
+        """Fill `page`, call `destination`, fill its result from the start; return the number of bytes. None: absent.
 
         A reason: a miss that says nothing about the store as a whole. `RefusedError(FAILED_CHECK)` is raised if the
         rest is not wanted or does not fit, or the page is incomplete.
@@ -190,11 +191,11 @@ class StoreConnection(Protocol):
         """Return the number of chunks of each namespace (its root). Lists all names: for people."""
 
     def usage(self, until: float) -> Usage:
-        """Return how full the store is; here nothing is known."""
+        """Return how full the store is; by default nothing is known."""
         return Usage(None, None)
 
     def ping(self, until: float) -> None:
-        """Return if the store answers and can be read. A contained refusal: a part of it does."""
+        """Return if the store answers and can be read. A contained refusal: only a part of it does."""
 
     def abort(self) -> None:
         """Make a call that waits in this connection fail soon with an OSError. From any thread; may do nothing."""
@@ -206,11 +207,11 @@ class StoreConnection(Protocol):
 class StoreClient(Protocol):
     """Makes connections to one store. Thread-safe. In a forked child it makes new connections, or raises OSError."""
 
-    name: str  # of the tier: "redis", "s3", ...
+    name: str  # name of the tier: "redis", "s3", ...
     address: str  # for people: contains no password
     keepalive_seconds: float | None = 20.0
-    """How often an idle connection for look-ups is used, so that it stays ready; None: that would cost requests."""
-    believed_seconds: float = 2.0  # how long a key in use is assumed to be present still: see Tier
+    """How often an idle connection for lookups is used, so that it stays ready; None: never (it costs money)."""
+    believed_seconds: float = 2.0  # how long a key in use is assumed to stay present: see Tier
     read_only: bool = False  # nothing is ever stored there: no write-back, no touches
 
     def connection(self) -> StoreConnection:

@@ -1,4 +1,4 @@
-"""The rules for URLs of remote stores: which are valid, where their requests go, what of them is secret.
+"""The rules for URLs of remote stores: which are valid, where their requests go, and which parts are secret.
 
 `pagoda.config.remote_urls` checks URLs that users write, with more advice; it cannot use this module, because reading
 the configuration must not import what tiers need.
@@ -18,7 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 from pagoda.errors import ConfigError
 from pagoda.url_parts import split_url
 
-# with these options obstore's requests contain more than a URL, or take another route
+# with these options, obstore's requests contain more than a URL or are sent elsewhere
 _REQUEST_OPTIONS = re.compile(
     "skip_signature|s3_express|request_payer|server_side_encryption|sse_.*|checksum_algorithm|default_headers|proxy_.*"
     "|root_certificate|allow_invalid_certificates|unsigned_payload"
@@ -63,7 +63,7 @@ def check_redis_url(url: str) -> str:
 
 
 def node_urls(url: str) -> list[str]:
-    """Return the URL of each Redis of `redis+pool://[user:password@]host:port,host:port[/db]`, and the like."""
+    """Return the URL of each Redis in a URL like `redis+pool://[user:password@]host:port,host:port[/db]`."""
     parts = split_url(url)
     credentials, at, hosts = parts.netloc.rpartition("@")
     parts = parts._replace(scheme=parts.scheme.partition("+")[0])
@@ -85,7 +85,7 @@ def password_in(file: str) -> str:
 
 
 def parse_store_url(url: str) -> tuple[SplitResult, str]:
-    """Return a URL in parts, and its path without slashes at the ends. ValueError if it is not a supported one."""
+    """Return a URL in parts, and its path without slashes at the ends. ValueError if it is not supported."""
     parts = urlsplit(url)
     path = unquote(parts.path).strip("/")
     if parts.scheme not in TIER_NAMES or not parts.hostname or parts.query or not _PATH.fullmatch(path):
@@ -101,7 +101,7 @@ def check_prefix(prefix: str) -> None:
 
 
 def authorization_header(parts: SplitResult) -> dict[str, str]:
-    """Return the header for the user and password of a URL. They are kept out of the URL, which errors may quote."""
+    """Return the header for the user and password of a URL. They are not left in the URL, which errors may quote."""
     if parts.username is None:
         return {}
     user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
@@ -130,7 +130,7 @@ def supports_direct(parts: SplitResult, options: Mapping[str, str]) -> bool:
 
 
 def endpoint_of(parts: SplitResult, options: Mapping[str, str]) -> SplitResult | None:
-    """Return where requests go, if that is given: by the URL itself, an option or an environment variable."""
+    """Return where requests go, if the URL itself, an option or an environment variable names it."""
     if TIER_NAMES[parts.scheme] == "webdav":
         return parts
     given = {without_vendor(name): value for name, value in options.items()}

@@ -1,4 +1,4 @@
-"""Measure which way of copying is fastest: with scratch memory, and runs as long as in the table that is asked about.
+"""Measure which way of copying is fastest: with scratch memory, and with runs as long as in the given table.
 
 Called by `copy_engine`, once for each kind of table.
 """
@@ -20,9 +20,10 @@ from pagoda.transfer.run_table import RunTable
 log = guarded_logger("pagoda.transfer")
 
 _SCRATCH_BYTES = 16 << 20  # a third of a millisecond on PCIe 5
-_MOST_CHUNKS = 64  # otherwise a million of tiny chunks, run by run
+_MOST_CHUNKS = 64  # otherwise there could be a million tiny chunks, copied run by run
 _ROUNDS = 3
-_EQUAL = 1.03  # within this factor of the fastest, the way that uses fewer of the device's cores is taken
+# among ways within this factor of the fastest, the one that uses fewest cores of the device is taken
+_EQUAL = 1.03
 
 Attempt = Callable[[str, RunTable, Ids, list[Bytes]], None]
 
@@ -30,8 +31,8 @@ Attempt = Callable[[str, RunTable, Ids, list[Bytes]], None]
 def fastest_way(like: RunTable, device: Device, ways: Sequence[str], attempt: Attempt) -> str:
     """Return the fastest of `ways`, which are ordered by their use of the device's cores, the highest first.
 
-    Takes some tens of milliseconds, once compiled. Measures nothing and returns the second way without pinned memory,
-    the first way, which needs no device memory, without memory on the device.
+    Takes some tens of milliseconds, once compiled. Without pinned memory it measures nothing and returns the second
+    way. Without memory on the device it returns the first way, which needs no device memory.
     """
     length, count = like.run_bytes, like.count
     rows = max(1, min(like.rows, _SCRATCH_BYTES // (length * count)))
@@ -52,7 +53,7 @@ def fastest_way(like: RunTable, device: Device, ways: Sequence[str], attempt: At
     seconds = {}
     for way in ways:
         tries = [_seconds(attempt, way, table, ids, slots) for _ in range(1 + _ROUNDS)]
-        seconds[way] = min(tries[1:])  # the first compiles
+        seconds[way] = min(tries[1:])  # the first try compiles
     best = min(seconds.values())
     chosen = next(way for way in reversed(ways) if seconds[way] <= best * _EQUAL)
     speeds = ", ".join(f"{way} {chunks * chunk_bytes / took / 1e9:.1f}" for way, took in seconds.items())

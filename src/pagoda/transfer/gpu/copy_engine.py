@@ -1,7 +1,7 @@
 """The copy engine: copies KV between a device's memory and slots in host memory while the LLM engine computes.
 
     direct   a kernel reads or writes the slots themselves, where they are registered with the device
-    staged   a kernel gathers into a ring of device memory, one copy per chunk crosses the link; a load does the reverse
+    staged   a kernel gathers into a ring of device memory; one copy per chunk crosses the link. A load does the reverse
     runs     one copy per run: best where runs are long, and the only way without Triton
 
 The fastest way is measured once for each kind of table. Slots that are not registered are copied through a bounce
@@ -48,7 +48,7 @@ Way: TypeAlias = Literal["direct", "staged", "runs"]
 WAYS: tuple[Way, ...] = get_args(Way)
 
 _STAGING_BYTES = 64 << 20
-_WORKSPACES = 4  # concurrent calls; each has a separate ring
+_WORKSPACES = 4  # calls that may run at once; each has a separate ring
 _PATIENCE_SECONDS, _SLICE_SECONDS = 60.0, 0.05
 
 _Launch: TypeAlias = Callable[[int, int, slice, slice], None]
@@ -108,9 +108,9 @@ class CopyEngine:
     ) -> tuple[torch.Tensor, DeviceEvent]:
         """Gather chunks within the device, in the order of this thread's current stream; does not wait.
 
-        They are written `into` rows of uint8 [any number, bytes of all rows of the table], or into new memory: raises
-        torch's error if the device has none left. Returns that memory and an event after the copy; keep the table until
-        the event.
+        The copies are written `into` rows of uint8 [any number, bytes of all rows of the table], or into new memory;
+        raises torch's error if the device has none left. Returns that memory and an event after the copy; keep the
+        table until the event.
         """
         begin, end = table.span(0, table.rows)
         size, stream = end - begin, self.device.current_stream()
@@ -140,7 +140,7 @@ class CopyEngine:
         The rings are smaller if the device has less memory left. Raises torch's error if it has too little for any.
         """
         if self.device.kernels is None:
-            return 0  # then runs are copied one by one
+            return 0  # without a ring, runs are copied one by one
         nbytes = 0
         with ExitStack() as leases:
             idle = [leases.enter_context(self._workspace()) for _ in range(_WORKSPACES - len(self._in_use))]
@@ -164,7 +164,7 @@ class CopyEngine:
         if self._way is not None or self.device.kernels is None:
             return self._way or "runs"
         if table.rows * table.count == 1:
-            return "runs"  # a chunk is contiguous on both sides: nothing to gather, nothing to measure
+            return "runs"  # a chunk is contiguous on both sides, so there is nothing to gather or to measure
         kind = (storing, table.run_bytes.bit_length())
 
         def measure() -> None:
@@ -179,7 +179,7 @@ class CopyEngine:
         return self._fastest.get(kind, "staged")
 
     def _run_trial(self, storing: bool, way: str, table: RunTable, ids: Ids, slots: list[Bytes]) -> None:
-        """Copy scratch memory one way; the device can reach it under its addresses here."""
+        """Copy scratch memory in one way; its addresses are also valid on the device."""
         chunks = Chunks(ids, slots, np.array([address(slot) for slot in slots], dtype=np.int64))
         with self._workspace() as workspace:
             self._method_of(way)(workspace, CopyCall(table, storing, None, None), chunks)
@@ -204,7 +204,7 @@ class CopyEngine:
                 self._bounced(workspace, call, others)
             elif others.slots:
                 if registered.slots and way == "staged":
-                    workspace.synchronize()  # the registered ones are still in the ring
+                    workspace.synchronize()  # copies to registered slots are still using the ring
                 self._staged(workspace, call, others, bounced=True)
 
     def _method_of(self, way: str) -> Callable[[Workspace, CopyCall, Chunks], None]:
@@ -220,7 +220,7 @@ class CopyEngine:
             call.record(layer, len(chunks.slots), stream.record_event())
 
     def _bounced(self, workspace: Workspace, call: CopyCall, chunks: Chunks) -> None:
-        """Copy runs, one chunk at a time, through the bounce buffer: CUDA copies no slot that is registered in part."""
+        """Copy runs, one chunk at a time, through the bounce buffer: CUDA cannot copy a partly registered slot."""
         stream, (begin, end) = workspace.streams[0], call.table.span(0, call.table.rows)
         bounce = workspace.bounce_buffer(end - begin)[: end - begin]
         stream.wait_event(call.after)
@@ -295,9 +295,9 @@ class CopyEngine:
             try:
                 yield workspace
             finally:
-                complete(workspace.synchronize)  # nothing may be in flight when this call has ended
+                complete(workspace.synchronize)  # no copy may be in flight after this call
         finally:
-            self._in_use.pop(user, None)  # built in: no exception of a signal handler comes before it
+            self._in_use.pop(user, None)  # a built-in: no exception of a signal handler can come before it
             with self._changed:
                 self._changed.notify()
 
@@ -334,7 +334,7 @@ class GpuCopy:
         self.device_index: int | None = device.index if device.type == "cuda" else None
 
     def after_now(self) -> GpuCopy:
-        """Return the same with copies that begin after all work launched until now; changes nothing."""
+        """Return the same object, except that copies begin after all work launched until now; changes nothing."""
         other = copy(self)
         other.after = self.copy_engine.device.current_event()
         return other
@@ -353,7 +353,7 @@ def _word_bytes(table: RunTable, places: Ids) -> int:
 
 
 def copy_engine_of(device: torch.device | None) -> CopyEngine | None:
-    """Return this process's copy engine of a CUDA device, made at the first call; None for None: CPU memory.
+    """Return this process's copy engine of a CUDA device, made at the first call; None for CPU memory (None).
 
     Raises ValueError for any other device, and for a CUDA device that cannot be used.
     """

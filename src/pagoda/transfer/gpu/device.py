@@ -82,7 +82,7 @@ class Device(Protocol):
         """Return the device's address of a range of host memory; None if the range is not registered."""
 
     def copy_scope(self) -> AbstractContextManager[None]:
-        """Wrap a whole call, on its thread: device addresses stay valid, and the work of others is not disturbed."""
+        """Wrap a whole call, on its thread: device addresses stay valid, and other threads are not disturbed."""
 
 
 class CudaDevice:
@@ -103,7 +103,7 @@ class CudaDevice:
         if driver is None:
             raise ValueError(f"{device}: the NVIDIA driver (libcuda.so.1) cannot be used in this process")
         self._driver = driver
-        with self.copy_scope():  # loads modules, which would also break a graph capture
+        with self.copy_scope():  # loading modules would also break a graph capture
             self.kernels = _kernels(self.torch_device, programs)
 
     def current_event(self) -> DeviceEvent:
@@ -128,7 +128,8 @@ class CudaDevice:
     def upload(self, numbers: Ids) -> torch.Tensor:
         import torch
 
-        sent = torch.from_numpy(np.ascontiguousarray(numbers))  # else its strides would be copied, too
+        # a contiguous copy, or the strides would be kept
+        sent = torch.from_numpy(np.ascontiguousarray(numbers))
         with suppress(RuntimeError):  # without pinned memory the copy blocks
             sent = sent.pin_memory()
         return sent.to(self.torch_device, non_blocking=True)
@@ -159,7 +160,8 @@ class CudaDevice:
         import torch
 
         with pinned.copying(), torch.cuda.device(self.torch_device):
-            self._driver.use(self.torch_device.index)  # else a thread without a context would get device 0's
+            # otherwise a thread without a context would get device 0's
+            self._driver.use(self.torch_device.index)
             with self._driver.relaxed_capture():
                 yield
 
@@ -190,7 +192,7 @@ class _CudaStream:
         import torch
 
         device = self._stream.device
-        # the runtime's device is that of the driver's context; outermost, so the thread's own device is restored
+        # the runtime's device must be that of the driver's context; outermost, so that the thread's device is restored
         with torch.cuda.device(device), torch.inference_mode(), torch.cuda.stream(self._stream):
             self._driver.use(device.index)
             work()

@@ -31,9 +31,9 @@ class DevicePagesKV:
 
     Pages are copied by `copy_engine`, or by the device's default one, on streams other than the LLM engine's, after all
     work on the stream that was current when and where this object was made. Each call returns when its copies are
-    complete, so slots may be validated then, and later work of the LLM engine sees the copies. Nothing here makes the
-    LLM engine's later work wait for a call that has not returned: until then it must not change the blocks.
-    (`snapshot` is for blocks that it will change.) `layer_events` records each loaded plane as a layer.
+    complete, so slots may be validated then, and later work of the LLM engine sees the copies. While a call is running,
+    the engine must not change the blocks: nothing here makes its later work wait for the call. (`snapshot` is for
+    blocks that the engine will change.) `layer_events` records each loaded plane as a layer.
 
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match, before anything is copied.
     """
@@ -66,7 +66,7 @@ class DevicePagesKV:
         self._copier = GpuCopy(copy_engine, table, planes, layer_events)
         self.device_index = self._copier.device_index  # a CUDA device; None for CPU memory
         self.layout = layout
-        # a thread waits layer by layer: all chunks are best loaded by one call
+        # a thread waits layer by layer, so all chunks should be loaded by one call
         self.at_once = layer_events is not None
         self.num_tokens = self._page_table.num_tokens
 
@@ -120,7 +120,8 @@ class DevicePagesKV:
         """Copy the chunks that begin at `starts` within the device, in the order of the current stream; never waits.
 
         Later work on that stream may overwrite the blocks. The chunks are copied to rows of `buffer`, which must have
-        enough free, until the snapshot is released; without it to new memory: raises torch's error if none is left.
+        enough free rows, until the snapshot is released; without a buffer, to new memory. Raises torch's error if none
+        is left.
         """
         ids = self._page_table.blocks_of(starts, into_slots=True)
         gpu_copy = self._copier
@@ -149,7 +150,7 @@ class SnapshotBuffer:
         return len(self._free)
 
     def acquire(self, number: int) -> list[int]:
-        """Return that many rows, for the caller alone until `release`. Raises ValueError if fewer are free."""
+        """Return that many rows, which only the caller may use until `release`. Raises ValueError if fewer are free."""
         with self._lock:
             if number > len(self._free):
                 raise ValueError(
@@ -159,7 +160,7 @@ class SnapshotBuffer:
         return rows
 
     def release(self, rows: Sequence[int]) -> None:
-        """Free rows, which no copy on another stream may read or write any more."""
+        """Free rows. No copy on another stream may still read or write them."""
         with self._lock:
             self._free += rows
 
@@ -195,7 +196,7 @@ class DeviceSnapshot:
         self._copier.copy_engine.store(page_run_table([plane], 1, self._begin), ids, checked, self._copied)
 
     def release(self) -> None:
-        """Free its rows for other snapshots; idempotent. Nothing may be copied out of it any more."""
+        """Free its rows for other snapshots; idempotent. Afterwards nothing may be copied out of it."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             buffer.release(self._rows)

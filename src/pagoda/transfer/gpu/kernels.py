@@ -26,10 +26,11 @@ from pagoda.transfer.run_table import RunTable
 # of 16 bytes each: more threads would repeat that arithmetic, fewer would keep more registers each. Not tuned on a GPU.
 TILE_WORDS, WARPS = 2048, 8
 # A run is cut into pieces. A tile has many short pieces, also of other runs and rows, so that it is full even if runs
-# are short. One long piece needs a third of the arithmetic; only the widest words use it: others are rare.
+# are short. One long piece needs a third of the arithmetic; only the widest words use long pieces, since other widths
+# are rare.
 LONG_WORDS, SHORT_WORDS = 2048, 32
 WIDTHS = (16, 8, 4, 2, 1)  # bytes; 16 are two words of 8, moved by one instruction
-MOST = 2**31 - 2**16  # tiles of a launch, and pieces of a chunk: their numbers are 32 bits wide
+MOST = 2**31 - 2**16  # limit for tiles of a launch and pieces of a chunk, whose numbers are 32 bits wide
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _RUNTIME = ("table", "ids", "places", "begin", "units", "pieces", "count", "group", "tiles", "items")
@@ -56,8 +57,8 @@ def _move(  # type: ignore[no-untyped-def]
 ):
     """Move runs as words. A unit is a piece (PIECE words of BYTES bytes) of one run of one row; a tile is UNITS units.
 
-    `table` is int64 [rows, 4]: address, stride, nbytes, offset. Places and lengths are 64 bits wide, numbers of
-    things 32.
+    `table` is int64 [rows, 4]: address, stride, nbytes, offset. Places and lengths are 64 bits wide, counts and indices
+    are 32 bits wide.
     """
     item = tl.program_id(0)
     while item < items:
@@ -68,7 +69,7 @@ def _move(  # type: ignore[no-untyped-def]
             inside = unit < units
             run = unit // pieces  # of all the runs of the chunk, row by row
             row = run // count
-            number = run - row * count  # of the run in its row
+            number = run - row * count  # number of the run in its row
             line = table + (begin + row).to(tl.int64) * 4
             address = tl.load(line, mask=inside, other=0)
             stride = tl.load(line + 1, mask=inside, other=0)
@@ -80,10 +81,10 @@ def _move(  # type: ignore[no-untyped-def]
             if group > 1:  # 64-bit division is expensive, and most tables need none
                 token = block % group
                 block = block // group
-            done = (unit - run * pieces).to(tl.int64) * (PIECE * BYTES)  # bytes of the run in pieces before
+            done = (unit - run * pieces).to(tl.int64) * (PIECE * BYTES)  # bytes of the run in earlier pieces
             paged = address + block * stride + token * nbytes + done
             slot = place + offset + number.to(tl.int64) * nbytes + done
-            words = (nbytes - done) // BYTES  # from this piece on; 0 or less: a shorter row ends here
+            words = (nbytes - done) // BYTES  # from this piece on; 0 or less: a shorter row has ended
             paged = paged.to(tl.pointer_type(WORD))
             slot = slot.to(tl.pointer_type(WORD))
             if WIDE:  # the caller's promise: two words at a time in one instruction
@@ -122,7 +123,7 @@ class DeviceTable:
 class Kernels:
     """Gathers and scatters runs on one device by Triton kernels, in the current stream.
 
-    At most `programs` SMs are taken: a launch has so many programs or fewer, however much there is to move.
+    At most `programs` SMs are used: a launch has at most that many programs, however much there is to move.
     Keeps no state; thread-safe as Triton's launches are (its interpreter is not).
     """
 

@@ -1,4 +1,4 @@
-"""When layer i of a load can be used: a load records events layer by layer, a thread waits layer by layer.
+"""When layer i of a load can be used: a load records events layer by layer, and a thread waits layer by layer.
 
 Recorded by `copy_engine`; waited for by the LLM engine's thread.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LayerEvents:
-    """The events of one load: after which events each of `layers` layers of `chunks` chunks can be used. For one load.
+    """The events of one load of `chunks` chunks: the events after which each of `layers` layers can be used.
 
     A layer is in place when all its chunks are launched: the device has the copies, each followed by an event, and the
     user of the layer lets its stream wait for those events. Only when the load has been validated is it known that the
@@ -27,13 +27,13 @@ class LayerEvents:
     def __init__(self, layers: int, chunks: int) -> None:
         if layers < 1 or chunks < 0:
             raise ValueError(f"a load has at least 1 layer and 0 chunks, got {layers} and {chunks}")
-        self._missing = [chunks] * layers  # chunks that were not launched yet
+        self._missing = [chunks] * layers  # by layer: chunks that were not launched yet
         self._events: list[list[DeviceEvent]] = [[] for _ in range(layers)]
         self._ended = False
         self._changed = Condition()
 
     def record(self, layer: int, chunks: int, event: DeviceEvent | None) -> None:
-        """Note that so many more chunks of a layer are in place after `event` (None: already). Wakes waiters."""
+        """Note that `chunks` more chunks of a layer are in place after `event` (None: now). Wakes waiting threads."""
         with self._changed:
             left = self._missing[self._checked(layer)] - chunks
             if chunks < 0 or left < 0:

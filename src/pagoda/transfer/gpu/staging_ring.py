@@ -60,7 +60,7 @@ class CopyCall(NamedTuple):
     layer_events: LayerEvents | None
 
     def ranges(self) -> Iterator[tuple[int | None, int, int]]:
-        """Return (layer, begin, end) of the rows to launch together: by layer if layers are waited for, else all."""
+        """Return (layer, begin, end) of the rows to launch together: by layer if a thread waits for layers, or all."""
         if self.layer_events is None:
             yield None, 0, self.table.rows
             return
@@ -69,7 +69,7 @@ class CopyCall(NamedTuple):
             yield layer, bounds[layer], bounds[layer + 1]
 
     def record(self, layer: int | None, chunks: int, event: DeviceEvent) -> None:
-        """Note that so many chunks of a layer are launched, done at `event`."""
+        """Note that `chunks` chunks of a layer are launched; they are complete at `event`."""
         if self.layer_events is not None and layer is not None:
             self.layer_events.record(layer, chunks, event)
 
@@ -81,7 +81,7 @@ class Workspace:
         self._device = device
         self._streams: list[DeviceStream] = []
         self._ring: torch.Tensor | None = None
-        self._most_bytes = sys.maxsize  # of a segment
+        self._most_bytes = sys.maxsize  # limit for a segment
         self._bounce: Bytes | None = None
 
     @property
@@ -92,9 +92,9 @@ class Workspace:
         return self._streams
 
     def ring(self, staging_bytes: int, table: RunTable) -> StagingRing:
-        """Return a ring whose segments have room for any row of the table: of `staging_bytes` if that is enough.
+        """Return a ring whose segments have room for any row of the table; it has `staging_bytes` if that is enough.
 
-        If the device has less memory left, this ring and all later ones are smaller. Raises torch's error if it has
+        If the device has less memory left, this ring and all later rings are smaller. Raises torch's error if it has
         too little for any.
         """
         least = int((table.ends - table.offset).max())
@@ -110,7 +110,7 @@ class Workspace:
         return StagingRing(self._ring.data_ptr(), segment_bytes, table)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocate device memory on our own stream: work on other streams cannot still use what torch gives there."""
+        """Allocate device memory on our own stream: no other stream can still use memory that torch gives there."""
         made: list[torch.Tensor] = []
         self.streams[0].run(lambda: made.append(self._device.allocate(nbytes)))
         self.synchronize()
@@ -165,9 +165,10 @@ class RingPipeline:
     _copy_stream: DeviceStream
 
     def __post_init__(self) -> None:
-        self._free: list[DeviceEvent | None] = [None] * _SEGMENTS  # after which a segment may be overwritten
+        # the event after which each segment may be overwritten
+        self._free: list[DeviceEvent | None] = [None] * _SEGMENTS
         self._copied: list[DeviceEvent | None] = [None] * _SEGMENTS
-        # In the bounce buffer, not yet in slots.
+        # Batches that are in the bounce buffer but not yet in slots.
         self._unfinished: deque[tuple[int, RingBatch, DeviceEvent]] = deque()
 
     def store(self, number: int, batch: RingBatch, kernel: Callable[[], None]) -> None:

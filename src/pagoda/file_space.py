@@ -1,0 +1,93 @@
+"""The space of a file: reserve its blocks, free them again, find those with data. Called by all that make files.
+
+Calls the operating system only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagoda.errors import NoRoomError
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Open a file and close it at the end; a new file is only for this user. Raises OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def lengthen(path: Path, nbytes: int) -> None:
+    """Make the file at least `nbytes` long; the added part is a hole. Never shortens it, because it may be mapped."""
+    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+        if os.fstat(fd).st_size < nbytes:
+            os.ftruncate(fd, nbytes)
+
+
+def allocate_range(fd: int, offset: int, nbytes: int) -> bool:
+    """Reserve the blocks of a part of a file; return False, and reserve nothing, if the file system is full."""
+    try:
+        os.posix_fallocate(fd, offset, nbytes)
+    except OSError:
+        with contextlib.suppress(OSError):
+            punch(fd, offset, nbytes)
+        return False
+    return True
+
+
+def punch(fd: int, offset: int, nbytes: int) -> None:
+    """Free the blocks of a part of a file: it reads as zeros, the length stays. OSError."""
+    _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes)
+
+
+def reserve_beyond(fd: int, nbytes: int) -> None:
+    """Reserve the first bytes of a file without making it longer, so that appends need no more space. OSError."""
+    _fallocate(fd, _KEEP_SIZE, 0, nbytes)
+
+
+def _fallocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
+    while _libc.fallocate(fd, mode, offset, nbytes) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def data_ranges(fd: int, start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the ranges with data between two offsets. Blocks that were never written may count as a hole."""
+    found: list[tuple[int, int]] = []
+    while start < stop:
+        try:
+            begin = os.lseek(fd, start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # only holes from here on
+                raise
+            break
+        start = min(os.lseek(fd, begin, os.SEEK_HOLE), stop)
+        if begin < stop:
+            found.append((begin, start))
+    return found
+
+
+def allocate(path: Path, nbytes: int) -> None:
+    """Make the file `nbytes` long with all blocks reserved: NoRoomError with the remedy, never a later SIGBUS."""
+    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            raise NoRoomError(
+                f"no space for the {nbytes:,} bytes of {path} ({error.strerror}): "
+                "free some space or ask for a smaller size"
+            ) from error
