@@ -71,22 +71,22 @@ def quality(
         png: Plot quality against cost (needs pagodakv[plot]).
     """
     require_transformers("pagoda quality")
-    from pagoda.quality import measure_quality
-    from pagoda.quality.write_verdict import check_names, check_place
-    from pagoda.quality_verdict import default_directory
-
-    loaded, bounds = configured(config), _bounds(kl, top1, answers, min_prompts, confidence)
-    if png is not None:
-        from pagoda.cli.hit_rate_plot import check_png
-
-        check_png(png)
-    if not prompts.is_file():
-        raise UsageError(f"{prompts}: no such file")
-    blends, codecs = [_blend_of(text) for text in blend or ()], _codecs_of(codec or ())
-    place = out or Path(loaded.quality_verdicts or default_directory())
-    check_place(place)
-    check_names(weights or ())
     try:
+        from pagoda.quality import measure_quality
+        from pagoda.quality.write_verdict import check_names, check_place
+        from pagoda.quality_verdict import default_directory
+
+        loaded, bounds = configured(config), _bounds(kl, top1, answers, min_prompts, confidence)
+        if png is not None:
+            from pagoda.cli.hit_rate_plot import check_png
+
+            check_png(png)
+        if not prompts.is_file():
+            raise UsageError(f"{prompts}: no such file")
+        blends, codecs = [_blend_of(text) for text in blend or ()], _codecs_of(codec or ())
+        place = out or Path(loaded.quality_verdicts or default_directory())
+        check_place(place)
+        check_names(weights or ())
         with printing.progress(as_json) as bars:
             task = bars.add_task("loading the model", total=None)
             with _one_line(f"{model}: cannot be used"):
