@@ -12,7 +12,7 @@ import torch
 
 from pagoda.layout import KVLayout
 from pagoda.transfer import PagedKV
-from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 
 if TYPE_CHECKING:
     from pagoda.transfer.gpu.copy_engine import CopyEngine

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagoda.cache import Cache
-from pagoda.cache.staging import StagingPool
+from pagoda.cache.staging_buffers import StagingPool
 from pagoda.clock import Deadline
 from pagoda.finalizers import close_dropped
 from pagoda.ledger import admin

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagoda import Config
-from pagoda.cache import Cache, miss_reason
+from pagoda.cache import Cache, miss_explainer
 from pagoda.cache.weights_epoch import WeightsEpoch
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
@@ -179,8 +179,8 @@ def test_nothing_stored_before_hits_again(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # an engine's call compares for only a millisecond
-    monkeypatch.setattr(miss_reason, "_BUDGET_NS", 60 * 10**9)
-    monkeypatch.setattr(miss_reason, "_LIST_SECONDS", 60.0)
+    monkeypatch.setattr(miss_explainer, "_BUDGET_NS", 60 * 10**9)
+    monkeypatch.setattr(miss_explainer, "_LIST_SECONDS", 60.0)
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens)

@@ -16,7 +16,7 @@ from pagoda.layout import KVLayout, itemsize
 from pagoda.transfer import DenseKV, PagedKV, merged
 from pagoda.transfer.base import Transfer
 from pagoda.transfer.gpu.copy_engine import CopyEngine
-from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from pagoda.transfer.gpu.layer_events import LayerEvents
 
 Views = list[list[torch.Tensor]]  # by layer, by plane

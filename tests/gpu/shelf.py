@@ -13,7 +13,7 @@ from pagoda.config import Config
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.transfer.gpu.copy_engine import CopyEngine
-from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from tests.gpu.rig import Rig
 
 CHUNK, BLOCK, LAYERS = 64, 16, 4  # tokens, tokens, planes

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine
-from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from pagoda.transfer.gpu.layer_events import LayerEvents
 from tests.gpu.forms import BY_NAME, LLAMA_8B, SHORT, TINY, Size
 from tests.gpu.moves import Memory

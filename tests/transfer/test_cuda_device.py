@@ -20,7 +20,7 @@ from pagoda.slab import aligned, pinned
 from pagoda.transfer import DenseKV, PagedKV
 from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine
 from pagoda.transfer.gpu.device import CudaDevice
-from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from tests.slab.libcuda import Stub
 from tests.transfer.kernels_kit import interpreted
 

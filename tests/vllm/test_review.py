@@ -30,7 +30,7 @@ from pagoda.cache.prompt_log import logged_prompts
 from pagoda.connectors.vllm import lookups
 from pagoda.connectors.vllm.connector import PagodaConnector
 from pagoda.connectors.vllm.event_publisher import EventOutlet
-from pagoda.connectors.vllm.identity.page_facts import machine_facts
+from pagoda.connectors.vllm.identity.machine_facts import machine_facts
 from pagoda.connectors.vllm.kv_memory import KVMemory
 from pagoda.connectors.vllm.lookups import TrackedRequest
 from pagoda.connectors.vllm.metadata import Later, PagodaMetadata, PagodaWorkerMetadata, Save
@@ -44,7 +44,7 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.replay import read_trace
-from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from tests.cache.kit import config_of, wait_until
 from tests.ledger.support import gate_taken
 from tests.thread_limits import no_threads

@@ -152,7 +152,7 @@ def test_planes_keep_apart_whatever_the_strides() -> None:
     """`check_apart` against marking every byte, for random pages of one buffer."""
     import torch
 
-    from pagoda.connectors.vllm.layer_pages import Page, check_apart
+    from pagoda.connectors.vllm.page_geometry import Page, check_apart
 
     draw, refused = random.Random(7), 0
     for _ in range(3000):

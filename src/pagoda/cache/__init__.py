@@ -2,29 +2,29 @@
 
 Modules, in the order in which a call reaches them:
 
-    cache           Cache, what an engine calls; the caches of a process by name
-    weights_epoch   the weights epoch of a model on this machine; namespace and tiers under the present weights
-    call            a checked request for the chunks of a prompt; the boundary: an error inside a call is a miss
-    executor        threads for calls that do not block their caller
-    store_call      one store
-    lookup_call     one lookup
-    retrieve_call   one retrieve or prefetch
-    staging         staging buffers, for chunks without a host slot
-    writeback       the queues and threads that write to the lower tiers
-    miss_reason     the reason of a miss
-    request_events  what requests report of their chunks, for routers
-    prompt_log      the prompts that were stored lately, with their tokens
-    results         the answers: Hit, Stored, Cleared, CacheStats
-    host_slots      the slots of the host tier, for engines that copy themselves
-    resources       what all calls share, and how it is closed
-    open_tiers      opens the configured tiers
-    tier_stack      the tiers, from the top down
-    counters        counting and rate-limited logging
-    call_log        the log lines at the opening of a cache and for each call
-    load_cost       whether loading is faster than computing
-    otel_spans      OpenTelemetry spans of the calls
-    recording       records live traffic as a trace
-    append_lines    appends whole lines to a file that processes share
+    cache            Cache, what an engine calls; the caches of a process by name
+    weights_epoch    the weights epoch of a model on this machine; namespace and tiers under the present weights
+    call             a checked request for the chunks of a prompt; the boundary: an error inside a call is a miss
+    executor         threads for calls that do not block their caller
+    store_call       one store
+    lookup_call      one lookup
+    retrieve_call    one retrieve or prefetch
+    staging_buffers  buffers for chunks without a host slot
+    writeback        the queues and threads that write to the lower tiers
+    miss_explainer   the reason of a miss
+    request_events   what requests report of their chunks, for routers
+    prompt_log       the prompts that were stored lately, with their tokens
+    results          the answers: Hit, Stored, Cleared, CacheStats
+    host_slots       the slots of the host tier, for engines that copy themselves
+    resources        what all calls share, and how it is closed
+    open_tiers       opens the configured tiers
+    tier_stack       the tiers, from the top down
+    counters         counting and rate-limited logging
+    call_log         the log lines at the opening of a cache and for each call
+    load_cost        whether loading is faster than computing
+    otel_spans       OpenTelemetry spans of the calls
+    recording        records live traffic as a trace
+    append_lines     appends whole lines to a file that processes share
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pagoda.cache.call import CacheRequest
-from pagoda.cache.miss_reason import UNANSWERED
+from pagoda.cache.miss_explainer import UNANSWERED
 from pagoda.cache.resources import Resources
 from pagoda.cache.results import Hit
 from pagoda.metrics import Reason

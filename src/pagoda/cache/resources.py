@@ -10,10 +10,10 @@ from pagoda.cache.call import KeyScheme
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.executor import CallExecutor
 from pagoda.cache.load_cost import LoadCost, SpeedTable
-from pagoda.cache.miss_reason import MissExplainer
+from pagoda.cache.miss_explainer import MissExplainer
 from pagoda.cache.prompt_log import PromptLog
 from pagoda.cache.recording import Recorder
-from pagoda.cache.staging import StagingPool
+from pagoda.cache.staging_buffers import StagingPool
 from pagoda.cache.tier_stack import TierStack
 from pagoda.cache.writeback import WriteBackQueue
 from pagoda.clock import Clock, Deadline

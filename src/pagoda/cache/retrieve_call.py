@@ -25,10 +25,10 @@ import numpy.typing as npt
 
 from pagoda.cache.call import CacheRequest, CheckedTransfer
 from pagoda.cache.lookup_call import LEASE_SECONDS, expected_hit
-from pagoda.cache.miss_reason import UNANSWERED
+from pagoda.cache.miss_explainer import UNANSWERED
 from pagoda.cache.resources import Resources
 from pagoda.cache.results import Hit
-from pagoda.cache.staging import StagingPool
+from pagoda.cache.staging_buffers import StagingPool
 from pagoda.cache.tier_stack import TierStack
 from pagoda.cache.writeback import Access, ChunkRef, chunk_ref, columns_of, refs_in_slots
 from pagoda.clock import Deadline

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pagoda.cache.call import CacheRequest, CheckedTransfer
 from pagoda.cache.resources import Resources
 from pagoda.cache.results import Stored
-from pagoda.cache.staging import StagedChunk
+from pagoda.cache.staging_buffers import StagedChunk
 from pagoda.cache.writeback import (
     Access,
     ChunkRef,

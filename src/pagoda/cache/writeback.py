@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from pagoda.cache.call import CacheRequest
 from pagoda.cache.counters import CacheCounters
-from pagoda.cache.staging import StagedChunk
+from pagoda.cache.staging_buffers import StagedChunk
 from pagoda.clock import Clock, Deadline
 from pagoda.config import Config
 from pagoda.fork import reset_now_and_in_child

@@ -3,7 +3,7 @@
 Exit codes: 0 done, 1 failed (damage found, a store that cannot be used), 2 wrong use (one line on stderr says
 what), 130 interrupted.
 
-    app, documented        the commands and their names; the help of their options
+    app, docstring_help    the commands and their names; the help of their options
     stats, top, ls, check  what is stored and what hits; single chunks; is all of it right
     explain                why a prompt misses: `prompt_source`, `prompt_coverage`, `nearest_prompt`, `key_schemes`
     clear, pin, remove     changes

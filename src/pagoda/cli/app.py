@@ -11,7 +11,7 @@ from pagoda.cli.bench import bench
 from pagoda.cli.check import check
 from pagoda.cli.clear import clear
 from pagoda.cli.demo.demo_command import demo
-from pagoda.cli.documented import documented
+from pagoda.cli.docstring_help import documented
 from pagoda.cli.explain import explain
 from pagoda.cli.ls import ls
 from pagoda.cli.pin import pin, unpin

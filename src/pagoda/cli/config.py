@@ -13,7 +13,7 @@ import typer
 from typer import Argument, Option
 
 from pagoda.cli import FailedError, UsageError, printing
-from pagoda.cli.documented import documented
+from pagoda.cli.docstring_help import documented
 from pagoda.cli.stores import AsJson, ConfigFile, configured
 
 if TYPE_CHECKING:

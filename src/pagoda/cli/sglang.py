@@ -16,7 +16,7 @@ import typer
 from typer import Option
 
 from pagoda.cli import FailedError, UsageError, engine_start
-from pagoda.cli.documented import documented
+from pagoda.cli.docstring_help import documented
 
 BACKEND, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
 STORAGE = {

@@ -21,7 +21,7 @@ import typer
 from typer import Option
 
 from pagoda.cli import FailedError, UsageError, engine_start
-from pagoda.cli.documented import documented
+from pagoda.cli.docstring_help import documented
 from pagoda.config import Config
 
 FLAG = "--kv-transfer-config"

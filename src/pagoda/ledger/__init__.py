@@ -23,7 +23,7 @@ Modules, in the order in which a request reaches them:
     request_ring        the last requests, with the reason why each got no more tokens
     eviction_policy     `Evictor`: the one way to the policy
     upkeep_thread       the thread on which a policy learns, and which asks for more slots
-    page_guards         which slots of a slab in memory are in use, so that their pages stay
+    slots_in_use        which slots of a slab in memory are read or written, so that their pages stay
     space_sharing       how the stores of one root share its space
     root_usage          what the stores of one root hold, and their limit
     store_directory     open, create, resize and rebuild a store's directory

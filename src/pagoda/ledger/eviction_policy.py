@@ -1,6 +1,7 @@
 """The one way to a ledger's policy: the ledger and `replay` ask it for victims and admission, and report uses.
 
-Blocks on a device have another order of eviction: see `pagoda.blocks.tree`.
+The order itself is made by the policies: `pagoda.policy`. Blocks on a device have another order of eviction: see
+`pagoda.blocks.tree`.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ from pagoda.ledger.locks import barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.outcomes import CommitResult, Match, Miss, Outcome, Present, Refused, Reserved
-from pagoda.ledger.page_guards import PageGuards
 from pagoda.ledger.request_ring import RequestRing
 from pagoda.ledger.session import Session, UnavailableError
+from pagoda.ledger.slots_in_use import PageGuards
 from pagoda.ledger.space_sharing import SpaceShare
 from pagoda.ledger.store_directory import StoreSpec, open_store, os_errors_mapped, unusable, warn_of_slots
 from pagoda.ledger.store_state import LOCKS, REQUESTS, SLAB, Kind, read_state

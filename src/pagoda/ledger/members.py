@@ -1,4 +1,7 @@
-"""Members are the processes that have the store open. These steps of a transaction also reclaim what dead ones left."""
+"""Members are the processes that have the store open. These steps of a transaction also reclaim what dead ones left.
+
+A member lives as long as another process sees its byte of the lock file locked (`locks`): a kill frees it.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from pagoda.ledger.lmdb_tables import MEMBER, MEMBER_KEY, Tables, Txn
 from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate, timed_out
 from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
 from pagoda.ledger.members import add_member, leave, publish_committed, reap, remove_dead
-from pagoda.ledger.page_guards import PageGuards
+from pagoda.ledger.slots_in_use import PageGuards
 from pagoda.ledger.store_directory import OpenStore, reopen_store
 from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLES
 from pagoda.ledger.table_integrity import is_damage

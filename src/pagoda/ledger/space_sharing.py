@@ -9,7 +9,7 @@ stores of other versions in memory have a separate limit.
 The steps of one transfer, all under the lock of the root, and never inside two gates at once:
 
     the giver's gate    its free slots and those of its coldest chunks leave its tables and become bare
-    no gate             views of a slab in memory are waited for (`page_guards`), then the holes are punched
+    no gate             views of a slab in memory are waited for (`slots_in_use`), then the holes are punched
     no gate             the taker allocates pages for its slots: without free space it gets fewer, without an error
     the taker's gate    these slots become free, and may be reserved only from now on
 

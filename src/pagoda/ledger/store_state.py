@@ -35,7 +35,7 @@ SLAB_FORMAT = 1
 STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES, PAGE_GUARDS = (
     "state", "locks", "data.mdb", "columns", "counters", "slab", "namespaces", "lent",
 )  # fmt: skip
-GUARD_WORDS = 64  # words per member, see `page_guards`
+GUARD_WORDS = 64  # words per member, see `slots_in_use`
 GUARD_BYTES = MEMBER_ROWS * GUARD_WORDS * 8
 PROMPTS, OLD_PROMPTS = "prompts", "prompts-old"  # the log of prompts: see `cache/prompt_log`
 NOTES = "notes"  # notes of chunks, for routers: see `chunk_notes`; not part of FORMAT

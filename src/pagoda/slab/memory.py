@@ -45,7 +45,7 @@ def address(buffer: Bytes) -> int:
 
 
 class Lender(Protocol):
-    """Knows which slots have pages and keeps them from being punched (`pagoda.ledger.page_guards.PageGuards`)."""
+    """Knows which slots have pages and keeps them from being punched (`pagoda.ledger.slots_in_use.PageGuards`)."""
 
     def lend(self, slots: Sequence[int], base: Bytes) -> Sequence[int]:
         """Keep the pages of slots as long as `base` is alive; returns the slots that have no pages."""

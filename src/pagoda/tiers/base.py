@@ -1,4 +1,7 @@
-"""The Tier protocol: how the cache sees a place that stores chunks."""
+"""The Tier protocol: how the cache sees a place that stores chunks.
+
+`pagoda.cache.open_tiers` opens the tiers that are configured; `Cache(tiers=...)` takes any others.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ connector          PagodaConnector: vLLM's interface, each call given to its hal
 options            the options in kv_connector_extra_config
 supported_engines  what is refused, and why
 kv_memory          a worker's KV cache, inspected: the pages as bytes, and their format
-layer_pages        the pages of one layer
+page_geometry      the pages of one layer
 identity/          what the KV depends on, with `connectors.identity`
 scheduler          the scheduler's half: what is cached, loaded and saved
 engine_weights     which weights the engine computes with, and what vLLM tells no connector

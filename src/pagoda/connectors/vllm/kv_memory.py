@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pagoda.connectors.vllm.identity.page_facts import machine_facts
-from pagoda.connectors.vllm.layer_pages import Page, check_apart, page_of
+from pagoda.connectors.vllm.identity.machine_facts import machine_facts
+from pagoda.connectors.vllm.page_geometry import Page, check_apart, page_of
 from pagoda.connectors.vllm.supported_engines import layer_specs
 from pagoda.layout import KVLayout
-from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from pagoda.transfer.pages_kv import PagesKV, merged
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from pagoda.layout import KVLayout
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Answer, Pool, wait
 from pagoda.transfer.base import Bytes
-from pagoda.transfer.gpu.device_pages import DevicePagesKV, DeviceSnapshot, SnapshotBuffer
+from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV, DeviceSnapshot, SnapshotBuffer
 from pagoda.transfer.pages_kv import PagesKV
 
 log = guarded_logger("pagoda.vllm")

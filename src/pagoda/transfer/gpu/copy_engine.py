@@ -7,7 +7,7 @@
 The fastest way is measured once for each kind of table. Slots that are not registered are copied through a bounce
 buffer in pinned memory. Every call returns, or raises, when none of its copies is in flight any more.
 
-Called by the views (`dense_kv`, `paged_kv`, `device_pages`) through `GpuCopy`. Calls `staging_ring`, `autotune` and
+Called by the views (`dense_kv`, `paged_kv`, `device_pages_kv`) through `GpuCopy`. Calls `staging_ring`, `autotune` and
 `device`.
 """
 

@@ -2,7 +2,7 @@
 
 engine_namespace  the namespace, from the modules below and `connectors.identity`
 engine_settings   settings of the engine that change what it computes
-page_facts        everything that decides the bytes inside a page
+machine_facts     everything that decides the bytes inside a page
 media_names       whether vLLM's hashes name media by their content
 """
 

@@ -27,7 +27,7 @@ from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.layout import KVLayout
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.threads import Event, Pool
-from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from pagoda.transfer.pages_kv import PagesKV
 
 log = guarded_logger("pagoda.vllm")

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from pagoda.connectors.identity.plain_values import plain
 from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
-from pagoda.connectors.vllm.identity.page_facts import machine_facts
+from pagoda.connectors.vllm.identity.machine_facts import machine_facts
 from pagoda.connectors.vllm.offloading.chunk_finder import Group
 from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.offloading.messages import WorkerGreeting, greet, greeted

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cache import Cache, Hit, miss_reason
+from pagoda.cache import Cache, Hit, miss_explainer
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger
 from pagoda.metrics import Reason
@@ -22,8 +22,8 @@ from tests.cache.test_retrieve_call import faulty_cache, on_disk
 @pytest.fixture(autouse=True)
 def _time_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's call compares namespaces for only a millisecond, which may end before the first comparison."""
-    monkeypatch.setattr(miss_reason, "_BUDGET_NS", 60 * 10**9)
-    monkeypatch.setattr(miss_reason, "_LIST_SECONDS", 60.0)
+    monkeypatch.setattr(miss_explainer, "_BUDGET_NS", 60 * 10**9)
+    monkeypatch.setattr(miss_explainer, "_LIST_SECONDS", 60.0)
 
 
 def _told(cache: Cache, chunks: float, reason: Reason, detail: str = "", seed: int = 0) -> Hit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from pagoda.cache.staging import StagingPool
+from pagoda.cache.staging_buffers import StagingPool
 
 
 def test_there_are_only_so_many() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pagoda.transfer import PagesKV, merged
 from pagoda.transfer.gpu.copy_engine import CopyEngine
 from pagoda.transfer.gpu.device import CpuDevice
-from pagoda.transfer.gpu.device_pages import DevicePagesKV
+from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from tests.transfer.late_device import LateDevice
 from tests.transfer.pages_kit import (
     BLOCK_TOKENS,
@@ -215,7 +215,9 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_torch_is_imported_when_it_is_needed() -> None:
-    script = "import sys, pagoda.transfer.gpu.device_pages, pagoda.transfer; sys.exit('torch' in sys.modules)"
+    script = (
+        "import sys, pagoda.transfer.gpu.device_pages_kv, pagoda.transfer; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 

@@ -11,7 +11,7 @@ import typer
 from typer import Option
 
 from pagoda.cli.app import program
-from pagoda.cli.documented import documented
+from pagoda.cli.docstring_help import documented
 
 
 def options(command: object, name: str = "pagoda") -> Iterator[tuple[str, str | None]]:
