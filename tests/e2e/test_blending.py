@@ -635,17 +635,19 @@ def test_what_an_adapter_computed_is_not_stored_once_another_is_active(house: Ho
 
 
 class ThenOnce:
-    """A lock that lets another thread in when it is released for the first time."""
+    """A reentrant lock that lets another thread in when it is free again for the first time."""
 
     def __init__(self, lock, other) -> None:
-        self._lock, self._other = lock, [other]
+        self._lock, self._other, self._depth = lock, [other], 0
 
     def __enter__(self) -> None:
         self._lock.acquire()
+        self._depth += 1
 
     def __exit__(self, *error: object) -> None:
+        self._depth -= 1
         self._lock.release()
-        while self._other:
+        while self._other and not self._depth:
             self._other.pop()()
 
 

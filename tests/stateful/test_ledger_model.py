@@ -245,9 +245,9 @@ class LedgerMachine(RuleBasedStateMachine):
         sent = pickle.loads(pickle.dumps(one.reserved))
         if adopt:
             assert self.ledger.adopt([sent], part) == [True]
-        lost = one.overtaken and one.missing == {part}
-        assert [*map(bool, self.ledger.commit([sent], part))] == [not lost]
-        if lost:
+        # it is lost with its first part, and keeps its slot until its last one
+        assert [*map(bool, self.ledger.commit([sent], part))] == [not one.overtaken]
+        if one.overtaken and one.missing == {part}:
             self.model.pending.remove(one)
             self.model.gone.add((sent.slot, sent.generation))
         else:
