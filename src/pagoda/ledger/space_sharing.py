@@ -85,8 +85,9 @@ class SpaceShare:
             return
         with root_locked(self._root, seconds):  # or other stores would take what was given
             write_limit(self._directory, asked_bytes, sole=False)
+            until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
             # holes that are filled need no metadata: there may be space for more then
-            while self._grow(self._ledger.slots):
+            while self._grow(self._ledger.slots) and time.monotonic() < until:
                 pass
             until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
             excess = self._shrink()
