@@ -260,6 +260,9 @@ def test_a_store_that_was_replaced_under_the_cache_is_credited_as_it_hits(shm_ro
         router = Router(cache.publish_events(ANY))
         stored(cache, tokens)
         wait_until(lambda: router.believes(tokens, "CPU") == 3)
+        ledger = cache._tiers.ledgers()[0][1]
+        found = ledger.match_prefix([key for *_, key in cache.keys(tokens)], touch=False)
+        assert ledger.is_ready(found.slots, found.generations).tolist() == [True] * 3
         shutil.rmtree(shm_root / "host")
         with SPAWN.Pool(1) as pool:
             pool.apply(other_store, (shm_root, 8))
@@ -269,6 +272,7 @@ def test_a_store_that_was_replaced_under_the_cache_is_credited_as_it_hits(shm_ro
             os._exit(0)
         os.waitpid(child, 0)
         assert cache.lookup(tokens).num_tokens == 0
+        assert not ledger.is_ready(found.slots, found.generations).any()
         wait_until(lambda: router.believes(tokens, "CPU") == 0)
         all_is_taken_back(router, tokens)
         router.close()
