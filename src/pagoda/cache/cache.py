@@ -411,7 +411,8 @@ class Cache:
         Without a version, no other machine gets or has their KV. Returns the epoch. It is valid on this machine,
         permanently; every process that has the model's cache open uses it from its next call on. A local tier whose
         directory cannot record the epoch, not even in its reserved space, loses all its chunks. Raises StoreError if no
-        directory can record it and there are remote tiers, because other processes would continue to use them.
+        directory can record it (or no local tier has one: private host memory) and there are remote tiers, because
+        other processes, and caches opened later, would continue to use them; this cache no longer does.
         """
         return self._weights.change(version)
 
