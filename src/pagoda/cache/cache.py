@@ -229,7 +229,7 @@ class Cache:
     def store_future(
         self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]
     ) -> Future[Stored]:
-        """Do the same as `store`, on another thread. The KV must not change until the future is done."""
+        """Do the same as `store`, on another thread. The KV and the tokens must not change until the future is done."""
         return self._resources.executor.submit(self._store_call(tokens, kv, options))
 
     async def astore(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Stored:
