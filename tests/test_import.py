@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HEAVY = (
     "numpy",
     "lmdb",
@@ -66,7 +68,7 @@ from pagoda import Cache, KVLayout, Namespace
 from pagoda.transfer import BlockKV, DenseKV, PagedKV, PagesKV
 layout = KVLayout.dense(1, 1, 8, "float16", 4, token_order="tokens_first")
 sizes = {"host_size": "1MiB", "host_shared": False, "disk_path": sys.argv[1], "disk_size": "2MiB"}
-with Cache(namespace=Namespace("m"), layout=layout, **sizes) as cache:
+with Cache(namespace=Namespace("m"), layout=layout, **sizes, remote=sys.argv[2]) as cache:
     before, pools = {*sys.modules}, [np.zeros((2, 10, 4, 1, 8), np.float16)]
     kv = PagedKV(pools, layout, pool_format="planes_first", block_size=4, block_table=range(10))
     for first in range(400):  # more than the host tier holds
@@ -77,9 +79,12 @@ with Cache(namespace=Namespace("m"), layout=layout, **sizes) as cache:
 """
 
 
-def test_the_calls_of_an_engine_import_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("remote", ["", "redis://127.0.0.1:1", "http://127.0.0.1:1/"])  # nobody listens there
+def test_the_calls_of_an_engine_import_nothing(tmp_path: Path, remote: str) -> None:
     """Another thread may fork during an import: the child would wait for its lock for ever."""
-    command = [sys.executable, "-c", CALLS, str(tmp_path / "disk")]
+    if remote:
+        pytest.importorskip("redis" if remote.startswith("redis") else "obstore")
+    command = [sys.executable, "-c", CALLS, str(tmp_path / "disk"), remote]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401  else the first connection imports it, and a child that is forked meanwhile waits forever
 import socket
 import time
 
