@@ -289,3 +289,21 @@ def test_a_pin_can_be_ended_after_others_changed_the_weights(shm_root: Path) -> 
         assert engine.manager.unpin(prompt(16)) == 16
         engine.manager.check()
         assert engine.stat("evictable") == 4
+
+
+def test_a_path_cut_before_an_image_is_not_loaded_a_second_time(shm_root: Path) -> None:
+    """Another question about the image hit a node that nothing locked: its block was evicted and used again."""
+    image = (Item(4, 10, blake3(b"an image").digest()),)  # of blocks 1 and 2; block 2 ends with other tokens
+    first = prompt(13)
+    second = [*first[:10], *prompt(7, 1)]
+    with cache_at(shm_root, min_hit_tokens=2 * BLOCK) as cache:
+        engine = Engine(8, cache)
+        engine.leave("before", first, items=image)
+        assert engine.demoted(1) == 6  # its rest on the host is below the minimum
+        engine.leave("other", second, items=image)
+        assert engine.start("a", first, items=image).computed_tokens == BLOCK
+        engine.finish("a")
+        engine.start("b", second, items=image)
+        engine.demoted(8)
+        engine.start("c", prompt(12, 2))
+        engine.is_right("b")

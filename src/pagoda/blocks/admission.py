@@ -142,13 +142,15 @@ class AdmissionControl:
 
     def _plan_load(self, request: RequestState) -> Plan | None:
         """Plan to load the blocks after the path from the host, as far as the host has and holds them."""
-        keys, device = request.matchable_keys(), request.num_in_tree
+        keys, device, parent = request.matchable_keys(), request.num_in_tree, request.last_node
         if device == len(keys) or self._lower_tiers.paused:
             return None
         match = self._lower_tiers.match_host(keys[device:], device)
         stop = min(device + len(match.slots), len(request.table))
         count = max(0, request.align_to_items(stop) - device)
         reason, held = match.reason, 0
+        if self._tree.child(parent, keys[device]) is not None:
+            count = 0  # the path was cut before an item: the tree has these keys, and must not get them twice
         if 0 < count * request.block_tokens < self._lower_tiers.min_hit_tokens:
             reason = Reason.BELOW_MINIMUM
         elif count:
@@ -156,7 +158,7 @@ class AdmissionControl:
         self._lower_tiers.count_request(request, len(keys) - device, held, reason)
         if not held:
             return None
-        parent, stop, ticket = request.last_node, device + held, self._moves.new_ticket()
+        stop, ticket = device + held, self._moves.new_ticket()
         depends_on = parent.ticket if parent is not None and parent.place is Place.TO_DEVICE else 0
         blocks = request.table[device:stop]
         nodes = self._tree.insert_loading(keys[device:stop], request.root, parent, blocks, ticket)

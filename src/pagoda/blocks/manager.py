@@ -217,10 +217,7 @@ class BlockManager:
             return
         for i in range(request.num_in_tree, min(num_tokens // self.block_tokens, len(request.keys))):
             key, last_node = request.keys[i], request.last_node
-            node = self._tree.nodes.get(key)
-            # that node is being evicted and cannot be reached
-            if node is not None and node.parent is not last_node:
-                node = None
+            node = self._tree.child(last_node, key)
             if node is None:
                 node = self._tree.insert(key, request.root, last_node, request.table[i])
                 request.inserted.append(node)

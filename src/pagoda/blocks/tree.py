@@ -88,6 +88,11 @@ class Tree:
             parent = node
         return path
 
+    def child(self, parent: Node | None, key: bytes) -> Node | None:
+        """Return the node of `key` below `parent`; None if there is none, or it cannot be reached. Changes nothing."""
+        node = self.nodes.get(key)
+        return node if node is not None and node.parent is parent else None
+
     # ---- growing
 
     def insert(self, key: bytes, root: bytes, parent: Node | None, block: int) -> Node:
@@ -112,6 +117,7 @@ class Tree:
         return nodes
 
     def _new_node(self, key: bytes, root: bytes, parent: Node | None, block: int, place: Place) -> Node:
+        assert self.child(parent, key) is None, "a node that can be reached is inserted again"
         position = 0 if parent is None else parent.position + 1
         node = Node(key, root, parent, position, block, place, self._now)
         if parent is not None:
