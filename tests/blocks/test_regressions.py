@@ -301,7 +301,9 @@ def test_a_path_cut_before_an_image_is_not_loaded_a_second_time(shm_root: Path) 
         engine.leave("before", first, items=image)
         assert engine.demoted(1) == 6  # its rest on the host is below the minimum
         engine.leave("other", second, items=image)
+        lookups = cache.stats()["counters"]["lookups"]
         assert engine.start("a", first, items=image).computed_tokens == BLOCK
+        assert cache.stats()["counters"]["lookups"] == lookups + 1
         engine.finish("a")
         engine.start("b", second, items=image)
         engine.demoted(8)

@@ -155,7 +155,9 @@ class AdmissionControl:
             reason = Reason.BELOW_MINIMUM
         elif count:
             held = self._lower_tiers.hold(match, count, lambda n: request.align_to_items(device + n) - device)
-        self._lower_tiers.count_request(request, len(keys) - device, held, reason)
+        # a path that still ends inside an item is cut, and this is done again
+        if request.align_to_items(device + held) == device + held:
+            self._lower_tiers.count_request(request, len(keys) - device, held, reason)
         if not held:
             return None
         stop, ticket = device + held, self._moves.new_ticket()
