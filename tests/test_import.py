@@ -59,6 +59,31 @@ def test_a_configuration_needs_little() -> None:
     assert not after & set(HEAVY)
 
 
+CALLS = """
+import sys
+import numpy as np
+from pagoda import Cache, KVLayout, Namespace
+from pagoda.transfer import BlockKV, DenseKV, PagedKV, PagesKV
+layout = KVLayout.dense(1, 1, 8, "float16", 4, token_order="tokens_first")
+sizes = {"host_size": "1MiB", "host_shared": False, "disk_path": sys.argv[1], "disk_size": "2MiB"}
+with Cache(namespace=Namespace("m"), layout=layout, **sizes) as cache:
+    before, pools = {*sys.modules}, [np.zeros((2, 10, 4, 1, 8), np.float16)]
+    kv = PagedKV(pools, layout, pool_format="planes_first", block_size=4, block_table=range(10))
+    for first in range(400):  # more than the host tier holds
+        cache.store([first] * 40, kv)
+    assert cache.flush() and cache.retrieve([399] * 40, kv) and cache.retrieve([399] * 40, kv, tiers=["disk"])
+    cache.lookup([1] * 48), cache.prefetch([399] * 40).result(), cache.pin([399] * 40), cache.clear()
+    print(*sorted({*sys.modules} - before))
+"""
+
+
+def test_the_calls_of_an_engine_import_nothing(tmp_path: Path) -> None:
+    """Another thread may fork during an import: the child would wait for its lock for ever."""
+    command = [sys.executable, "-c", CALLS, str(tmp_path / "disk")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == []
+
+
 def test_the_names_of_loggers_are_pinned() -> None:
     """Users name them in their logging configuration: a module that moves keeps its logger's name."""
     source = Path(__file__).resolve().parents[1] / "src" / "pagoda"

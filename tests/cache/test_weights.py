@@ -10,6 +10,7 @@ import pytest
 from pagoda import Config
 from pagoda.cache import Cache, miss_explainer
 from pagoda.cache.weights_epoch import WeightsEpoch
+from pagoda.errors import StoreError
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.tiers import DiskTier
@@ -94,7 +95,10 @@ def test_a_shared_tier_of_ones_own_is_left_out_while_its_weights_have_no_name(tm
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[own]) as cache:
         stored(cache, tokens)
         assert served(cache, tokens)[0].num_tokens == 4 * CHUNK
-        cache.weights_changed()
+        with pytest.raises(
+            StoreError, match="no local tier has a directory: call weights_changed with a name"
+        ):
+            cache.weights_changed()  # a cache opened later would not know
         assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 0
         assert served(cache, tokens)[0].num_tokens == 0
         cache.weights_changed("run 7")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import mmap
 import os
 import signal
 import threading
@@ -94,6 +96,31 @@ def test_a_chunk_takes_few_calls(
 
     assert (count("to_slots", 1), count("from_slots", 1)) == (one, one)
     assert (count("to_slots", 4), count("from_slots", 4)) == (four_stored, four_loaded)
+
+
+def mapped_at(address: int) -> np.ndarray:
+    """Return a page of memory near an address, for as long as the process lives."""
+    map_memory = ctypes.CDLL(None).mmap
+    map_memory.restype = ctypes.c_void_p
+    map_memory.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    found = map_memory(address, 4096, mmap.PROT_READ | mmap.PROT_WRITE, private, -1, 0)
+    return np.frombuffer((ctypes.c_uint8 * 4096).from_address(found), np.uint8)
+
+
+def test_slots_of_separate_memories_are_copied_one_by_one() -> None:
+    """An array over both would span the heap, where each temporary array of numpy would overlap it again."""
+    layout = KVLayout.dense(1, 2, 8, "float16", 4)
+    planes = [np.random.default_rng(0).integers(0, 99, (2, 42, 8), np.int16) for _ in "KV"]
+    kv, slots = DenseKV([planes], layout, threads=1), [mapped_at(1 << 28), mapped_at(0x7F00_0000_0000)]
+
+    def there_and_back() -> None:
+        kv.to_slots([0, 4], slots)
+        kv.from_slots([8, 12], slots)
+        for plane in planes:
+            assert (plane[:, 8:16] == plane[:, :8]).all()
+
+    in_child(there_and_back)
 
 
 # ---- threads

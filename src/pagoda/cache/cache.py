@@ -229,7 +229,7 @@ class Cache:
     def store_future(
         self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]
     ) -> Future[Stored]:
-        """Do the same as `store`, on another thread. The KV must not change until the future is done."""
+        """Do the same as `store`, on another thread. The KV and the tokens must not change until the future is done."""
         return self._resources.executor.submit(self._store_call(tokens, kv, options))
 
     async def astore(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Stored:
@@ -411,7 +411,8 @@ class Cache:
         Without a version, no other machine gets or has their KV. Returns the epoch. It is valid on this machine,
         permanently; every process that has the model's cache open uses it from its next call on. A local tier whose
         directory cannot record the epoch, not even in its reserved space, loses all its chunks. Raises StoreError if no
-        directory can record it and there are remote tiers, because other processes would continue to use them.
+        directory can record it (or no local tier has one: private host memory) and there are remote tiers, because
+        other processes, and caches opened later, would continue to use them; this cache no longer does.
         """
         return self._weights.change(version)
 

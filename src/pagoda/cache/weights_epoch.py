@@ -153,11 +153,12 @@ class PresentWeights:
                     resources.counters.warn(log, Reason.IO_ERROR, text)
                     tier.clear()
         none_recorded = len(errors) == len(self._resources.config.roots())
-        if errors and none_recorded and tiers.local() is not tiers:
+        if none_recorded and tiers.local() is not tiers:
+            name_them = "no local tier has a directory: call weights_changed with a name of the new weights"
             raise StoreError(
-                "other processes do not know that the weights have changed, and continue to use the KV of the "
-                "old weights in remote tiers: remove the cause and call weights_changed again, or stop them "
-                f"({next(iter(errors.values()))})"
+                "other processes, and caches opened later, do not know that the weights have changed, and use the KV "
+                "of the old weights in remote tiers: remove the cause and call weights_changed again, or stop them "
+                f"({next(iter(errors.values()), name_them)})"
             )
         return epoch
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
-import numpy.ma  # otherwise the first `np.isin` imports it: 20 ms in the middle of an engine's step
 import numpy.typing as npt
 
 from pagoda.kv_events.notes import ChunkNote, EventForm

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import numpy.ma  # else the first large `np.isin` imports it, and a child that is forked meanwhile waits forever
 from numpy.typing import NDArray
 
 from pagoda.errors import NoRoomError

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
+import numpy.ma  # else the first `np.unique` imports it, and a child that is forked meanwhile waits forever
 import numpy.typing as npt
 
 from pagoda.layout import KVLayout, itemsize

@@ -63,7 +63,8 @@ class CpuCopy:
     """The copies of one view. A chunk has `count` runs in each plane, each of `units` consecutive ids.
 
     Runs that are consecutive on both sides are copied by one call of numpy for each of `rows`, across chunks too if
-    their slots are at equal distances. Other runs are gathered, or scattered, by one call for each of `rows`.
+    their slots are at equal distances in one memory. Other runs are gathered, or scattered, by one call for each of
+    `rows`.
 
     `threads` None: as many as there are idle cores, if the copy is large enough. Thread-safe as `Transfer` says.
     """
@@ -154,15 +155,21 @@ class CpuCopy:
 
 
 def _joined(ids: Ids, slots: Sequence[Bytes]) -> Iterator[_Batch]:
-    """Join chunks without skipped runs whose slots are at equal distances."""
+    """Join chunks without skipped runs whose slots are at equal distances in one memory.
+
+    An array over slots of several memories would also span what lies between them: numpy takes that for an overlap
+    with the engine's KV, and copies through a temporary array, which may lie between them too, and so on until the
+    stack ends.
+    """
     whole: list[bool] = (ids.min(axis=1) >= 0).tolist()
     places = [slot.ctypes.data for slot in slots]
     begin = step = 0
     for at in range(1, len(slots) + 1):
         if at < len(slots) and whole[at - 1] and whole[at]:
-            found = places[at] - places[at - 1]
+            one_memory, found = slots[at].base is slots[at - 1].base, places[at] - places[at - 1]
             # otherwise the slots overlap, or are not a whole number of words apart, and are copied one by one
-            if abs(found) >= slots[at].nbytes and not found % _WORD_BYTES and step in (0, found):
+            apart = abs(found) >= slots[at].nbytes and not found % _WORD_BYTES
+            if one_memory and apart and step in (0, found):
                 step = found
                 continue
         if at - begin > 1:
