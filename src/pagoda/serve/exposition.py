@@ -1,7 +1,7 @@
 """Prometheus' exposition of the stores of a machine: `pagoda stats --prometheus` and `GET /metrics` of `pagoda serve`.
 
-`FAMILIES` is the interface: dashboards and alert rules name these metrics, so a name stays what it is. `make docs`
-writes docs/reference/metrics.md from it. Needs prometheus-client (extra `metrics`); calls nothing that waits.
+`FAMILIES` is the interface: dashboards and alert rules name these metrics, so names do not change. `make docs` writes
+docs/reference/metrics.md from it. It needs prometheus-client (extra `metrics`), and never waits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pagoda.metrics import LOAD_BUCKETS, TIER_KINDS, Reason
 from pagoda.tiers.remote.store_client import Usage
 
 MOST_NAMESPACES = 50
-"""Namespaces with a series of their own, those with most chunks; the others are counted together as "other"."""
+"""The number of namespaces with a separate series: those with most chunks. The others are counted as "other"."""
 MODEL_CHARS = 80
-"""The most of a model's name that a label has."""
+"""The longest part of a model's name in a label."""
 
 COUNTED: Mapping[str, str] = {
     "lookups": "Calls of `lookup` and `retrieve` that were counted.",
@@ -44,7 +44,7 @@ COUNTED: Mapping[str, str] = {
     "failed_checks": "Chunks whose bytes or entry were damaged. No such chunk was served.",
     "prefill_tokens": "Tokens that engines computed, as they reported with the time that it took.",
 }
-"""What each counter counts. Those of reasons and of load times have a name for each value; their families do."""
+"""The help of each counter. Counters of reasons and load times are not here: their families have the help."""
 
 _GAUGES = {
     "slots": "Slots of the store; each has space for one chunk.",
@@ -60,7 +60,7 @@ _GAUGES = {
 
 
 class MetricFamily(NamedTuple):
-    """One metric as Prometheus sees it: counters without the `_total` of their samples."""
+    """One metric of Prometheus; the name of a counter is without the `_total` of its samples."""
 
     name: str
     kind: str  # counter, gauge or histogram
@@ -116,12 +116,12 @@ FAMILIES: tuple[MetricFamily, ...] = (
 
 
 class Exposition(NamedTuple):
-    """What one exposition is made of."""
+    """The data of one exposition."""
 
     stores: Sequence[StoreStats]
     unreadable: Sequence[str] = ()  # directories of stores that could not be read
-    remotes: Mapping[str, Usage | None] = {}  # by the name of the tier; None: it gave no answer
-    served: Mapping[str, int] = {}  # what `pagoda serve` has counted since its start
+    remotes: Mapping[str, Usage | None] = {}  # by the name of the tier; None: it did not answer
+    served: Mapping[str, int] = {}  # the counts of `pagoda serve` since its start
 
 
 class StoreCollector(Collector):
@@ -140,7 +140,7 @@ class StoreCollector(Collector):
 
 
 def exposition(found: Exposition, accept: str = "") -> tuple[bytes, str]:
-    """Return what was read, and its media type: the one that `accept` (HTTP's header) prefers, by default text."""
+    """Return the exposition and its media type: the one that `accept` (HTTP's header) prefers, by default text."""
     registry = CollectorRegistry()
     registry.register(StoreCollector(lambda: found))
     encode, media_type = choose_encoder(accept)
@@ -201,7 +201,7 @@ def _loads(stores: Sequence[StoreStats]) -> Metric:
 
 
 def _namespaces(stores: Sequence[StoreStats]) -> Mapping[tuple[str, ...], int]:
-    """Return the chunks by labels: of the namespaces that have most over all stores, and of all others together."""
+    """Return the chunks by labels: those of the largest namespaces over all stores, and of all others together."""
     total: Tally[bytes] = Tally()
     for store in stores:
         total.update({row.root: row.chunks for row in store.namespaces})
