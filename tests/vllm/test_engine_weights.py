@@ -211,7 +211,7 @@ def test_a_reset_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture
         core.call("reset_prefix_cache", True, True)
         core.weights.changed()
         assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-            "the engine was reset, so its weights may be others"
+            "the engine was reset, so its weights may have changed"
         ]
         core.call("set_weight_version", "step-1")
         core.weights.changed()

@@ -57,13 +57,13 @@ def _plain_object(value: Any, where: str) -> Any:
     if callable(getattr(value, "to_dict", None)):  # a config inside a config
         return plain(stable(value.to_dict()), where)
     raise ValueError(
-        f"{where} is a {type(value).__qualname__}, which has no stable text, so KV computed with it cannot be told"
-        " apart: leave that setting out, or run without the connector"
+        f"{where} is a {type(value).__qualname__}, which has no stable text, so KV computed with it cannot be"
+        " identified: leave that setting out, or run without the connector"
     )
 
 
 def stable(value: Any) -> Any:
-    """Return a model's config, as types of JSON, without what does not affect a forward pass."""
+    """Return a model's config, as types of JSON, without fields that do not affect a forward pass."""
     if isinstance(value, Mapping):
         return {name: stable(each) for name, each in value.items() if name not in _VOLATILE}
     return [stable(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""A worker's KV cache, inspected once: the pages as bytes, and a text of everything that decides those bytes."""
+"""Inspects a worker's KV cache once: the pages as bytes, and a text with everything that decides these bytes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def inspect_kv_caches(
     ranks, and the description does not name this number.
 
     Raises ValueError, which says what to do, unless there is one dense page for each block and layer; if `canonical`,
-    also unless the bytes of each head stand alone.
+    also unless each head is one run of bytes.
     """
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise ValueError(f"{len(kv_cache_config.kv_cache_groups)} KV cache groups: one is needed")
@@ -155,7 +155,7 @@ def _pages(kv_caches: Mapping[str, Any], specs: dict[str, Any], num_blocks: int)
 def _heads_of(pages: Sequence[Page], vllm_config: VllmConfig) -> tuple[int, int]:
     """Return how many KV heads this worker has, and how many ranks have the same ones.
 
-    Raises ValueError, which says what to do, unless the bytes of each head stand alone in all pages.
+    Raises ValueError, which says what to do, unless each head is one run of bytes in all pages.
     """
     heads, ranks = pages[0].heads, int(vllm_config.parallel_config.tensor_parallel_size)
     total = int(vllm_config.model_config.get_total_num_kv_heads())

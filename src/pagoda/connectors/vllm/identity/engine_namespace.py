@@ -1,4 +1,4 @@
-"""The namespace: all that vLLM's KV depends on except tokens and layout, such as weights, config and adapters."""
+"""The namespace: everything except tokens and layout that vLLM's KV depends on: weights, config, adapters."""
 
 from __future__ import annotations
 
