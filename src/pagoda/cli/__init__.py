@@ -69,13 +69,8 @@ def main(args: Sequence[str] | None = None) -> int:
         if not _flushed():
             _drop_output()
         # an error without a file name is an error of the output
-        return _complain(_described(trouble), USAGE if trouble.filename else FAILED)
-
-
-def _described(trouble: OSError) -> str:
-    """Return where the system refused something, and why."""
-    where = f"{trouble.filename}: " if trouble.filename else ""
-    return f"{where}{trouble.strerror or trouble}"
+        where, code = (f"{trouble.filename}: ", USAGE) if trouble.filename else ("", FAILED)
+        return _complain(f"{where}{trouble.strerror or trouble}", code)
 
 
 def _flushed() -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 _ADVANCE_CHUNKS = 16
 
 
-class StoreCheck(NamedTuple):
+@dataclass
+class StoreCheck:
     """What was found in one store. `trouble`: what is wrong with it, or why it could not be read; or empty."""
 
     directory: Path
-    tier: str
-    trouble: str
-    gauges: dict[str, int]
+    tier: str = ""
+    trouble: str = ""
+    gauges: dict[str, int] = field(default_factory=dict)
     unreachable: int = 0
     stale_hints: int = 0
     read_chunks: int = 0
@@ -80,7 +82,7 @@ def check(
     remotes = pinged(remotes_of(directory, config))
     ok = all(verdict.ok for verdict in verdicts) and not any(asked.trouble for asked in remotes)
     if as_json:
-        stores = [{"ok": verdict.ok, **verdict._asdict()} for verdict in verdicts]
+        stores = [{"ok": verdict.ok, **asdict(verdict)} for verdict in verdicts]
         printing.print_json({"ok": ok, "stores": stores, "remotes": [remote._asdict() for remote in remotes]})
     else:
         _print(verdicts, wide)
@@ -92,21 +94,22 @@ def _judged(store: Path, read: bool, drop: bool, show: Callable[..., None]) -> S
     """Check one store. What is wrong with it is part of the verdict."""
     from pagoda.errors import LedgerCorrupt, PagodaError
     from pagoda.ledger import admin
+    from pagoda.metrics import Reason
 
-    verdict = StoreCheck(store, "", "", {})
+    verdict = StoreCheck(store)
     try:
         with attached(store) as ledger:
-            verdict = verdict._replace(tier=ledger.tier)
-            found = admin.check(ledger)
-            verdict = verdict._replace(
-                gauges=found.gauges, unreachable=found.unreachable, stale_hints=found.stale_hints
-            )
+            verdict.tier, found = ledger.tier, admin.check(ledger)
+            verdict.gauges, verdict.unreachable = found.gauges, found.unreachable
+            verdict.stale_hints = found.stale_hints
             if read and ledger.kind == "file":
-                number, damaged = _read_all(ledger, show)
-                verdict = verdict._replace(read_chunks=number, damaged=[row.key for row in damaged])
-                verdict = verdict._replace(dropped=_drop(ledger, damaged) if drop else 0)
+                verdict.read_chunks, damaged = _read_all(ledger, show)
+                verdict.damaged = [row.key for row in damaged]
+                for row in damaged if drop else ():
+                    removed = ledger.remove_exact(row.key, row.slot, row.generation, Reason.FAILED_CHECK)
+                    verdict.dropped += removed
     except PagodaError as trouble:
-        return verdict._replace(trouble=str(trouble), corrupt=isinstance(trouble, LedgerCorrupt))
+        verdict.trouble, verdict.corrupt = str(trouble), isinstance(trouble, LedgerCorrupt)
     return verdict
 
 
@@ -152,12 +155,6 @@ def _verified(ledger: Ledger, slab: FileSlab) -> Iterator[tuple[ChunkRow, bool]]
         # if the slot got another chunk meanwhile, the bytes prove nothing
         if ledger.still_valid(np.array([row.slot]), np.array([row.generation], np.uint64))[0]:
             yield row, sound
-
-
-def _drop(ledger: Ledger, damaged: list[ChunkRow]) -> int:
-    from pagoda.metrics import Reason
-
-    return sum(ledger.remove_exact(row.key, row.slot, row.generation, Reason.FAILED_CHECK) for row in damaged)
 
 
 def _print(verdicts: list[StoreCheck], wide: bool) -> None:

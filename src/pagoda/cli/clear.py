@@ -37,9 +37,7 @@ def clear(
     known = _known(directories)
     broken = {} if everything else censuses(remotes, known)[1]
     broken |= {spec.redacted: NO_SECRET for spec in sealed}
-    if not broken or stores.chosen(known, model, namespace):  # a silent tier may know more namespaces
-        stores.refuse_unknown(known, model, namespace)
-    roots = stores.chosen(known, model, namespace)
+    roots = stores.chosen(known, model, namespace, broken)
     if namespace is not None and len(roots) > 1:
         raise UsageError(f"--namespace {namespace}: {len(roots)} namespaces begin so; write more digits")
     question = _question(_described(roots, model, namespace), directories, [*remotes, *sealed])

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple, NoReturn, TypeAlias, TypeVar, get_type_hints
 
@@ -27,11 +28,6 @@ Weights: TypeAlias = Annotated[
     str | None, Option(help="A name for the weights, instead of a digest of the checkpoint's files.")
 ]
 Salt: TypeAlias = Annotated[str | None, Option(help="Only engines with the same salt share what is stored.")]
-
-
-def _flag(name: str) -> str:
-    """Return the flag of an option."""
-    return "--" + name.replace("_", "-")
 
 
 def with_config_options(function: _Function) -> _Function:
@@ -65,9 +61,10 @@ def serve_command(app: typer.Typer, engine: str) -> Callable[[_Function], _Funct
     )
 
 
-def own_flags() -> set[str]:
-    """Return PagodaKV's flags, which must not be among the engine's arguments: they come before serve."""
-    return {_flag(option.name) for option in fields(Config)} | {"--print"}
+def refuse_own_flag(name: str) -> None:
+    """Raise UsageError for one of PagodaKV's flags among the engine's arguments."""
+    if name == "--print" or name in ("--" + option.name.replace("_", "-") for option in fields(Config)):
+        raise UsageError(f"{name} is an option of pagoda: write it before serve")
 
 
 def become(command: Sequence[str]) -> NoReturn:
@@ -143,6 +140,33 @@ def check_tiers(config: Config) -> None:
         for spec in remotes:
             codecs.require(spec.codec)
             spec.engine()  # connects to nothing
+
+
+def check_start(
+    chosen: Chosen,
+    module: str,
+    names: Sequence[str],
+    missing: str,
+    check_version: Callable[[str, bool], None],
+) -> None:
+    """Check that the engine can start, before it is imported, which takes long. Changes nothing.
+
+    Only the engine can check what depends on the model, such as the size of a chunk.
+
+    Args:
+        chosen: The options before `serve`.
+        module: The engine's module.
+        names: The distributions that have it.
+        missing: What to say if it is not installed.
+        check_version: Raises an error for a version that was not tested, unless that is allowed.
+
+    Raises FailedError (it is not installed), and the errors of `check_version` and `check_tiers`.
+    """
+    if find_spec(module) is None:
+        raise FailedError(missing)
+    if (version := installed_version(*names)) is not None:
+        check_version(version, bool(chosen.extra.get(f"allow_untested_{module}")))
+    check_tiers(chosen.config)
 
 
 def installed_version(*names: str) -> str | None:

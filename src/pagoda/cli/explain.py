@@ -13,7 +13,7 @@ from pagoda.cli.prompt_source import read_prompt
 from pagoda.cli.remote_stores import pinged, remotes_of
 
 if TYPE_CHECKING:
-    from pagoda.cli.prompt_coverage import PromptExplanation, TierAnswer
+    from pagoda.cli.prompt_coverage import PromptExplanation
 
 _INDENT = "  "
 
@@ -54,13 +54,15 @@ def explain(
     remotes = [spec for spec, trouble in zip(specs, troubles, strict=True) if not trouble]
     with stores.all_attached(directory, config, silent) as tiers:
         prompt = prompt_of(ids, tiers, remotes, stores.configured(config), chunk_tokens, prefill)
-        if not silent:  # a silent tier may know more namespaces
-            stores.refuse_unknown(prompt.known, model, namespace)
-        if model is None and stores.chosen(prompt.known, served, None):
-            model = served
-        elif model is None and served is not None and prompt.known:
-            printing.note(f"nothing is stored of the server's model, {served}: this is about other models")
-        found = explanations(prompt, stores.chosen(prompt.known, model, namespace))
+        roots = stores.chosen(prompt.known, model, namespace, silent)
+        if model is None and served is not None and prompt.known:
+            if of_server := stores.chosen(prompt.known, served, namespace, True):
+                roots = of_server
+            else:
+                printing.note(
+                    f"nothing is stored of the server's model, {served}: this is about other models"
+                )
+        found = explanations(prompt, roots)
     if as_json:
         rows = [answer._asdict() for one in found for answer in one.answers]
         near = [one.nearest_row() for one in found if one.nearest is not None]
@@ -95,15 +97,11 @@ def _print(found: PromptExplanation, asked_tokens: int) -> None:
 
 def in_words(found: PromptExplanation) -> list[str]:
     """Return lines that say which chunk of a namespace is the first miss, why, and which token differs."""
-    lines = [*_first_missing(found.answers[-1], found.chunk_tokens), *_nearest_lines(found)]
-    return [line for line in lines if line]
-
-
-def _first_missing(answer: TierAnswer, size: int) -> list[str]:
-    if answer.chunk is None:
-        return [answer.detail]
-    first = f"chunk {answer.chunk} (tokens {answer.chunk * size:,} to {(answer.chunk + 1) * size - 1:,})"
-    return [f"the first chunk that is not served: {first}", answer.detail]
+    answer, size, lines = found.answers[-1], found.chunk_tokens, list[str]()
+    if (chunk := answer.chunk) is not None:
+        first = f"chunk {chunk} (tokens {chunk * size:,} to {(chunk + 1) * size - 1:,})"
+        lines.append(f"the first chunk that is not served: {first}")
+    return [line for line in (*lines, answer.detail, *_nearest_lines(found)) if line]
 
 
 def _nearest_lines(found: PromptExplanation) -> list[str]:

@@ -75,9 +75,7 @@ def ls(
     found, number = _latest(listed, limit)  # `_totals` has consumed them
     counts, silent = censuses(remotes_of(directory, config), known)
     broken |= silent
-    if not broken:  # a silent tier may know more namespaces
-        stores.refuse_unknown(known, model, namespace)
-    wanted = stores.chosen(known, model, namespace)
+    wanted = stores.chosen(known, model, namespace, broken)
     shared = [
         Total(spec.name, root.hex(), stores.label(known[root].fields), chunks)
         for spec, found_there in counts.items()
@@ -115,7 +113,7 @@ def _listed(
             with stores.attached(store) as ledger:
                 namespaces = admin.list_namespaces(ledger)
                 known.update(namespaces)
-                wanted = stores.chosen(namespaces, model, prefix)
+                wanted = stores.chosen(namespaces, model, prefix, True)
                 everything = model is None and prefix is None
                 for row in admin.list_chunks(ledger):
                     if everything or row.namespace_root in wanted:

@@ -43,9 +43,7 @@ def pin(
     ids, broken = read_tokens(tokens), dict[str, str]()
     with stores.all_attached(directory, config, broken) as tiers:
         prompt = prompt_of(ids, tiers, [], stores.configured(config))
-        if not broken:  # a store that cannot be opened may know more namespaces
-            stores.refuse_unknown(prompt.known, model, namespace)
-        roots = list(stores.chosen(prompt.known, model, namespace))
+        roots = list(stores.chosen(prompt.known, model, namespace, broken))
         found = [_pinned(prompt, ledger, root, owner) for ledger in prompt.tiers for root in roots]
     done = [one for one in found if one.num_tokens]
     if as_json:

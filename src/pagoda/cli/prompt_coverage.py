@@ -149,14 +149,12 @@ def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
 
     A hit below the minimum counts as none; only the answer for all tiers together can say this.
     """
-    model = label(prompt.known[root].fields)
     ledgers = [ledger for ledger in prompt.tiers if root in admin.list_namespaces(ledger)]
     here: list[_Place] = [*ledgers, *prompt.remotes]
-    together = _served(prompt, root, here, prompt.min_hit_tokens)
     if len(here) == 1:
-        return [TierAnswer(root, model, _name(here[0]), *together)]
-    alone = [TierAnswer(root, model, _name(place), *_served(prompt, root, [place])) for place in here]
-    return [*alone, TierAnswer(root, model, "all", *together)]
+        return [_served(prompt, root, _name(here[0]), here, prompt.min_hit_tokens)]
+    alone = [_served(prompt, root, _name(place), [place]) for place in here]
+    return [*alone, _served(prompt, root, "all", here, prompt.min_hit_tokens)]
 
 
 def nearest(prompt: Prompt, root: bytes, together: TierAnswer) -> NearestPrompt | None:
@@ -221,13 +219,12 @@ class _Why(NamedTuple):
     other_fields: tuple[str, ...] = ()
 
 
-def _served(
-    prompt: Prompt, root: bytes, places: Sequence[_Place], minimum: int = 0
-) -> tuple[int, Reason | None, str, int | None, tuple[str, ...]]:
-    """Return the fields of a `TierAnswer` for these tiers together, from the top down."""
+def _served(prompt: Prompt, root: bytes, name: str, places: Sequence[_Place], minimum: int = 0) -> TierAnswer:
+    """Return the answer of these tiers together, from the top down, under a name."""
     size, keys = prompt.chunk_tokens[root], prompt.keys[root]
+    answer = partial(TierAnswer, root, label(prompt.known[root].fields), name)
     if not keys:
-        return 0, Reason.SHORT_PROMPT, f"{prompt.num_tokens} tokens do not fill a chunk of {size}", None, ()
+        return answer(0, Reason.SHORT_PROMPT, f"{prompt.num_tokens} tokens do not fill a chunk of {size}")
     said: dict[str, _Why] = {}  # by place: why it lacks its first missing chunk
 
     def find(number: str, place: _Place, at: int) -> tuple[int, Reason | None]:
@@ -240,12 +237,12 @@ def _served(
     chunks = match_tiers(finders, len(keys)).chunks
     total = size * chunks
     if 0 < total < minimum:
-        return 0, Reason.BELOW_MINIMUM, f"{total} tokens are there, min_hit_tokens = {minimum}", 0, ()
+        return answer(0, Reason.BELOW_MINIMUM, f"{total} tokens are there, min_hit_tokens = {minimum}", 0)
     if chunks == len(keys):
-        return total, None, "all whole chunks are there", None, ()
+        return answer(total, None, "all whole chunks are there")
     # A silent tier may have the chunk. Otherwise a tier that remembers the chunk has the best explanation.
     why = min(said.values(), key=lambda why: (why.reason is Reason.ABSENT, why.reason is not Reason.IO_ERROR))
-    return total, why.reason, why.detail, chunks, why.other_fields
+    return answer(total, why.reason, why.detail, chunks, why.other_fields)
 
 
 def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> tuple[int, _Why]:

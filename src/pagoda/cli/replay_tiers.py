@@ -30,6 +30,8 @@ class ReplayedTiers(NamedTuple):
     saved_tokens: int
     cold_seconds: dict[str, float]
     seconds: dict[str, float]
+    load: TimedOutcome | None = None  # with engines in the time of the trace
+    optimum: float = 0.0
 
 
 def tiered(
@@ -90,14 +92,6 @@ class ReplayPlan(NamedTuple):
     engines: int
 
 
-class ReplayResult(NamedTuple):
-    """The results of a policy: with every prompt alone, and with engines in the time of the trace."""
-
-    alone: ReplayedTiers
-    load: TimedOutcome | None
-    optimum: float
-
-
 def show(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, as_json: bool) -> None:
     """Simulate the tiers with each policy, and print the results."""
     found = _results(plan, policies, jobs, as_json)
@@ -109,7 +103,7 @@ def show(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, as_json: b
         _print_results(plan, found)
 
 
-def _results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[ReplayResult]:
+def _results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[ReplayedTiers]:
     """Simulate the tiers with each policy."""
     trace, chunk_bytes, speeds = plan.trace, plan.chunk_bytes, plan.speeds
     specs = [specs_of(trace, plan.sizes, chunk_bytes, policy) for policy in policies]
@@ -125,7 +119,7 @@ def _results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet:
     load: list[TimedOutcome | None] = [one for one in found if not isinstance(one, ReplayedTiers | Cell)]
     load = load or [None] * len(alone)
     (bound,) = [one.hit_rate for one in found if isinstance(one, Cell)]
-    return [ReplayResult(one, with_load, bound) for one, with_load in zip(alone, load, strict=True)]
+    return [one._replace(load=timed, optimum=bound) for one, timed in zip(alone, load, strict=True)]
 
 
 def tiers_as_json(
@@ -146,21 +140,21 @@ def tiers_as_json(
     ]
 
 
-def _as_json(plan: ReplayPlan, result: ReplayResult) -> dict[str, object]:
-    run, trace = result.alone, plan.trace
+def _as_json(plan: ReplayPlan, run: ReplayedTiers) -> dict[str, object]:
+    trace = plan.trace
     found = {
         "policy": run.policy,
         "hit_rate": run.outcome.hit_rate,
         "chunks_written": sum(tier.chunks_written for tier in run.outcome.tiers),
-        "optimum": result.optimum,
+        "optimum": run.optimum,
         "tiers": tiers_as_json(run.outcome.tiers, plan.sizes, plan.chunk_bytes, trace.accesses),
         "input_tokens": trace.input_tokens,
         "prefill_tokens_saved": run.saved_tokens,
     }
     if run.seconds:
         found |= {"ttft_seconds": run.seconds, "ttft_seconds_cold": run.cold_seconds}
-    if result.load is not None:
-        found["load"] = _load_as_json(plan, result.load)
+    if run.load is not None:
+        found["load"] = _load_as_json(plan, run.load)
     return found
 
 
@@ -187,9 +181,9 @@ def _summary(seconds: Sequence[float]) -> dict[str, float]:
     return {"mean": float(np.mean(seconds)), **found}
 
 
-def _print_results(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
+def _print_results(plan: ReplayPlan, found: Sequence[ReplayedTiers]) -> None:
     """Print what the tiers serve and store, what that saves, and the assumptions."""
-    runs = [(one.alone.policy, one.alone.outcome.tiers, plan.trace.accesses) for one in found]
+    runs = [(one.policy, one.outcome.tiers, plan.trace.accesses) for one in found]
     print_tiers(plan.trace, plan.sizes, plan.chunk_bytes, runs)
     print()
     _alone(plan, found)
@@ -219,24 +213,23 @@ def print_tiers(
     printing.print_dicts(trace.title, rows)
 
 
-def _alone(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
+def _alone(plan: ReplayPlan, found: Sequence[ReplayedTiers]) -> None:
     rows: list[tuple[object, ...]] = []
-    for result in found:
-        run = result.alone
-        hits = printing.share(run.outcome.hits, plan.trace.accesses), printing.share(result.optimum, 1)
+    for run in found:
+        hits = printing.share(run.outcome.hits, plan.trace.accesses), printing.share(run.optimum, 1)
         saved = run.saved_tokens, printing.share(run.saved_tokens, plan.trace.input_tokens)
         rows.append((run.policy, *hits, *saved))
     columns = ("policy", "hit rate", "optimum", "prefill tokens saved", "of all")
     printing.print_table("each prompt alone", columns, rows)
-    if cold := found[0].alone.cold_seconds:
-        times = {**{result.alone.policy: result.alone.seconds for result in found}, "no cache": cold}
+    if cold := found[0].cold_seconds:
+        times = {**{run.policy: run.seconds for run in found}, "no cache": cold}
         first = [(name, *map(printing.wait, seconds.values())) for name, seconds in times.items()]
         print()
         printing.print_table("time to first token", ("policy", "mean", "p50", "p90", "p99"), first)
 
 
-def _load(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
-    loads = [(result.alone.policy, result.load) for result in found if result.load is not None]
+def _load(plan: ReplayPlan, found: Sequence[ReplayedTiers]) -> None:
+    loads = [(run.policy, run.load) for run in found if run.load is not None]
     runs = [(name, load.hit_rate, load.ttft, load.busy, sum(load.dropped_writes)) for name, load in loads]
     runs += [("no cache", 0.0, load.cold_ttft, load.cold_busy, 0) for _, load in loads[-1:]]
     rows = [

@@ -9,13 +9,12 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 from typer import Option
 
-from pagoda.cli import FailedError, UsageError, engine_start
+from pagoda.cli import UsageError, engine_start
 from pagoda.cli.docstring_help import documented
 
 BACKEND, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
@@ -71,27 +70,15 @@ def serve(ctx: typer.Context) -> None:
     if chosen.print_only:
         print(shlex.join(["python", *_SERVER, *arguments]))
         return
-    _check_start(chosen)
-    engine_start.become([sys.executable, *_SERVER, *arguments])
-
-
-def _check_start(chosen: engine_start.Chosen) -> None:
-    """Check that the engine can start, before SGLang is imported, which takes long. Changes nothing.
-
-    Raises FailedError (SGLang is not installed), ConfigError (it was not tested) and the errors of `check_tiers`.
-    """
     from pagoda.connectors.sglang.storage_options import check_version
 
-    if find_spec("sglang") is None:
-        raise FailedError("SGLang is not installed beside PagodaKV: pip install 'pagodakv[sglang]'")
-    if (version := engine_start.installed_version("sglang")) is not None:
-        check_version(version, bool(chosen.extra.get("allow_untested_sglang")))
-    engine_start.check_tiers(chosen.config)
+    missing = "SGLang is not installed beside PagodaKV: pip install 'pagodakv[sglang]'"
+    engine_start.check_start(chosen, "sglang", ["sglang"], missing, check_version)
+    engine_start.become([sys.executable, *_SERVER, *arguments])
 
 
 def _refuse(arguments: Sequence[str]) -> None:
     """Raise UsageError if SGLang's arguments conflict with the flags of this command."""
-    ours = engine_start.own_flags()
     for argument in arguments:
         name = argument.split("=")[0]
         # SGLang accepts any unique beginning of a flag
@@ -99,5 +86,4 @@ def _refuse(arguments: Sequence[str]) -> None:
             raise UsageError(f"{name} is set by this command: leave it out")
         if name == "--disable-radix-cache":
             raise UsageError(f"{name}: without SGLang's radix cache nothing is stored; leave it out")
-        if name in ours:
-            raise UsageError(f"{name} is an option of pagoda: write it before serve")
+        engine_start.refuse_own_flag(name)

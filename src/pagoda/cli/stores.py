@@ -190,23 +190,23 @@ def label(fields: Mapping[str, str]) -> str:
 
 
 def chosen(
-    rows: Mapping[bytes, NamespaceRow], model: str | None, prefix: str | None
+    known: Mapping[bytes, NamespaceRow], model: str | None, prefix: str | None, may_lack: object
 ) -> dict[bytes, NamespaceRow]:
-    """Return the namespaces that `--model` and `--namespace` choose; all without these options."""
-    return {
+    """Return the namespaces that `--model` and `--namespace` choose; all without these options.
+
+    Raises UsageError for a prefix that is not hex, and for none, unless `may_lack` is true: then `known` may lack some,
+    such as those of a tier that does not answer.
+    """
+    if prefix is not None and (not prefix or set(prefix.lower()) - set("0123456789abcdef")):
+        raise UsageError(f"--namespace {prefix!r}: not the beginning of a hex name (see pagoda stats)")
+    found = {
         root: row
-        for root, row in rows.items()
+        for root, row in known.items()
         if (model is None or row.fields.get("model") == model)
         and (prefix is None or root.hex().startswith(prefix.lower()))
     }
-
-
-def refuse_unknown(known: Mapping[bytes, NamespaceRow], model: str | None, prefix: str | None) -> None:
-    """Raise UsageError if no store has a namespace of this choice."""
-    if prefix is not None and (not prefix or set(prefix.lower()) - set("0123456789abcdef")):
-        raise UsageError(f"--namespace {prefix!r}: not the beginning of a hex name (see pagoda stats)")
-    if (model is None and prefix is None) or chosen(known, model, prefix):
-        return
+    if found or may_lack or (model is None and prefix is None):
+        return found
     if model is not None:
         models = sorted({row.fields.get("model", "") for row in known.values()})
         raise UsageError(

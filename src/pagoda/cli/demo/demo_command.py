@@ -74,7 +74,10 @@ def _print(shown: Shown, model: str | None) -> None:
     printing.print_text(
         f"a host hit takes {ratio} the time to first token of handing generate a clone of the same KV"
     )
-    controls = {name: _changes(differs) for name, differs in shown.outcomes["cold"].controls.items()}
+    controls = {
+        name: "changes" if differs else "DOES NOT CHANGE"
+        for name, differs in shown.outcomes["cold"].controls.items()
+    }
     printing.print_text(
         f"controls: zeroed KV {controls['zeroed']} the text, another prompt's KV {controls['other']} it; "
         f"at least {shown.distinct_tokens} different tokens in {len(shown.cold[0].tokens)}"
@@ -113,7 +116,3 @@ def _chart(shown: Shown, width: int = 60) -> str:
         figure = "not served" if value != value else f"{value:.3f} s"
         lines.append(f"  {_FROM[name]:>8} {bar} {figure}")
     return "\n".join(lines)
-
-
-def _changes(differs: bool) -> str:
-    return "changes" if differs else "DOES NOT CHANGE"
