@@ -57,10 +57,16 @@ class ServeLimits:
         return self.start_seconds + nbytes / self.slowest_bytes_per_second
 
 
-def refusal(status: int, reason: str, remedy: str = "") -> web.Response:
-    """Return an answer that refuses a request: JSON with the reason and the remedy."""
+def refusal(status: int, reason: str, remedy: str = "", *, close: bool = False) -> web.Response:
+    """Return an answer that refuses a request: JSON with the reason and the remedy.
+
+    `close`: the connection ends with it, because the rest of the body is not read.
+    """
     body = {"reason": reason, **({"remedy": remedy} if remedy else {})}
-    return web.json_response(body, status=status, headers={"Cache-Control": "no-store"})
+    answer = web.json_response(body, status=status, headers={"Cache-Control": "no-store"})
+    if close:
+        answer.force_close()
+    return answer
 
 
 def break_connection(transport: asyncio.BaseTransport | None) -> None:

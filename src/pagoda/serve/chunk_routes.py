@@ -13,7 +13,6 @@ import re
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -40,7 +39,6 @@ _MOST_LABEL_BYTES = 4096
 _PIECE_BYTES = 8 << 20  # after each piece the lease is renewed and the generation compared
 _WRITE_BYTES = 1 << 20  # the size of a write to a socket that cannot send from a file
 _BUFFER_SECONDS = 5.0  # how long a request waits for a buffer
-T = TypeVar("T", bound=web.StreamResponse)
 _SendPiece = Callable[[web.StreamResponse, int, int], Awaitable[None]]
 
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -200,21 +198,15 @@ async def _send_pieces(
         await response.write_eof()
     except TimeoutError:
         return _aborted(request, response, "slow_readers")
-    return _sent(request, found, response)
+    request.app[COUNTS].update(sent_chunks=1, sent_bytes=total)
+    found.store.ledger.count({"loaded_chunks": 1, "loaded_bytes": total})
+    return response
 
 
 def _aborted(request: web.Request, response: web.StreamResponse, why: str) -> web.StreamResponse:
     """Break the connection: the announced bytes cannot be sent."""
     request.app[COUNTS][why] += 1
     break_connection(request.transport)
-    return response
-
-
-def _sent(request: web.Request, found: LocatedChunk, response: web.StreamResponse) -> web.StreamResponse:
-    counts, nbytes = request.app[COUNTS], found.store.chunk_bytes
-    counts["sent_chunks"] += 1
-    counts["sent_bytes"] += nbytes
-    found.store.ledger.count({"loaded_chunks": 1, "loaded_bytes": nbytes})
     return response
 
 
@@ -236,28 +228,28 @@ async def _put(request: web.Request) -> web.Response:
     namespace, key = _named(request, "namespace"), _named(request, "key")
     stores, calls, length = request.app[STORES], request.app[CALLS], request.content_length
     if request.app[READ_ONLY]:
-        return _closing(refusal(403, "read_only"))
+        return refusal(403, "read_only", close=True)
     if length is None or length <= HEADER_BYTES:
-        return _closing(refusal(411 if length is None else 422, "failed_check", "send a whole value"))
+        return refusal(411 if length is None else 422, "failed_check", "send a whole value", close=True)
     page = np.empty(HEADER_BYTES, np.uint8)
     if not await _read_body(request, page):
-        return _closing(refusal(408, "late"))
+        return refusal(408, "late", close=True)
     header = codec.parse(page)
     if header is None or not is_value_of(header, namespace, key, length):
-        return _closing(refusal(422, "failed_check", "the header is not of this key, or is damaged"))
+        return refusal(422, "failed_check", "the header is not of this key, or is damaged", close=True)
     try:
         store = await calls.run(stores.room_for, header)
     except NoRoomError as error:
-        return _closing(refusal(507, "full", str(error)))
+        return refusal(507, "full", str(error), close=True)
     if store is None:
         remedy = "start an engine here, or the server with --host-size, to make a store for this layout"
-        return _closing(refusal(507, "no_store", remedy))
+        return refusal(507, "no_store", remedy, close=True)
     if header.length != store.chunk_bytes:
-        return _closing(refusal(413, "too_large", f"a chunk has {store.chunk_bytes} bytes here"))
+        return refusal(413, "too_large", f"a chunk has {store.chunk_bytes} bytes here", close=True)
     with store.using():
         async with request.app[_BUFFERS].buffer(store.ledger.slot_bytes) as buffer:
             if not await _read_body(request, buffer[: length - HEADER_BYTES]):
-                return _closing(refusal(408, "late"))
+                return refusal(408, "late", close=True)
             status, reason = await calls.run(
                 _store, stores, store, header, page, buffer, length - HEADER_BYTES
             )
@@ -287,7 +279,7 @@ async def _label(request: web.Request) -> web.Response:
     """Take the readable fields of a namespace, as `Namespace.fields()` returns them: a JSON object of texts."""
     namespace = _named(request, "namespace")
     if request.app[READ_ONLY]:
-        return _closing(refusal(403, "read_only"))
+        return refusal(403, "read_only", close=True)
     try:
         fields = msgspec.json.decode(await small_body(request, _MOST_LABEL_BYTES), type=dict[str, str])
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -329,9 +321,3 @@ async def small_body(request: web.Request, most: int) -> bytes:
         text = f"send at most {most} bytes"
         raise web.HTTPRequestEntityTooLarge(most, len(body), reason="Too Large", text=text)
     return bytes(body)
-
-
-def _closing(answer: T) -> T:
-    """Close the connection after this answer: the rest of the body is not read."""
-    answer.force_close()
-    return answer

@@ -7,12 +7,13 @@ docs/reference/metrics.md from it. It needs prometheus-client (extra `metrics`),
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -115,36 +116,24 @@ FAMILIES: tuple[MetricFamily, ...] = (
 )  # fmt: skip
 
 
-class Exposition(NamedTuple):
-    """The data of one exposition."""
+@dataclass(frozen=True)
+class Exposition(Collector):
+    """The data of one exposition, as a collector of prometheus-client."""
 
     stores: Sequence[StoreStats]
     unreadable: Sequence[str] = ()  # directories of stores that could not be read
-    remotes: Mapping[str, Usage | None] = {}  # by the name of the tier; None: it did not answer
-    served: Mapping[str, int] = {}  # the counts of `pagoda serve` since its start
-
-
-class StoreCollector(Collector):
-    """A collector of prometheus-client that calls `read` for each scrape; it keeps nothing between two scrapes."""
-
-    def __init__(self, read: Callable[[], Exposition]) -> None:
-        self._read = read
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that registering reads no store."""
-        return ()
+    remotes: Mapping[str, Usage | None] = field(default_factory=dict)  # by tier; None: it did not answer
+    served: Mapping[str, int] = field(default_factory=dict)  # the counts of `pagoda serve` since its start
 
     def collect(self) -> Iterator[Metric]:
-        """Read the stores once and yield each family that has samples. Raises what `read` raises."""
-        return (metric for metric in _metrics(self._read()) if metric.samples)
+        """Yield each family that has samples."""
+        return (metric for metric in _metrics(self) if metric.samples)
 
 
 def exposition(found: Exposition, accept: str = "") -> tuple[bytes, str]:
     """Return the exposition and its media type: the one that `accept` (HTTP's header) prefers, by default text."""
-    registry = CollectorRegistry()
-    registry.register(StoreCollector(lambda: found))
     encode, media_type = choose_encoder(accept)
-    return encode(registry), media_type
+    return encode(found), media_type
 
 
 def _metrics(found: Exposition) -> Iterator[Metric]:

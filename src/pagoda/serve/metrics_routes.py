@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from aiohttp import web
@@ -41,7 +42,7 @@ class StoreScrape:
                 self._last = await request.app[CALLS].run(self._read)
                 self._read_at = time.monotonic()
         counts = request.app[COUNTS]
-        found = self._last._replace(served=counts)
+        found = replace(self._last, served=counts)
         body, media_type = exposition(found, request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": media_type, "Cache-Control": "no-store"})
 

@@ -11,11 +11,11 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
+import msgspec
 from aiohttp import web
 
 from pagoda.errors import PagodaError
@@ -198,10 +198,10 @@ class OperatorRoutes:
             if request.content_type != "application/json":
                 return refusal(415, "content_type", "send application/json")
             try:
-                asked = json.loads(await small_body(request, MOST_BODY_BYTES))
+                asked = msgspec.json.decode(
+                    await small_body(request, MOST_BODY_BYTES), type=dict[str, object]
+                )
             except (ValueError, RecursionError):
-                asked = None
-            if not isinstance(asked, dict):
                 return refusal(400, "not_json", "send one JSON object")
             try:
                 async with asyncio.timeout(_WORK_SECONDS), self._working:
@@ -223,18 +223,21 @@ class OperatorRoutes:
         return handle
 
 
+class _Login(msgspec.Struct):
+    """The JSON of a login."""
+
+    token: str
+
+
 def _token_in(body: bytes, is_form: bool) -> str:
     from urllib.parse import parse_qs
 
-    text = body.decode("utf-8", "replace")
     if is_form:
-        return parse_qs(text).get("token", [""])[0]
+        return parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0]
     try:
-        found = json.loads(text)
+        return msgspec.json.decode(body, type=_Login).token
     except (ValueError, RecursionError):
         return ""
-    token = found.get("token") if isinstance(found, dict) else None
-    return token if isinstance(token, str) else ""
 
 
 def _login_form(form: str, css: str) -> tuple[bytes, str]:

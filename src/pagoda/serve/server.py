@@ -109,9 +109,8 @@ async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     listening = _listen(options)
-    access = AccessRules(
-        options.token if options.listen else None, _hosts(options), _port(listening), options.limits
-    )
+    token, port = (options.token, int(listening.getsockname()[1])) if options.listen else (None, None)
+    access = AccessRules(token, _hosts(options), port, options.limits)
     app = make_app(options, access)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
     try:
@@ -208,10 +207,6 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _port(listening: socket.socket) -> int | None:
-    return None if listening.family == socket.AF_UNIX else int(listening.getsockname()[1])
 
 
 def _hosts(options: ServeOptions) -> list[str]:
@@ -401,11 +396,10 @@ async def _failures(request: web.Request, handler: Handler) -> web.StreamRespons
 
 def _refused(error: web.HTTPException) -> web.Response:
     remedy = error.text or "" if error.status == 413 else ""
-    answer = refusal(error.status, error.reason.lower().replace(" ", "_"), remedy)
+    unread = error.status in (408, 413)  # the rest of the body
+    answer = refusal(error.status, error.reason.lower().replace(" ", "_"), remedy, close=unread)
     if "Allow" in error.headers:
         answer.headers["Allow"] = error.headers["Allow"]
-    if error.status in (408, 413):  # the rest of the body is not read
-        answer.force_close()
     return answer
 
 
