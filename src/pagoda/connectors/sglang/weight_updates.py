@@ -47,25 +47,25 @@ def watch_weights() -> None:
     if getattr(HiCacheController.reset, "__wrapped__", None) is not None:
         return
     for name in _UPDATES:
-        setattr(WeightUpdater, name, _before(getattr(WeightUpdater, name), _changed))
-    WeightUpdater.end_weight_update = _before(WeightUpdater.end_weight_update, _written_by_others)
-    HiCacheController.reset = _flushes(HiCacheController.reset)
+        setattr(WeightUpdater, name, _watched(getattr(WeightUpdater, name), before=_changed))
+    end = WeightUpdater.end_weight_update
+    WeightUpdater.end_weight_update = _watched(end, before=_written_by_others)
+    HiCacheController.reset = _watched(HiCacheController.reset, after=_flushed)
 
 
-def _before(method: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
+def _watched(
+    method: Callable[..., Any],
+    before: Callable[..., None] = lambda **_: None,
+    after: Callable[[], None] = lambda: None,
+) -> Callable[..., Any]:
+    """Return a method that calls `before` with its keywords, itself, then `after`."""
+
     @wraps(method)
-    def call(updater: Any, *args: Any, **kwargs: Any) -> Any:
-        told(**kwargs)
-        return method(updater, *args, **kwargs)
-
-    return call
-
-
-def _flushes(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    @wraps(method)
-    def call(controller: Any) -> None:
-        method(controller)
-        _flushed()
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(**kwargs)
+        found = method(*args, **kwargs)
+        after()
+        return found
 
     return call
 

@@ -82,7 +82,10 @@ def adapters_digest(model: Any) -> str:
     Their weights are parameters of the model and so part of `weights_digest`; this name says which of them are active,
     and how strongly. Raises ValueError for adapters that put virtual tokens before the prompt.
     """
-    if any(getattr(config, "is_prompt_learning", False) for config in _peft_configs(model)):
+    configs = getattr(model, "peft_config", None)
+    if isinstance(configs, dict) and any(
+        getattr(one, "is_prompt_learning", False) for one in configs.values()
+    ):
         raise ValueError(
             "prompt and prefix tuning put virtual tokens into the KV: not supported, switch them off"
         )
@@ -104,11 +107,6 @@ def _names(active: Any) -> list[str]:
     if callable(active):  # a method of whole models; the layers below them have a property
         return []
     return [active] if isinstance(active, str) else list(active or ())
-
-
-def _peft_configs(model: Any) -> list[Any]:
-    configs = getattr(model, "peft_config", None)
-    return list(configs.values()) if isinstance(configs, dict) else []
 
 
 def _tensors(model: Any) -> list[tuple[str, Any]]:

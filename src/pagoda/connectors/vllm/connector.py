@@ -189,14 +189,15 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         """Return the KV events that wait for a step: none with vLLM's publisher over ZMQ, which gets them at once."""
-        return self._scheduling.take_events()
+        outlet = self._scheduling.outlet
+        return outlet.take() if outlet is not None else ()
 
     # ---- both
 
     def get_kv_connector_stats(self) -> PagodaStats | None:
         """Return what this half counted since the last call."""
         half = self._scheduler if self._scheduler is not None else self._working
-        return half.take_stats()
+        return half.stats.take()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

@@ -68,7 +68,7 @@ class PagodaScheduler:
         self._hashes_media = hashes_media
         self._loads_any, self._saves_any = role != "kv_producer", role != "kv_consumer"
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
-        self._outlet, self._kv_kind = outlet, kv_kind
+        self.outlet, self._kv_kind = outlet, kv_kind
         self._events: StoredEvents | None = None
         self._cache: Cache | None = None
         self._described = False  # True: the workers' description has come, or the wait for it has ended
@@ -81,7 +81,7 @@ class PagodaScheduler:
         self._others_loaded = self._others_ended = 0
         self._patience = 0.0  # the rest of this step's wait
         self._stuck_until = 0.0
-        self._stats = PagodaStats()
+        self.stats = PagodaStats()  # since the last step
         self._lines = RateLimitedLog()
         self.weights = EngineWeights(options.weights_run, self._take_version)
 
@@ -104,12 +104,12 @@ class PagodaScheduler:
             cache, self._hash_tokens, first.namespace.salt, not self._in_lockstep, self._hashes_media
         )
         self._lookups.version = self.weights.version
-        if self._outlet is not None:
+        if self.outlet is not None:
             facts = BlockFacts(self._chunk_tokens, self._block_tokens, *self._kv_kind)
             self._form = VLLMEventForm({0: facts}, self._hash_tokens)
             keeps, ledgers = self._options.config.prompt_log, self._slots.ledgers
             present = self._lookups.root
-            self._events = StoredEvents(ledgers, present, {0: facts}, self._form, self._outlet, keeps)
+            self._events = StoredEvents(ledgers, present, {0: facts}, self._form, self.outlet, keeps)
             if self._loads_any:  # otherwise it cannot load, and only leaves notes for other engines
                 self._events.start()
                 self._lookups.events = self._events
@@ -252,10 +252,10 @@ class PagodaScheduler:
         found = tracked.found
         reason, root = (tracked.reason, b"") if found is None else (found.hit.reason, found.root)
         self._slots.count_request(asked, by_tier, reason, root)
-        self._stats.count("lookups", 1)
-        self._stats.count("asked_tokens", asked)
+        self.stats.count("lookups", 1)
+        self.stats.count("asked_tokens", asked)
         for tier, number in by_tier.items():
-            self._stats.count(f"hit_tokens_{tier if tier in TIERS else 'remote'}", number)
+            self.stats.count(f"hit_tokens_{tier if tier in TIERS else 'remote'}", number)
 
     def take_output(self, output: Any) -> None:
         """Take the workers' messages: which loads ended, which of them failed, which slots will not be filled."""
@@ -378,7 +378,7 @@ class PagodaScheduler:
             tracked.seen = tracked.saved  # try again
             if tracked.saved == first:
                 self._stuck_until = time.monotonic() + _STUCK_SECONDS
-        self._stats.count("refused_chunks", len(refused))
+        self.stats.count("refused_chunks", len(refused))
         return [
             ChunkRef(keys[n], n, keys[n - 1] if n else None, outcome.slot, outcome.generation)
             for n, outcome in enumerate(outcomes, first)
@@ -399,7 +399,7 @@ class PagodaScheduler:
     def _count_unsaved(self, chunks: int) -> None:
         """Count chunks that will not be saved, because their request has ended."""
         if chunks > 0:
-            self._stats.count("unsaved_chunks", chunks)
+            self.stats.count("unsaved_chunks", chunks)
             self._slots.count_dropped(Reason.QUEUE_FULL, chunks)
             why = f"{chunks} chunks were not saved: their request ended first"
             self._lines.warn(log, Reason.QUEUE_FULL, why)
@@ -416,14 +416,6 @@ class PagodaScheduler:
                 self.new_request(tracked.request)
             else:
                 tracked.loads = tracked.saves = False  # the weights that computed its parts are unknown
-
-    def take_stats(self) -> PagodaStats | None:
-        """Return the counts since the last call."""
-        return self._stats.take()
-
-    def take_events(self) -> Iterable[Any]:
-        """Return the KV events that this step must publish, if events are on."""
-        return self._outlet.take() if self._outlet is not None else ()
 
     def shutdown(self) -> None:
         """End the threads and release the cache; ends in bounded time. Idempotent."""

@@ -179,8 +179,7 @@ def _refusals(vllm_config: Any, hybrid: bool) -> Iterator[tuple[str, str]]:
         )
         yield "prefix_caching_hash_algo", why
     if hybrid and (role := transfer.kv_role) != "kv_both":
-        why = f'{role!r}: a hybrid model stores and loads; write "kv_role": "kv_both", {_ONE_KIND}'
-        yield "kv_role", why
+        yield "kv_role", f'{role!r}: a hybrid model stores and loads; write "kv_role": "kv_both", {_ONE_KIND}'
     if of_model := _model_refusal(vllm_config):
         yield "model", of_model
     if vllm_config.attention_config.hisparse_config is not None:

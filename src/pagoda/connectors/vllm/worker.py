@@ -74,7 +74,7 @@ class PagodaWorker:
         self._step: int | None = None  # the last step that began
         self._ended = True  # whether `save` was called for it
         self._healthy = True  # False once a step was interrupted
-        self._stats = PagodaStats()
+        self.stats = PagodaStats()  # since the last step
         self._lines = RateLimitedLog()
 
     def register(self, kv_caches: dict[str, Any]) -> None:
@@ -221,14 +221,14 @@ class PagodaWorker:
         except Exception as trouble:  # noqa: BLE001  # a boundary: what is not saved is computed again
             self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
             return None
-        self._stats.count("saved_bytes", len(copies) * self._layout.chunk_bytes // self._seen.parts)
+        self.stats.count("saved_bytes", len(copies) * self._layout.chunk_bytes // self._seen.parts)
         if self._seen.part == 0:
-            self._stats.count("saved_chunks", len(copies))
+            self.stats.count("saved_chunks", len(copies))
         return save.root, copies, snapshot, views
 
     def _not_saved(self, copies: list[ChunkRef], why: str, reason: Reason) -> None:
         self._give_up(copies)
-        self._stats.count("refused_chunks", len(copies))
+        self.stats.count("refused_chunks", len(copies))
         self._lines.warn(log, reason, f"{len(copies)} chunks were not saved: {why}")
 
     def _give_up(self, copies: list[ChunkRef]) -> None:
@@ -277,18 +277,18 @@ class PagodaWorker:
         wanted = [block for block in load.blocks if block >= 0]
         bad = [block for block in load.blocks[loaded // self._seen.block_tokens :] if block >= 0]
         tokens = (len(wanted) - len(bad)) * self._seen.block_tokens
-        self._stats.count("loaded_tokens", tokens)
+        self.stats.count("loaded_tokens", tokens)
         chunks = max(0, loaded // chunk - load.first)
-        self._stats.count("loaded_bytes", chunks * self._layout.chunk_bytes // self._seen.parts)
-        self._stats.count("load_seconds", time.perf_counter() - loading.began)
+        self.stats.count("loaded_bytes", chunks * self._layout.chunk_bytes // self._seen.parts)
+        self.stats.count("load_seconds", time.perf_counter() - loading.began)
         if bad:
             self._bad_blocks.update(bad)
             self._report.failed.add(load.request)
             self._lines.warn(
                 log, reason, f"{len(bad)} of {len(wanted)} blocks of a load were not loaded: {why}"
             )
-            self._stats.count("failed_loads", 1)
-            self._stats.count("failed_load_tokens", len(bad) * self._seen.block_tokens)
+            self.stats.count("failed_loads", 1)
+            self.stats.count("failed_load_tokens", len(bad) * self._seen.block_tokens)
 
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks that loads left unfilled since the last call."""
@@ -299,10 +299,6 @@ class PagodaWorker:
         """Return the failed loads and saves since the last call; None if there are none."""
         taken, self._report = self._report, PagodaWorkerMetadata()
         return taken if taken != self._report else None
-
-    def take_stats(self) -> PagodaStats | None:
-        """Return the counts since the last call."""
-        return self._stats.take()
 
     def shutdown(self) -> None:
         """End the running copies, then release the cache; ends in bounded time. Idempotent."""

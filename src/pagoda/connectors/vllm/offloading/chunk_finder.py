@@ -276,15 +276,13 @@ class ChunkFinder:
                     break
                 if fetched < at and run[at].lower and self._lower:
                     fetched = at
-                    self._fetch(run[at:])
+                    keys = self._placed(run[at:])
+                    self._cache.prefetch(None, keys=keys, weights_version=run[at].version).result()
                     continue
                 missed = run[at:] if chained else run[at : at + 1]
                 news += all_found(missed, ChunkState.MISSED)
                 at += len(missed)
         return news
-
-    def _fetch(self, run: Sequence[AskedChunk]) -> None:
-        self._cache.prefetch(None, keys=self._placed(run), weights_version=run[0].version).result()
 
     # ---- helpers
 

@@ -291,7 +291,8 @@ class PagodaOffloadingManager(OffloadingManager):
     def on_schedule_end(self, context: Any) -> None:
         """Start the look-ups of the chunks that this step asked for."""
         self._stuck = False
-        self._take_stored()
+        while not self._stored.empty():
+            self._questions.stored(self._stored.get())
         self._questions.flush()
         now = time.monotonic()
         if self._lingering and self._lingering[0][0] < now:
@@ -380,10 +381,6 @@ class PagodaOffloadingManager(OffloadingManager):
         let_go(self._cache)
 
     # ---- helpers
-
-    def _take_stored(self) -> None:
-        while not self._stored.empty():
-            self._questions.stored(self._stored.get())
 
     def _place(self, key: bytes, context: Any) -> tuple[int, int]:
         """Return the group's index and the chain position of one of vLLM's keys."""
