@@ -912,7 +912,7 @@ def test_routers_hear_nothing_of_an_engine_that_sleeps_and_all_once_its_weights_
     halves.scheduler.weights.falls_asleep(SimpleNamespace(model_executor=executor))
     halves.scheduler.weights.changed()  # the reset that belongs to the sleep
     wait_until(lambda: credited(outlet, held) == 0)
-    halves.scheduler.weights.settle()  # with the first request after it
+    halves.scheduler.weights.restore_after_sleep()  # with the first request after it
     wait_until(lambda: credited(outlet, held) == 2 * CHUNK // BLOCK)
     halves.close()
 

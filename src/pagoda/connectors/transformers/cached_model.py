@@ -455,7 +455,7 @@ class CachedModel:
         kv = load.kv
         try:
             out = self.model.generate(input_ids, attention_mask=mask, past_key_values=kv, **kwargs)
-            hit = load.settle()
+            hit = load.result()
         except LoadShort:
             return None
         finally:

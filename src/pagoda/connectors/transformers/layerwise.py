@@ -40,7 +40,7 @@ class LoadShort(Exception):
 class LayerLoad:
     """A running load of one prompt's KV into `kv`, a DynamicCache to pass to `generate`. For the computing thread.
 
-    The result of `generate` may be used if `settle` returns a hit.
+    The result of `generate` may be used if `result` returns a hit.
     """
 
     kv: Any
@@ -68,9 +68,9 @@ class LayerLoad:
         self.wait_for(layer)
         self._absent.discard(layer)
         if not self._absent:
-            self.settle()
+            self.result()
 
-    def settle(self) -> Hit:
+    def result(self) -> Hit:
         """Wait until the load has been validated; return the hit. Raises LoadShort if it is not complete."""
         if self._hit is None:
             hit = self._outcome()

@@ -101,7 +101,7 @@ class EngineWeights:
         """Note that a sleep failed: the next reset does not belong to it."""
         self._sleeps = None
 
-    def settle(self) -> None:
+    def restore_after_sleep(self) -> None:
         """Restore the version from before a sleep if the weights are the same. Called before the next computation.
 
         Not called at the wake-up: loops of reinforcement learning load new weights after it, without another reset.

@@ -69,9 +69,9 @@ class EventOutlet:
         """Whether routers have subscribed since the last call, and so have missed earlier events. Never waits."""
         return self._publisher is not None and self._publisher.newcomers()
 
-    def tell_anew(self) -> Iterator[None]:
+    def report_all(self) -> Iterator[None]:
         """Report step by step that all blocks are cleared, then those in the engine's own memory."""
-        return iter(()) if self._publisher is None else self._publisher.tell_anew()
+        return iter(()) if self._publisher is None else self._publisher.report_all()
 
     def send(self, events: Sequence[KVCacheEvent]) -> None:
         """Publish events: at once if the publisher is over ZMQ, otherwise with the next step of the engine."""
@@ -163,7 +163,7 @@ class LivePublisher(kv_events.ZmqEventPublisher):
                 if self._pub.recv(zmq.NOBLOCK).startswith(_SUBSCRIBES):
                     self._subscribed = True
 
-    def tell_anew(self) -> Iterator[None]:
+    def report_all(self) -> Iterator[None]:
         """Report step by step that all blocks are cleared, then those in the engine's own memory."""
         self.send([AllBlocksCleared()])
         with self._order:

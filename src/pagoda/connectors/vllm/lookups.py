@@ -142,7 +142,7 @@ class LookupThreads:
             return True
         return self._taken(tracked, look.result())
 
-    def settled(self, tracked: TrackedRequest) -> bool:
+    def knows_namespace(self, tracked: TrackedRequest) -> bool:
         """Whether a request's namespace is known, so that it can be saved; begin a look-up if there was none."""
         if tracked.found is None:
             if tracked.look is None:
@@ -265,7 +265,7 @@ class LookupThreads:
         """Return the engine's hashes that name the prefix up to the end of each chunk, from number `begin` on."""
         step = self._chunk_tokens // self._hash_tokens
         digests = [bytes(digest) for digest in request.block_hashes[begin * step + step - 1 : hashes : step]]
-        return self._media.told_apart(digests, begin, self._chunk_tokens, self.shared_tokens(request))
+        return self._media.key_digests(digests, begin, self._chunk_tokens, self.shared_tokens(request))
 
 
 def _hash_at(hashes: Any, blocks: int) -> bytes:

@@ -149,7 +149,7 @@ class PagodaScheduler:
 
         Changes only the state of the look-up.
         """
-        self.weights.settle()
+        self.weights.restore_after_sleep()
         tracked = self._tracked.get(request.request_id)
         if tracked is None or (self._cache is None and self._no_longer_awaited(tracked)):
             return 0, False
@@ -330,7 +330,7 @@ class PagodaScheduler:
             return
         if time.monotonic() < self._stuck_until:
             return
-        if not self._lookups.settled(tracked):
+        if not self._lookups.knows_namespace(tracked):
             return
         table = output.kv_connector_block_state.get_block_ids(request.request_id)
         self._lookups.extend_keys(tracked, done)

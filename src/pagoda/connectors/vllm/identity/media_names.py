@@ -40,7 +40,7 @@ class MediaNames:
         self._own = secrets.token_bytes(32)
         self._logged = False
 
-    def told_apart(
+    def key_digests(
         self, digests: Sequence[bytes], first: int, chunk_tokens: int, shared_tokens: int | None
     ) -> list[bytes]:
         """Return the digests from which the keys of a request's chunks are derived, from chunk number `first` on.

@@ -120,7 +120,7 @@ class PagodaHybridConnector(OffloadingConnector):
         that reports the preemption to the workers, because it would end the engine: vLLM waits for all jobs of a
         preempted request, and assumes that they are stores.
         """
-        self.engine_weights.settle()
+        self.engine_weights.restore_after_sleep()
         name = request.request_id
         if request.num_preemptions > self._preemptions.get(name, 0):
             self._preemptions[name] = request.num_preemptions

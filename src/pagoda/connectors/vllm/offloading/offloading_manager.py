@@ -241,9 +241,9 @@ class PagodaOffloadingManager(OffloadingManager):
         """Abort what the workers did not commit; committed chunks can be loaded."""
         ended = [(bytes(key), self._storing.pop(bytes(key))) for key in keys if bytes(key) in self._storing]
         if ended and not self._closed:
-            self._thread.later(self._settle, ended)
+            self._thread.later(self._end_stores, ended)
 
-    def _settle(self, ended: list[tuple[bytes, Reserved]]) -> None:
+    def _end_stores(self, ended: list[tuple[bytes, Reserved]]) -> None:
         """Abort ended stores that are not committed, and note the committed ones. Runs on a thread."""
         ready = self._slots.ready(*columns_of([item for _, item in ended])).tolist()
         self._slots.abort([item for (_, item), ok in zip(ended, ready, strict=True) if not ok])
@@ -391,7 +391,7 @@ class PagodaOffloadingManager(OffloadingManager):
     def _digests(self, request: _Request, group: int, first: int, names: Sequence[bytes]) -> list[bytes]:
         """Return the digests for the keys of consecutive chunks: vLLM's names, if all engines know them."""
         shared = self.media.shared_tokens(request.source) if request.source is not None else None
-        return self.media.told_apart(names, first, self._groups[group].chunk_tokens, shared)
+        return self.media.key_digests(names, first, self._groups[group].chunk_tokens, shared)
 
     def _spec(self, request: str) -> SlotsSpec:
         questions = self._questions
