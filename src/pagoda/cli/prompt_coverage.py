@@ -239,7 +239,7 @@ def _served(prompt: Prompt, root: bytes, name: str, places: Sequence[_Place], mi
     if 0 < total < minimum:
         return answer(0, Reason.BELOW_MINIMUM, f"{total} tokens are there, min_hit_tokens = {minimum}", 0)
     if chunks == len(keys):
-        return answer(total, None, "all whole chunks are there")
+        return answer(total, None, "all whole chunks are stored")
     # A silent tier may have the chunk. Otherwise a tier that remembers the chunk has the best explanation.
     why = min(said.values(), key=lambda why: (why.reason is Reason.ABSENT, why.reason is not Reason.IO_ERROR))
     return answer(total, why.reason, why.detail, chunks, why.other_fields)

@@ -238,7 +238,7 @@ def _request_rows(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
             "process": str(one.pid),
             "tokens": one.asked_tokens,
             **one.hit_tokens,
-            "why not more": one.reason or "all was there",
+            "why not more": one.reason or "complete",
         }
         for one in last[:_REQUESTS]
     ]
