@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from pagoda.config import Config
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
@@ -67,24 +69,15 @@ def read(file: Path) -> dict[str, object]:
     """
     try:
         text = file.read_text(encoding="utf-8")
-        fields = json.loads(text) if file.suffix == ".json" else _yaml(text)
+        fields = json.loads(text) if file.suffix == ".json" else msgspec.yaml.decode(text)
+    except ImportError:
+        raise ConfigError("reading YAML needs PyYAML: pip install 'pagodakv[yaml]'") from None
     except (OSError, ValueError) as trouble:
         why = " ".join(str(trouble.strerror if isinstance(trouble, OSError) else trouble).split())
         raise ConfigError(f"{file}: cannot be read: {why}") from None
     if not isinstance(fields, dict) or not fields:
         raise ConfigError(f"{file}: has no fields; LMCache's file has lines such as chunk_size: 256")
     return {str(name): value for name, value in fields.items()}
-
-
-def _yaml(text: str) -> object:
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        raise ConfigError("reading YAML needs PyYAML: pip install 'pagodakv[yaml]'") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as trouble:
-        raise ValueError(f"not YAML: {trouble}") from None
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
