@@ -16,21 +16,12 @@ import numpy.typing as npt
 import xxhash
 from blake3 import blake3
 
+from pagoda.connectors.identity.plain_values import VOLATILE
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
 Stamp = tuple[tuple[int, int], ...]
 
-# fields of a config that do not affect a forward pass; all other fields distinguish models
-_VOLATILE = (
-    "_name_or_path",
-    "architectures",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "transformers_version",
-    "use_cache",
-)
 _PIECE_BYTES = 256 << 20  # how much is copied from a device to the CPU at a time
 
 
@@ -59,7 +50,8 @@ def weights_digest(model: Any) -> str:
     found = blake3(derive_key_context="PagodaKV weights of a Transformers model")
     # a release may change what a cache layer holds
     release = ".".join(transformers.__version__.split(".")[:2])
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _VOLATILE}
+    left_out = (*VOLATILE, "architectures")
+    config = {name: value for name, value in model.config.to_dict().items() if name not in left_out}
     found.update(
         json.dumps([type(model).__qualname__, release, config], sort_keys=True, default=str).encode()
     )
