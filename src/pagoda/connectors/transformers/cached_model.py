@@ -545,7 +545,7 @@ class CachedModel:
         forms = supported_models.forms_of(self.model)
         if self._named["weights"] is not None or self._config is None:
             how = "the weights were changed" if forms == self._forms else "the model was moved or converted"
-            raise ValueError(f"{how}: create a new CachedModel, so that old KV is not used with them")
+            raise ValueError(f"{how}: create a new CachedModel, so that old KV is not used with new weights")
         old = self.cache
         blender, self._blender = self._blender, None
         if blender is not None:  # it has the verdict, the probed embedding and the KV of the old weights

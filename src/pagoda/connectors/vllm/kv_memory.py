@@ -147,7 +147,7 @@ def _pages(kv_caches: Mapping[str, Any], specs: dict[str, Any], num_blocks: int)
             at = (int(tensor.data_ptr()), tensor.stride(0) * ratio * tensor.element_size())
             if at not in places:
                 raise ValueError(
-                    f"{name} has KV of its own but no spec in the KV cache group: it would not be stored"
+                    f"{name} has its own KV but no spec in the KV cache group: it would not be stored"
                 )
     return list(found.values())
 
@@ -167,7 +167,7 @@ def _heads_of(pages: Sequence[Page], vllm_config: VllmConfig) -> tuple[int, int]
         return heads, replicas
     found = " and ".join({page.text: page.names[0] for page in pages})
     raise ValueError(
-        f"canonical_layout: the KV of {ranks} ranks is not {total} heads, each a run of bytes of its own ({found},"
+        f"canonical_layout: the KV of {ranks} ranks is not {total} heads, each in one separate run of bytes ({found},"
         f" packed for {sorted(map(str, packed))}): start vLLM with VLLM_KV_CACHE_LAYOUT=LBHNC, or leave"
         " canonical_layout out"
     )
