@@ -456,7 +456,7 @@ def test_a_model_that_was_converted_is_looked_at_again(house: House) -> None:
         assert text(cached) == want
         assert cached.last.columns == columns
     assert cached.layout.planes[0].dtype == "bfloat16"
-    with pytest.raises(ValueError, match="moved or converted: make a new CachedModel"):
+    with pytest.raises(ValueError, match="moved or converted: create a new CachedModel"):
         text(named)
 
 

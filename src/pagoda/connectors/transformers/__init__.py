@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: `CachedModel`, a model whose prompts are served from the cache.
+"""Hugging Face Transformers: `CachedModel`, a model with a cache of its prompts' KV.
 
 In the order in which a call meets them:
     cached_model      CachedModel: generate, prefix, store
@@ -8,7 +8,7 @@ In the order in which a call meets them:
     dynamic_cache     a DynamicCache over memory that the cache's transfers fill
     layerwise         KV that arrives layer by layer, while the model computes
     blending          documents that are reused wherever they are in a prompt, by `pagoda.blend`
-    rotary            the rotary embedding of a model, by which K moves to another position
+    rotary            the rotary embedding of a model, which moves K to another position
 """
 
 from __future__ import annotations

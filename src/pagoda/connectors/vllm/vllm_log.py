@@ -1,4 +1,4 @@
-"""PagodaKV's log lines in vLLM's log: vLLM configures its own loggers only, so others' lines would be lost."""
+"""Sends PagodaKV's log lines to vLLM's log: vLLM configures only its own loggers, and other lines are lost."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 
 
 def join_vllm_log() -> None:
-    """Give the logger "pagoda" the handlers and the level of vLLM's logger, unless somebody configured it. Idempotent.
+    """Give the logger "pagoda" the handlers and the level of vLLM's logger, unless it is configured. Idempotent.
 
-    Left alone: a logger "pagoda" with handlers or a level of its own (`log_format = "json"` too), a root logger
-    with handlers (the program around vLLM decides, and no line is shown twice), and a vLLM without handlers
+    It changes nothing if the logger "pagoda" has handlers or a level (also by `log_format = "json"`), if the root
+    logger has handlers (the program around vLLM decides, and no line is shown twice), or if vLLM has no handlers
     (VLLM_CONFIGURE_LOGGING=0).
     """
     ours, theirs, root = logging.getLogger("pagoda"), logging.getLogger("vllm"), logging.root

@@ -37,9 +37,8 @@ class Placed(NamedTuple):
 class SlotsSpec(LoadStoreSpec):
     """The slots that one job of a request copies into, or out of, in the order in which vLLM names its blocks.
 
-    `fingerprint`: the layout of the store that has the slots. `pid`: the process that reserved them. `root`: of the
-    namespace, with this `version` of the weights. `lost`: a chunk that was promised is missing, so the load cannot be
-    done.
+    `fingerprint`: the layout of the store that has the slots. `pid`: the process that reserved them. `root`: that of
+    the namespace, with this `version` of the weights. `lost`: a promised chunk is missing, so the load is impossible.
     """
 
     fingerprint: str
