@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Unpack
 
@@ -177,8 +177,8 @@ class Cache:
     ) -> Cache:
         """Return this process's cache of that name, opened now if there is none, and kept until it is closed.
 
-        Raises ValueError if it is open with another config, namespace or layout; the message names what differs.
-        StoreError if another thread does not finish opening it.
+        Raises ValueError if it is open with another config, namespace or layout; the message has each option that
+        differs, with both values (none of secrets). StoreError if another thread does not finish opening it.
         """
         config = _configured(config, layout, overrides)
         completed = _completed(namespace, layout, config, config.lossy_codecs())
@@ -193,7 +193,11 @@ class Cache:
                     continue
                 _kept[name] = cache
                 return cache
-            differing = [field for field, value in wanted.items() if getattr(cache, field) != value]
+            differing = [
+                f"{part} ({_differences(getattr(cache, part), value)})"
+                for part, value in wanted.items()
+                if getattr(cache, part) != value
+            ]
             if differing:
                 raise ValueError(
                     f"the cache {name!r} is open with another {' and '.join(differing)}: "
@@ -583,6 +587,17 @@ def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str,
             "build the layout with that number, or leave it out"
         )
     return config
+
+
+def _differences(present: Config | Namespace | KVLayout, asked: Config | Namespace | KVLayout) -> str:
+    """Return the fields that differ, each with the value that is present and the one asked for, if it is no secret."""
+    return "; ".join(
+        f"{one.name} is {getattr(present, one.name)!r}, not {getattr(asked, one.name)!r}"
+        if one.repr
+        else f"{one.name} differs"
+        for one in fields(present)
+        if getattr(present, one.name) != getattr(asked, one.name)
+    )
 
 
 def _completed(namespace: Namespace, layout: KVLayout, config: Config, codecs: Sequence[str]) -> Namespace:
