@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
-from typing import Unpack
+from typing import TypeAlias, Unpack
 
 from pagoda.cache.call import (
     CacheRequest,
@@ -53,6 +53,8 @@ from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 
 log = guarded_logger("pagoda.cache")
+
+_Setting: TypeAlias = Config | Namespace | KVLayout
 
 _CLOSE_SECONDS = 5.0
 # how long to wait for another thread that opens a cache; each tier has its own deadline
@@ -182,7 +184,7 @@ class Cache:
         """
         config = _configured(config, layout, overrides)
         completed = _completed(namespace, layout, config, config.lossy_codecs())
-        wanted = {"config": config, "namespace": completed, "layout": layout}
+        wanted: dict[str, _Setting] = {"config": config, "namespace": completed, "layout": layout}
         deadline = Deadline(_OPEN_SECONDS)
         while True:
             cache = _wait_for_opening(name, deadline)
@@ -589,7 +591,7 @@ def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str,
     return config
 
 
-def _differences(present: Config | Namespace | KVLayout, asked: Config | Namespace | KVLayout) -> str:
+def _differences(present: _Setting, asked: _Setting) -> str:
     """Return the fields that differ, each with the value that is present and the one asked for, if it is no secret."""
     return "; ".join(
         f"{one.name} is {getattr(present, one.name)!r}, not {getattr(asked, one.name)!r}"

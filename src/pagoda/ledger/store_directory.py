@@ -25,7 +25,7 @@ import msgspec
 from pagoda.clock import Clock
 from pagoda.disk_space import free_bytes, other_place, require_free, require_local, require_own, require_umask
 from pagoda.errors import NoRoomError, StoreError
-from pagoda.file_space import allocate, lengthen
+from pagoda.file_space import allocate, lengthen, make_directory
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.lmdb_tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
 from pagoda.ledger.locks import OPEN, LockFile
@@ -191,7 +191,7 @@ def _prepare(root: Path, create: bool) -> None:
     if create:
         require_umask()
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(root)
         except OSError as error:
             raise StoreError(f"{root} cannot be made ({error.strerror}): {other_place(root)}") from error
     if not root.is_dir():
