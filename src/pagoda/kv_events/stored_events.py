@@ -63,7 +63,7 @@ class Outlet(Protocol):
     def newcomers(self) -> bool:
         """Whether routers have subscribed since the last call, and so have missed earlier events. Never waits."""
 
-    def tell_anew(self) -> Iterator[None]:
+    def republish(self) -> Iterator[None]:
         """Report step by step that all blocks are cleared, then those in the engine's own memory. All else follows."""
 
     def send(self, events: Sequence[object]) -> None:
@@ -107,7 +107,7 @@ class StoredEvents:
         # still True after a failure: events were lost, and everything is reported again
         self._sending = False
         self._rested = 0.0  # processor time of the thread at its last rest
-        self._anew: Iterator[None] = iter(())  # of `tell_anew`: what is left
+        self._republishing: Iterator[None] = iter(())  # of `republish`: what is left
         self._thread = threading.Thread(target=self._run, name="pagoda-events", daemon=True)
 
     def start(self) -> None:
@@ -228,7 +228,7 @@ class StoredEvents:
                 if wanted and began >= retold + pause:
                     pause *= 1 if whole else 2
                     retold, whole, wanted, cleared = began, False, False, -1
-                    self._anew = self._outlet.tell_anew()
+                    self._republishing = self._outlet.republish()
                 # routers take that for these tiers too: report them again
                 if self._outlet.cleared != cleared:
                     cleared = self._outlet.cleared
@@ -250,7 +250,7 @@ class StoredEvents:
     def _round(self) -> bool:
         """Report what has changed. Return whether that was everything: a round is short, and the next one continues."""
         self._sending = True
-        whole = self._for_a_while(self._anew)
+        whole = self._for_a_while(self._republishing)
         self._sending = False
         with self._lock:
             self._follow_weights()

@@ -76,7 +76,7 @@ class Session:
         self.member = 0
         self.closed = False
         # the directory belongs to another store now: no file in it is opened by path again
-        self.lost = self._told = False
+        self.lost = self._loss_logged = False
         self._damaged = False  # its tables are damaged, and this was logged
         self._counters = map_counters(store.directory / COUNTERS_FILE)
         self._row = np.zeros(WIDTH, np.uint64).data  # once there is a member: its row of the mapped counters
@@ -400,8 +400,8 @@ class Session:
         self.lost = self.lost or not self.store.is_current()
         if not self.lost:
             return
-        if not self._told:
-            self._told = True
+        if not self._loss_logged:
+            self._loss_logged = True
             log.warning(
                 "the directory %s was removed or replaced while it was in use: this process neither finds nor stores "
                 "anything there until it opens the store again",

@@ -69,9 +69,9 @@ class EventOutlet:
         """Whether routers have subscribed since the last call: they have not heard everything. Waits for none."""
         return self._publisher is not None and self._publisher.newcomers()
 
-    def tell_anew(self) -> Iterator[None]:
+    def republish(self) -> Iterator[None]:
         """Tell step by step that all blocks are cleared, then those in the engine's own memory."""
-        return iter(()) if self._publisher is None else self._publisher.tell_anew()
+        return iter(()) if self._publisher is None else self._publisher.republish()
 
     def send(self, events: Sequence[KVCacheEvent]) -> None:
         """Publish events, at once if the publisher can be used from here, else with the next step of the engine."""
@@ -163,7 +163,7 @@ class LivePublisher(kv_events.ZmqEventPublisher):
                 if self._pub.recv(zmq.NOBLOCK).startswith(_SUBSCRIBES):
                     self._subscribed = True
 
-    def tell_anew(self) -> Iterator[None]:
+    def republish(self) -> Iterator[None]:
         """Tell step by step that all is cleared, then what the engine's own memory holds."""
         self.send([AllBlocksCleared()])
         with self._order:
