@@ -73,9 +73,8 @@ class ForkAt:
         sys.settrace(None)
         self.child = os.fork()
         if not self.child:
-            signal.alarm(60)
+            signal.alarm(60)  # instead of a hang
             os.read(self.waits, 1)
-            signal.alarm(10)  # instead of a hang: what is left takes milliseconds
             # what it begins from now on is its own: that may change the store
             self.ledger.session.gate.run = self.end  # type: ignore[assignment]
 
