@@ -287,7 +287,8 @@ def test_a_child_that_is_forked_within_the_opening_of_tables_does_not_have_them(
     sys.settrace(fork)
     refused = False
     try:
-        Tables(path, store.ledger.session.store.state.map_bytes).close()
+        with Tables.opening:
+            Tables(path, store.ledger.session.store.state.map_bytes).close()
     except lmdb.Error:
         refused = True
     finally:

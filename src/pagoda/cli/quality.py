@@ -118,10 +118,10 @@ def quality(
     except KeyboardInterrupt:
         printing.note("interrupted; no verdict was written")
         return INTERRUPTED
-    return _told(model, prompts, run, place, weights or (), png, as_json)
+    return _show(model, prompts, run, place, weights or (), png, as_json)
 
 
-def _told(
+def _show(
     model: str,
     prompts: Path,
     run: QualityRun,

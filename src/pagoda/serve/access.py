@@ -24,6 +24,7 @@ from pathlib import Path
 from aiohttp import web
 
 from pagoda.errors import ConfigError
+from pagoda.file_space import make_directory
 from pagoda.serve_token_file import TOKEN_VARIABLE, default_token_file
 
 COOKIE = "pagoda"
@@ -233,7 +234,7 @@ def default_socket() -> Path:
 def private_directory(path: Path) -> None:
     """Create a directory that only this user can enter. Raises ConfigError if other users can."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path)
         status = path.lstat()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be created: {error.strerror}; choose another path") from None
@@ -255,7 +256,7 @@ def _checked(text: str, place: str) -> str:
 
 def _make_token(path: Path) -> None:
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path.parent)
         fresh = path.with_name(f".{path.name}-{os.getpid()}")
         with open(fresh, "x", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
             file.write(secrets.token_urlsafe(32) + "\n")

@@ -43,7 +43,7 @@ class Announcer:
         Counts "announced" and "announce_failures" in `counts`. Raises StoreError if no thread can be started.
         """
         self._directory, self._url, self._stores, self._counts = directory, url, stores, counts
-        self._told: weakref.WeakKeyDictionary[ServedStore, NDArray[np.uint64]] = weakref.WeakKeyDictionary()
+        self._sent: weakref.WeakKeyDictionary[ServedStore, NDArray[np.uint64]] = weakref.WeakKeyDictionary()
         self._connection: PeerDirectoryConnection | None = None
         self._ended = Event()
         self._log = RateLimitedLog()
@@ -86,7 +86,7 @@ class Announcer:
             with contextlib.suppress(ClosedError), store.using():
                 slots, generations, keys = self._due(store, number, left)
                 self._connection.announce(keys, url, until)
-                self._told[store][slots] = generations
+                self._sent[store][slots] = generations
                 self._counts["announced"] += len(keys)
                 left -= len(keys)
 
@@ -96,7 +96,7 @@ class Announcer:
         """Return the slots to announce, new ones first, with generations and keys. A torn row is only a wrong hint."""
         columns = store.ledger.columns
         generations = columns.generation.copy()
-        told = self._told.setdefault(store, np.zeros_like(generations))
+        told = self._sent.setdefault(store, np.zeros_like(generations))
         ready = columns.last_use != NOT_READY
         new = np.flatnonzero(ready & (generations != told))
         turn = np.arange(number % _ROUNDS, columns.slots, _ROUNDS)

@@ -84,7 +84,7 @@ class DiskTier(QueuedTier):
         self.chunk_bytes = layout.chunk_bytes
         self.slot_bytes = layout.slot_bytes
         self.ledger = ledger
-        self.stamp = ledger.stamp
+        self.stamp, self._last_clear = ledger.stamp, ledger.last_clear
         self.deadline_seconds = deadline_seconds
         self._breaker = CircuitBreaker(clock or Clock())
         self._store = DiskStore(ledger, slab, layout, codec_name, self._breaker, io_threads, durable)
