@@ -10,7 +10,7 @@ The model looks up the value where the link is, and the question finds it there:
 that a document alone cannot have, because it does not contain the definition. So plain reuse of documents must give
 wrong answers, and `across` says for which prompts.
 
-Tests, benchmarks and the tables of the documentation use it. Training takes less than a minute of one core; the weights are
+Tests, benchmarks and the tables of the documentation use it. Training takes some 40 seconds of one core; weights are
 kept in `build/`, which git ignores, under a name made of this file's content. Needs torch and transformers.
 """
 
