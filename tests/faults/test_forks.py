@@ -157,7 +157,6 @@ sys.exit(bad)
     succeeded(python(code, shm_root))
 
 
-@pytest.mark.slow
 def test_what_was_open_at_a_fork_can_be_closed(shm_root: Path) -> None:
     def mapped() -> list[str]:
         return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(shm_root) in line]
