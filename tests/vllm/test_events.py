@@ -34,7 +34,7 @@ from vllm.v1.request import Request
 from pagoda.cache import Cache
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import ChunkRef
-from pagoda.connectors.vllm.event_notes import VLLMEventForm
+from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet, LivePublisher
 from pagoda.keys import derive_keys
 from pagoda.kv_events.notes import BlockFacts, ChunkNote, Groups, packed, runs, unpacked

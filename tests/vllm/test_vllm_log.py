@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.connectors.vllm.join_vllm_log import join_vllm_log
 from pagoda.connectors.vllm.supported_engines import log_choices
-from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from tests.vllm.configs import allocate, engine_config, make_layers
 from tests.vllm.conftest import Tiers
 from tests.vllm.engines import Engine

@@ -48,7 +48,7 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.metrics import by_reason, guarded_logger
 from pagoda.quality_verdict import QualityState, require_quality
-from pagoda.threads import Condition
+from pagoda.signal_safe_threads import Condition
 from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 

@@ -5,7 +5,7 @@ what is wrong), 130 interrupted.
 
     app, docstring_help    the commands and their names; the help of their options
     stats, top, ls, check  show what is stored and what hits; list chunks; find damage
-    explain                says why a prompt misses: `prompt_source`, `prompt_coverage`, `nearest_prompt`, `key_schemes`
+    explain                says why a prompt misses: `prompt_source`, `prompt_coverage`, `nearest_prompt`, `prompt_keys`
     clear, pin, remove     change what is stored
     warm                   fills the host tier of a machine that has just started
     serve                  sends chunks to other machines, and shows the page: `web_page_options`
@@ -14,7 +14,7 @@ what is wrong), 130 interrupted.
     bench                  measures the tiers: `bench_tiers`, `load_speeds`
     quality                measures what approximate KV costs in quality: `quality_report`, `quality_plot`
     record, replay, size   record and replay traces: `replay_inputs`, `replay_tiers`, `replay_fleet`, `hit_rate_plot`,
-                           `trace_pool`, `model_sizes`
+                           `trace_pool`, `known_models`
     demo                   answers one prompt in three processes
     stores, remote_stores  find the stores and remote tiers of a command, and ask the latter
     printing, text_tables  how commands print

@@ -29,8 +29,8 @@ from pagoda.config.sizes import nearest_existing
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
+from pagoda.signal_safe_threads import Pool, wait
 from pagoda.slab.file import aligned
-from pagoda.threads import Pool, wait
 from pagoda.tiers import Chunk, DiskTier, Done, HostTier, recorded_tiers
 
 Bytes = npt.NDArray[np.uint8]

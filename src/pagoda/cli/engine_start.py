@@ -127,7 +127,7 @@ def check_tiers(config: Config) -> None:
     Raises StoreError (a directory is another user's, on a network, or has too little room; a library is missing) or
     ConfigError (the password of a remote tier cannot be read, or its codec cannot be used).
     """
-    from pagoda.disk_space import require_place
+    from pagoda.store_place import require_place
 
     require_place(Path(config.host_path), config.host_bytes, in_memory=True)
     if config.disk_bytes:

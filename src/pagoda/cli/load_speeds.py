@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagoda.cli import UsageError
-from pagoda.cli.model_sizes import model_of
+from pagoda.cli.known_models import model_of
 
 HOST_GBPS, DISK_GBPS = 25.0, 6.0
 """The assumed speeds without a measurement: a GPU in a PCIe 4 x16 slot, an NVMe SSD in PCIe 4 x4. 10^9 bytes."""

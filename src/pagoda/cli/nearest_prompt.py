@@ -1,6 +1,6 @@
 """Finds the stored prompt nearest to a prompt, and the token in which they differ. Uses the log of prompts; pure.
 
-`pagoda explain` calls it through `prompt_coverage`; it calls `key_schemes` for the schemes of keys.
+`pagoda explain` calls it through `prompt_coverage`; it calls `prompt_keys` for the schemes of keys.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagoda.cache.prompt_log import LoggedPrompt
-from pagoda.cli.key_schemes import schemes
+from pagoda.cli.prompt_keys import schemes
 from pagoda.keys import Int32s, chunk_keys
 
 _LOOKED_AT = 16  # of the prompts that share most with ours, so many are checked: is one still stored?

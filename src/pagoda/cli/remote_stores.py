@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from pagoda.cli import printing
 from pagoda.cli.stores import configured
 from pagoda.errors import ConfigError, PagodaError
-from pagoda.url_parts import split_url
+from pagoda.url_hosts import split_url
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec

@@ -153,7 +153,7 @@ def chunk_bytes_of(trace: Trace, model: str | None, token_bytes: int | None, dty
     if token_bytes is None:
         if model is None:
             return None
-        from pagoda.cli.model_sizes import model_of
+        from pagoda.cli.known_models import model_of
 
         try:
             token_bytes = model_of(model).token_bytes(dtype)

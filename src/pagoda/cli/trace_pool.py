@@ -22,7 +22,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from pagoda.cli import FailedError, printing
 from pagoda.replay.trace import Request
-from pagoda.threads import wait
+from pagoda.signal_safe_threads import wait
 
 R = TypeVar("R")
 _LOOK_SECONDS = 0.1  # the pause between two checks of what has ended

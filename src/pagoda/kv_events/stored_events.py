@@ -24,7 +24,7 @@ from pagoda.ledger import Ledger, Outcome, Present, Reserved
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
 from pagoda.ledger.columns import marks_of
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Event, begin
+from pagoda.signal_safe_threads import Event, begin
 
 log = guarded_logger("pagoda.events")
 

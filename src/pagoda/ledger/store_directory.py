@@ -23,7 +23,6 @@ import lmdb
 import msgspec
 
 from pagoda.clock import Clock
-from pagoda.disk_space import free_bytes, other_place, require_free, require_local, require_own, require_umask
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.file_space import allocate, lengthen, make_directory
 from pagoda.ledger.columns import Columns
@@ -55,6 +54,14 @@ from pagoda.ledger.stores_under_root import MAKING, discard, in_use, root_locked
 from pagoda.ledger.table_integrity import checksum, find_damage
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import guarded_logger
+from pagoda.store_place import (
+    free_bytes,
+    other_place,
+    require_free,
+    require_local,
+    require_own,
+    require_umask,
+)
 
 log = guarded_logger("pagoda.ledger.store_directory")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from urllib.parse import quote
 
 from pagoda.config.remote_urls import parse
-from pagoda.url_parts import split_url
+from pagoda.url_hosts import split_url
 
 _REDIS = 'remote = "redis://HOST:6379/0"'
 _REASONS = {

@@ -20,7 +20,7 @@ from pagoda.errors import ClosedError, StoreError
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.serve.served_stores import ServedStore, ServedStores
-from pagoda.threads import NO_THREAD, Event, begin
+from pagoda.signal_safe_threads import NO_THREAD, Event, begin
 from pagoda.tiers.remote.peer_directory import PERIOD_SECONDS, PeerDirectory, PeerDirectoryConnection
 
 _ROUND_SECONDS = 1.0

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from aiohttp import web
 
-from pagoda.threads import Pool
+from pagoda.signal_safe_threads import Pool
 
 P = ParamSpec("P")
 T = TypeVar("T")

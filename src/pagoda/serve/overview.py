@@ -23,7 +23,7 @@ from pagoda.errors import PagodaError
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.ledger.store_stats import StoreStats
 from pagoda.metrics import TIER_KINDS, by_reason
-from pagoda.threads import begin
+from pagoda.signal_safe_threads import begin
 
 if TYPE_CHECKING:
     from pagoda.ledger import Ledger

@@ -25,8 +25,8 @@ from pagoda.keys import Namespace
 from pagoda.layout import SLOT_ALIGN, KVLayout, itemsize
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
+from pagoda.signal_safe_threads import NO_THREAD, Condition, Event
 from pagoda.slab import FileSlab, address, aligned
-from pagoda.threads import NO_THREAD, Condition, Event
 from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker

@@ -108,7 +108,7 @@ class _Asker:
     def __init__(self, task: Task, step: Callable[[str], None]) -> None:
         import torch
 
-        from pagoda.connectors.transformers.supported_models import check_model, probe_model
+        from pagoda.connectors.transformers.model_checks import check_model, probe_model
 
         self.task, self.step = task, step
         step("building the model")

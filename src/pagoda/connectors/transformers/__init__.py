@@ -2,7 +2,7 @@
 
 In the order in which a call meets them:
     cached_model      CachedModel: generate, prefix, store
-    supported_models  which models and calls can be cached; the layout of a model's KV, from a forward pass
+    model_checks  which models and calls can be cached; the layout of a model's KV, from a forward pass
     model_identity    the namespace: digests of weights and adapters
     batch_rows        the rows of a batch as prompts, with their padding
     dynamic_cache     a DynamicCache over memory that the cache's transfers fill

@@ -39,8 +39,8 @@ from pagoda.blend.blend_policies import (
 from pagoda.cache import Cache, Hit
 from pagoda.connectors.transformers.batch_rows import BatchRow
 from pagoda.connectors.transformers.dynamic_cache import Planes, dynamic_cache, kv_of_row, room_for
+from pagoda.connectors.transformers.model_checks import ProbedModel
 from pagoda.connectors.transformers.rotary import check_attention, rotary_of
-from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.keys import Int32s
 from pagoda.metrics import Reason
 from pagoda.quality_verdict import QualityState

@@ -22,7 +22,7 @@ from pagoda.blend import SelectionPolicy, as_documents, blend_setting, policy_na
 from pagoda.cache import Cache, Cleared, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
-from pagoda.connectors.transformers import supported_models
+from pagoda.connectors.transformers import model_checks
 from pagoda.connectors.transformers.batch_rows import BatchRow, grown_mask, mask_of, rows_of
 from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
 from pagoda.connectors.transformers.model_identity import Stamp, adapters_digest, namespace_of, stamp_of
@@ -118,13 +118,13 @@ class CachedModel:
             salt: separates tenants, for all calls; `generate`, `prefix` and `store` accept one for one call.
             options: options of `Config`; they take precedence over `config`, environment and file.
         """
-        supported_models.check_model(model)
+        model_checks.check_model(model)
         self.model = model
         self.last: Prefix | None = None
         self.last_stored: list[Stored] = []
         config = cache.config if cache is not None else _configured(config, options)
         self._seen = _looked_at(model, config.chunk_tokens)
-        self._stamp, self._forms = stamp_of(model), supported_models.forms_of(model)
+        self._stamp, self._forms = stamp_of(model), model_checks.forms_of(model)
         self.reset()
         reset_in_child(self)
         self._prefills = PrefillTimes(self._observe)
@@ -189,7 +189,7 @@ class CachedModel:
 
         Raises ValueError for calls that cannot be cached, ConfigError (a ValueError) if `blend` has no verdict.
         """
-        decoding = supported_models.check_call(self.model, kwargs)
+        decoding = model_checks.check_call(self.model, kwargs)
         beams = decoding.num_beams or 1
         repeats = max(beams, decoding.num_return_sequences or 1)
         if documents is not None or question is not None:
@@ -438,7 +438,7 @@ class CachedModel:
         """Begin to load the hit layer by layer; None if it is not completely on the host, or the model cannot wait."""
         cache, space, _ = ready
         on_host = cache.slots is not None and set(looked.by_tier) == {cache.tiers[0]}
-        if not on_host or rows[0].pad or supported_models.is_compiled(self.model):
+        if not on_host or rows[0].pad or model_checks.is_compiled(self.model):
             return None
         from pagoda.connectors.transformers.layerwise import LayerLoads
 
@@ -542,7 +542,7 @@ class CachedModel:
 
     def _weights_changed(self) -> None:
         """Change to the namespace and the device of the present weights, after a weight was written to or moved."""
-        forms = supported_models.forms_of(self.model)
+        forms = model_checks.forms_of(self.model)
         if self._named["weights"] is not None or self._config is None:
             how = "the weights were changed" if forms == self._forms else "the model was moved or converted"
             raise ValueError(f"{how}: create a new CachedModel, so that old KV is not used with new weights")
@@ -572,13 +572,13 @@ class CachedModel:
 
 def layout_of(model: Any, chunk_tokens: int = 256) -> KVLayout:
     """Return the layout of the model's KV, by running it on three tokens. Raises ValueError if it cannot be cut."""
-    supported_models.check_model(model)
-    return supported_models.probe_model(model, chunk_tokens).layout
+    model_checks.check_model(model)
+    return model_checks.probe_model(model, chunk_tokens).layout
 
 
-def _looked_at(model: Any, chunk_tokens: int) -> supported_models.ProbedModel:
+def _looked_at(model: Any, chunk_tokens: int) -> model_checks.ProbedModel:
     """Probe the model; return the result with the copy engine of its device."""
-    seen = supported_models.probe_model(model, chunk_tokens)
+    seen = model_checks.probe_model(model, chunk_tokens)
     return seen._replace(copy_engine=copy_engine_for(seen.devices))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pagoda.connectors.transformers.batch_rows import BatchRow
-from pagoda.connectors.transformers.supported_models import ProbedModel
+from pagoda.connectors.transformers.model_checks import ProbedModel
 from pagoda.metrics import guarded_logger
 from pagoda.transfer import DenseKV
 

@@ -23,8 +23,8 @@ from transformers.cache_utils import DynamicLayer
 from pagoda.cache import Cache, Hit
 from pagoda.clock import Deadline
 from pagoda.connectors.transformers.dynamic_cache import kv_of_row, room_for
-from pagoda.connectors.transformers.supported_models import ProbedModel
-from pagoda.threads import Pool
+from pagoda.connectors.transformers.model_checks import ProbedModel
+from pagoda.signal_safe_threads import Pool
 from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.gpu.layer_events import LayerEvents
 

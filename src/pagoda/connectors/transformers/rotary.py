@@ -11,7 +11,7 @@ from typing import Any
 from blake3 import blake3
 
 from pagoda.blend.rotary_move import RotaryMove
-from pagoda.connectors.transformers.supported_models import probed_kv
+from pagoda.connectors.transformers.model_checks import probed_kv
 from pagoda.layout import KVLayout, Rotary
 
 _PROBE_TOKENS = 5

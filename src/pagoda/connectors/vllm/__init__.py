@@ -13,8 +13,8 @@ metadata           the messages between the halves
 worker             a worker's half: loads and saves
 prefill_steps      how fast the engine computes prompts
 shared_caches      one cache for all engines of a process
-vllm_log           lines of PagodaKV in vLLM's log
-event_notes        KV events about a request's chunks, in vLLM's classes (`pagoda.kv_events` sends them)
+join_vllm_log      lines of PagodaKV in vLLM's log
+event_form         KV events about a request's chunks, in vLLM's classes (`pagoda.kv_events` sends them)
 event_publisher    vLLM's publisher, for two threads and for routers that connect late
 connector_stats    the counters
 offloading/        PagodaHybridConnector, which PagodaConnector makes for hybrid models

@@ -15,11 +15,11 @@ from pagoda.connectors.vllm.connector_stats import COUNTERS, PagodaPromMetrics, 
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
 from pagoda.connectors.vllm.event_publisher import outlet_of
 from pagoda.connectors.vllm.identity.media_names import hashes_media
+from pagoda.connectors.vllm.join_vllm_log import join_vllm_log
 from pagoda.connectors.vllm.metadata import Handshake, PagodaMetadata, PagodaWorkerMetadata
 from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.options import read_options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
-from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.connectors.vllm.worker import PagodaWorker
 
 

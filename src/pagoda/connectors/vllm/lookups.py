@@ -15,7 +15,7 @@ from pagoda.connectors.vllm.identity.media_names import MediaNames
 from pagoda.keys import derive_keys
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Pool, wait
+from pagoda.signal_safe_threads import Pool, wait
 
 log = guarded_logger("pagoda.vllm")
 

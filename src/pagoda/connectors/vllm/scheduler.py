@@ -16,7 +16,7 @@ from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.connector_stats import TIERS, PagodaStats
 from pagoda.connectors.vllm.engine_weights import EngineWeights
-from pagoda.connectors.vllm.event_notes import VLLMEventForm
+from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.lookups import LONGEST_SECONDS, LookupThreads, TrackedRequest
 from pagoda.connectors.vllm.metadata import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save

@@ -28,7 +28,7 @@ from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Answer, Pool, wait
+from pagoda.signal_safe_threads import Answer, Pool, wait
 from pagoda.transfer.base import Bytes
 from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV, DeviceSnapshot, SnapshotBuffer
 from pagoda.transfer.pages_kv import PagesKV

@@ -18,10 +18,10 @@ from pagoda.connectors.extra_options import ExtraOptions
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
 from pagoda.connectors.vllm.event_publisher import EventOutlet, outlet_of
 from pagoda.connectors.vllm.identity.media_names import MediaNames, hashes_media
+from pagoda.connectors.vllm.join_vllm_log import join_vllm_log
 from pagoda.connectors.vllm.options import EXTRA, chunk_options
 from pagoda.connectors.vllm.prefill_steps import prompt_tokens_of
 from pagoda.connectors.vllm.supported_engines import check_engine, has_states, log_choices
-from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.kv_events.notes import BlockFacts, Groups
 
 if TYPE_CHECKING:

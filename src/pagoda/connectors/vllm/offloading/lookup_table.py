@@ -12,7 +12,7 @@ from pagoda.connectors.vllm.offloading import chunk_finder
 from pagoda.connectors.vllm.offloading.chunk_finder import AskedChunk, ChunkState
 from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Pool
+from pagoda.signal_safe_threads import Pool
 
 log = guarded_logger("pagoda.vllm")
 

@@ -25,7 +25,7 @@ from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef, columns_of
 from pagoda.clock import Deadline
 from pagoda.connectors.vllm.engine_weights import EngineWeights
-from pagoda.connectors.vllm.event_notes import VLLMEventForm
+from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.identity.media_names import MediaNames
 from pagoda.connectors.vllm.offloading.chunk_finder import ChunkState, Group
@@ -37,7 +37,7 @@ from pagoda.kv_events.notes import ChunkNote, Groups
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Outcome, Refused, Reserved
 from pagoda.metrics import Reason
-from pagoda.threads import Pool
+from pagoda.signal_safe_threads import Pool
 
 COUNTED = {  # counters in addition to vLLM's own, with their help in vLLM's metrics
     "vllm:pagoda_refused_chunks": "Number of chunks that found no slot in the host tier.",

@@ -26,7 +26,7 @@ from pagoda.connectors.vllm.prefill_steps import PrefillSteps
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.layout import KVLayout
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Event, Pool
+from pagoda.signal_safe_threads import Event, Pool
 from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from pagoda.transfer.pages_kv import PagesKV
 

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from pagoda.connectors.identity.plain_values import plain
 from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
 from pagoda.connectors.vllm.identity.machine_facts import machine_facts
+from pagoda.connectors.vllm.join_vllm_log import join_vllm_log
 from pagoda.connectors.vllm.offloading.chunk_finder import Group
 from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.offloading.messages import WorkerGreeting, greet, greeted
@@ -30,7 +31,6 @@ from pagoda.connectors.vllm.offloading.offloading_worker import EnginePages, Pag
 from pagoda.connectors.vllm.options import chunk_options
 from pagoda.connectors.vllm.shared_caches import opened
 from pagoda.connectors.vllm.supported_engines import check_vllm, layer_specs
-from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.metrics import guarded_logger
 from pagoda.transfer.pages_kv import merged
 
