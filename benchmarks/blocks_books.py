@@ -20,7 +20,7 @@ from harness import Figure, Runs, say, seconds_figure, seconds_text
 from pagoda import KVLayout
 from pagoda.blocks import Admitted, BlockManager
 from pagoda.blocks.allocator import BlockAllocator
-from pagoda.blocks.completion import Completion
+from pagoda.blocks.finished_moves import Completion
 from pagoda.blocks.lower_tiers import LowerTiers
 from pagoda.blocks.tree import Tree
 

@@ -55,7 +55,7 @@ def handover_figure(plan: Plan) -> list[Figure]:
             def theirs(_: int) -> None:
                 _generate(model, ids, copy.deepcopy(kept["prompt"]))
 
-            runs = race({"candidate": ours, "handover": theirs}, max(7, plan.rounds))
+            runs = race({"candidate": ours, "handover": theirs}, plan.rounds)
     paired = [ours / theirs for ours, theirs in zip(runs["candidate"], runs["handover"], strict=True)]
     medians = [statistics.median(runs[name]) * 1e3 for name in ("candidate", "handover")]
     note = f"{medians[0]:.0f} ms against {medians[1]:.0f} ms, {hit} of {ids.shape[1]} tokens reused"

@@ -1,6 +1,6 @@
 """The gate on a model that must read across documents: `python benchmarks/quality.py [--prompts N] [options]`.
 
-Runs `pagoda quality` on the recall model of `testbed` (trained at the first run, minutes) and prompts of a seed that
+Runs `pagoda quality` on the recall model of `testbed` (trained at the first run, a minute) and prompts of a seed that
 nothing was tuned on. Options are those of the command, such as --json, --blend deviation:0.15 and --png FILE. The
 verdict goes to a temporary directory unless --out is given.
 """

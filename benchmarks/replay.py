@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import mean
 
 from harness import machine, say
+from msgspec.structs import replace
 from policies import table
 from policies_streams import SAMPLE, TRACES, stream
 
@@ -120,7 +121,7 @@ def _live(
 
 def renamed(requests: Sequence[Request], run: int) -> list[Request]:
     """Return the same requests with other ids, and therefore other keys."""
-    return [each._replace(hash_ids=tuple(one + (run << 44) for one in each.hash_ids)) for each in requests]
+    return [replace(each, hash_ids=tuple(one + (run << 44) for one in each.hash_ids)) for each in requests]
 
 
 def main() -> int:

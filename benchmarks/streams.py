@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.random import Generator
 
 from pagoda.replay.trace import Request
@@ -206,7 +207,7 @@ def overloaded(stream: Stream, every: int, faster: float = 4.0, slower: float = 
     for i, each in enumerate(stream):
         at += (each.timestamp_ms - before) / (faster if i // every % 2 else slower)
         before = each.timestamp_ms
-        out.append(each._replace(timestamp_ms=round(at, 3)))
+        out.append(replace(each, timestamp_ms=round(at, 3)))
     return out
 
 
@@ -232,7 +233,7 @@ def mixed(*streams: Stream) -> Stream:
 
 def _moved(request: Request, milliseconds: float, number: int) -> Request:
     ids = tuple(each + number for each in request.hash_ids)
-    return request._replace(timestamp_ms=round(request.timestamp_ms + milliseconds, 3), hash_ids=ids)
+    return replace(request, timestamp_ms=round(request.timestamp_ms + milliseconds, 3), hash_ids=ids)
 
 
 def _numbers(stream: Stream) -> int:
@@ -272,14 +273,14 @@ def phases(seed: int, requests: int) -> Stream:
 
 def retimed(stream: Stream, seconds: Callable[[int], float]) -> Stream:
     """Return the same requests, the i-th at `seconds(i)`."""
-    return [each._replace(timestamp_ms=seconds(i) * 1e3) for i, each in enumerate(stream)]
+    return [replace(each, timestamp_ms=seconds(i) * 1e3) for i, each in enumerate(stream)]
 
 
 def odd_times(stream: Stream) -> dict[str, Stream]:
     """Return the same requests with times as in traces: none, whole seconds, a batch at once, hours between."""
     return {
         "no times": retimed(stream, lambda _: 0.0),
-        "whole seconds": [each._replace(timestamp_ms=each.timestamp_ms // 1000 * 1000.0) for each in stream],
+        "whole seconds": [replace(each, timestamp_ms=each.timestamp_ms // 1000 * 1000.0) for each in stream],
         "a batch": retimed(stream, lambda i: i * 1e-6),
         "hours between": retimed(stream, lambda i: i * 10_000.0),
     }

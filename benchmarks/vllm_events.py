@@ -42,7 +42,7 @@ from vllm.envs import enable_envs_cache
 
 from pagoda import Cache, Config, KVLayout, Namespace
 from pagoda.cache.writeback import ChunkRef
-from pagoda.connectors.vllm.event_notes import VLLMEventForm
+from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.kv_events.notes import BlockFacts, ChunkNote
 from pagoda.kv_events.stored_events import StoredEvents

@@ -10,7 +10,7 @@ The model looks up the value where the link is, and the question finds it there:
 that a document alone cannot have, because it does not contain the definition. So plain reuse of documents must give
 wrong answers, and `across` says for which prompts.
 
-Tests, benchmarks and the tables of the documentation use it. Training takes a few minutes of one core; the weights are
+Tests, benchmarks and the tables of the documentation use it. Training takes about a minute of one core; the weights are
 kept in `build/`, which git ignores, under a name made of this file's content. Needs torch and transformers.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RecallPrompt", "recall_model", "recall_prompts", "train"]
 
-CODES, VALUES, ITEMS, FILLER = 24, 16, 32, 64
+CODES, VALUES, ITEMS, FILLER = 16, 16, 16, 64
 BEGIN, ASK = 0, 1  # the first token of a document; of a question
 _VALUE = 2
 _DEFINITION = _VALUE + VALUES
@@ -43,7 +43,7 @@ VOCABULARY = _FILLER + FILLER
 
 SEED = 20
 BUILD = Path(__file__).resolve().parent.parent / "build"
-_STAGES = ((3, 16, 64), (4, 32, 32), (6, 48, 16))  # documents, tokens of each, prompts of a batch
+_STAGES = ((3, 16, 32), (4, 32, 16), (6, 48, 8))  # documents, tokens of each, prompts of a batch
 _WIDTH, _HEADS, _ROLL = 96, 4, 48
 _MOST_STEPS = 1500
 _RECENT_STEPS, _GOOD = 30, 0.985  # a stage ends when so many answers of the last steps are right
@@ -196,7 +196,7 @@ def _untrained() -> LlamaForCausalLM:
     basis = torch.linalg.qr(values.T).Q  # [width, values]
     with torch.no_grad():
         table = model.model.embed_tokens.weight
-        table.normal_(0.0, 0.1)
+        table.normal_(0.0, 0.05)
         table[_DEFINITION:_LINK] += (codes.roll(_ROLL, 1)[:, None] + values[None]).flatten(0, 1)
         table[_LINK:_ITEM] += (items.roll(_ROLL, 1)[:, None] + codes[None]).flatten(0, 1)
         table[_ITEM:_FILLER] += items

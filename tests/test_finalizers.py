@@ -11,8 +11,6 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
-
 import pagoda
 from pagoda.finalizers import close_dropped, close_when_dropped
 from tests.thread_limits import no_threads
@@ -29,7 +27,6 @@ class Owner:
     """An object with something to close."""
 
 
-@pytest.mark.slow
 def test_a_collection_closes_nothing_on_the_thread_that_it_interrupts() -> None:
     lock, closed, main = threading.Lock(), threading.Event(), threading.current_thread()
     by: list[threading.Thread] = []
@@ -98,7 +95,6 @@ for number, owner in enumerate(owners):
     assert run.stdout == "2 MainThread\n1 MainThread\n0 MainThread\nlibraries end\n" and not run.stderr
 
 
-@pytest.mark.slow
 def test_a_fork_takes_over_what_was_dropped_and_not_yet_closed() -> None:
     begun, leave, closed = threading.Event(), threading.Event(), threading.Event()
     first, second = Owner(), Owner()

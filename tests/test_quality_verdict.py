@@ -439,6 +439,7 @@ for share in range(10):
 """
 
 
+@pytest.mark.slow
 def test_processes_that_write_one_file_at_once_lose_nothing(tmp_path: Path) -> None:
     writers = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""pagoda.threads: starts that fail, and pools whose refused work never runs."""
+"""pagoda.signal_safe_threads: starts that fail, and pools whose refused work never runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import pagoda
-from pagoda import threads
-from pagoda.threads import DeferredCall, Pool, begin
+from pagoda import signal_safe_threads
+from pagoda.signal_safe_threads import DeferredCall, Pool, begin
 from tests.thread_limits import no_threads
 
 SECONDS = 60.0
@@ -27,7 +27,7 @@ SOURCE = Path(pagoda.__file__).parent
 def test_a_start_that_fails_is_told_and_logged_with_the_remedy(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "_lines", threads.RateLimitedLog())
+    monkeypatch.setattr(signal_safe_threads, "_lines", signal_safe_threads.RateLimitedLog())
     with no_threads(), caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert not begin(threading.Thread(target=print, name="pagoda-example"))
@@ -139,7 +139,7 @@ def test_a_pool_tells_what_its_work_raised_and_keeps_nothing_alive_by_it() -> No
 
 def in_a_process(code: str) -> str:
     """What a program prints that has the pool; it ends well, and soon."""
-    program = "import os, threading, time\nfrom pagoda.threads import Pool\n" + code
+    program = "import os, threading, time\nfrom pagoda.signal_safe_threads import Pool\n" + code
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=SECONDS / 2
     )
@@ -256,7 +256,7 @@ def test_what_waits_at_the_end_of_a_pool_is_cancelled() -> None:
 def test_no_other_thread_is_started_than_by_begin_and_pool() -> None:
     """Else one that cannot be started would be an exception out of an engine's call, or work that runs too late."""
     allowed = {
-        "threads.py",
+        "signal_safe_threads.py",
         "cli/demo/demo_child.py",
         "testing/tier_conformance.py",
         "testing/policy_conformance.py",
@@ -264,7 +264,7 @@ def test_no_other_thread_is_started_than_by_begin_and_pool() -> None:
     for path in SOURCE.rglob("*.py"):
         if str(path.relative_to(SOURCE)) not in allowed:
             text = path.read_text()
-            assert "ThreadPoolExecutor" not in text, f"{path}: take pagoda.threads.Pool"
+            assert "ThreadPoolExecutor" not in text, f"{path}: take pagoda.signal_safe_threads.Pool"
             assert not re.search(r"\bthread\.start\(\)|Thread\([^)]*\)\.start\(\)", text), (
                 f"{path}: take begin"
             )

@@ -1,4 +1,4 @@
-"""How much memory the cgroups of this process allow it. Called by `disk_space` and the configuration."""
+"""How much memory the cgroups of this process allow it. Called by `store_place` and the configuration."""
 
 from __future__ import annotations
 

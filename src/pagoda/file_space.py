@@ -1,6 +1,6 @@
-"""The space of a file: reserve its blocks, free them again, find those with data. Called by all that make files.
+"""The space of a file: make its directory, reserve its blocks, free them again, find those with data.
 
-Calls the operating system only.
+Called by all that make files; calls the operating system only.
 """
 
 from __future__ import annotations
@@ -28,6 +28,15 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def make_directory(path: Path, mode: int = 0o700) -> None:
+    """Make a directory, and its parents for all to read, whatever the umask: others never write there. OSError."""
+    try:
+        path.mkdir(mode, exist_ok=True)
+    except FileNotFoundError:
+        make_directory(path.parent, 0o755)
+        path.mkdir(mode, exist_ok=True)
 
 
 def lengthen(path: Path, nbytes: int) -> None:

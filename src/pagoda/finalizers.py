@@ -3,7 +3,7 @@
 A garbage collection runs finalizers on the thread that allocates next, at any line, also inside a lock. So a finalizer
 must not take a lock, do I/O or wait. It must not be a Python function either: if a signal handler raises an exception
 inside it, the exception and the work are lost. Our finalizers only put themselves into a queue. Used by the cache, the
-tiers and the ledger; calls `threads`.
+tiers and the ledger; calls `signal_safe_threads`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Self
 
 from pagoda.metrics import guarded_logger
-from pagoda.threads import Event, start_thread
+from pagoda.signal_safe_threads import Event, start_thread
 
 _LAST_SECONDS = 10.0  # how long to wait at exit for a close that has begun
 

@@ -2,7 +2,7 @@
 
 In a child, the order is:
 
-1. the hooks of `metrics`, `threads` and `finalizers`, which are below this module: any reset may use them
+1. the hooks of `metrics`, `signal_safe_threads` and `finalizers`, which are below this module: any reset may use them
 2. the objects of `reset_in_child`, in any order
 3. the functions of `call_in_child`, in the order in which their modules were imported. In the ledger this is `locks`,
    `session`, `ledger`: no lock is tried before the child has given up its parent's locks, and a store that a thread of
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-import pagoda.finalizers  # noqa: F401  # its hooks and those of `threads` come first: a reset may use both
+import pagoda.finalizers  # noqa: F401  # these hooks, and those of `signal_safe_threads`, come first: a reset may use both
 
 
 class Resettable(Protocol):

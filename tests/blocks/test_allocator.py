@@ -84,7 +84,6 @@ def test_it_is_resized_as_long_as_what_goes_is_free() -> None:
             BlockPool(size)
 
 
-@pytest.mark.slow
 @given(st.lists(st.one_of(st.integers(0, 5), st.lists(st.integers(-1, 9), max_size=4)), max_size=40))
 def test_no_block_is_ever_had_twice(steps: list[int | list[int]]) -> None:
     pool, ours = BlockPool(9), set[int]()

@@ -40,10 +40,21 @@ def test_the_same_name_is_the_same_cache(shm_root: Path) -> None:
 
 def test_another_config_under_the_same_name_is_refused(shm_root: Path) -> None:
     _open("one", shm_root)
-    with pytest.raises(ValueError, match="another config"):
-        _open("one", shm_root, min_hit_tokens=5)
-    with pytest.raises(ValueError, match="another namespace"):
+    with pytest.raises(
+        ValueError, match=r"config \(min_hit_tokens is 0, not 5; io_threads is 2, not 3\): use"
+    ):
+        _open("one", shm_root, min_hit_tokens=5, io_threads=3)
+    with pytest.raises(ValueError, match=r"namespace \(model is '.+', not 'b'\): use Cache.get"):
         Cache.open("one", config_of(shm_root, None), namespace=NAMESPACE.with_(model="b"), layout=LAYOUT)
+
+
+def test_what_differs_in_a_secret_is_named_without_its_value(shm_root: Path) -> None:
+    _open("one", shm_root)
+    with pytest.raises(ValueError, match=r"config \(lookup differs\): use") as refused:
+        _open("one", shm_root, lookup="redis://:hunter2@host:6379/0")
+    assert "hunter2" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"namespace \(salt differs\): use"):
+        Cache.open("one", config_of(shm_root, None), namespace=NAMESPACE.with_(salt="s"), layout=LAYOUT)
 
 
 def test_destroy_closes_and_forgets_but_keeps_what_is_stored(shm_root: Path) -> None:

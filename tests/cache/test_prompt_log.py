@@ -19,8 +19,8 @@ import pytest
 
 from pagoda import Cache
 from pagoda.cache.prompt_log import LoggedPrompt, PromptLog, logged_prompts
-from pagoda.cli.key_schemes import schemes
 from pagoda.cli.nearest_prompt import keys_of_prompt, nearest_prompt
+from pagoda.cli.prompt_keys import schemes
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
 from pagoda.keys import Item, as_token_ids, chunk_keys

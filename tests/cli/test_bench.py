@@ -37,4 +37,4 @@ def test_wrong_use_is_one_line() -> None:
     assert "1GiB" in refused("bench", "--chunk-size", "100GiB")
     assert "4096" in refused("bench", "--chunk-size", "5000")
     assert "--seconds" in refused("bench", "--seconds", "0")
-    assert "no tier" in refused("bench", PAGODA_HOST_SIZE="0")
+    assert "a tier to measure" in refused("bench", PAGODA_HOST_SIZE="0")

@@ -241,7 +241,7 @@ def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:
     assert "not text" in refused("explain", shm_root, "--tokens", tmp_path / "binary")
     for text in ("[1, 2", "one two", "[1.5]", "[-1]", '["a"]', "[[1], [2]]", "99999999999", "{}"):
         assert "not a list of token ids" in refused("explain", shm_root, "--tokens", "-", stdin=text)
-    assert "holds no token ids" in refused("explain", shm_root, "--tokens", "-", stdin="[]")
+    assert "has no token ids" in refused("explain", shm_root, "--tokens", "-", stdin="[]")
     assert "--chunk-tokens" in refused("explain", shm_root, "--tokens", "-", "--chunk-tokens", "0", stdin="1")
 
 
@@ -254,7 +254,7 @@ def test_token_ids_are_given_directly_or_in_a_file(
     (tmp_path / "file").write_text(text)
     found = [answer("explain", shm_root, "--tokens", given) for given in (text, tmp_path / "file")]
     assert found[0] == found[1] and found[0]["answers"][0]["num_tokens"] > 0  # type: ignore[index]
-    assert "holds no token ids" in refused("explain", shm_root, "--tokens", "[]")
+    assert "has no token ids" in refused("explain", shm_root, "--tokens", "[]")
     assert "not a list of token ids" in refused("explain", shm_root, "--tokens", "[1, 2")
 
 
@@ -297,7 +297,7 @@ def test_the_token_that_differs_the_nearest_prompt_and_the_tiers_that_have_it(sh
     assert found["key"] == chunk_keys(PROMPT, LLAMA.root, CHUNK)[2].hex()
     shown = run_here("explain", shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))[1]
     assert "it differs at token 37: 7 here, 137 in the nearest" in shown
-    assert "the first that is not served: chunk 2 (tokens 32 to 47)" in shown
+    assert "the first chunk that is not served: chunk 2 (tokens 32 to 47)" in shown
     assert max(map(len, shown.splitlines())) <= 80
     admin.remove(ledger, chunk_keys(PROMPT, LLAMA.root, CHUNK)[2:])
     assert near(shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))["tiers"] == []
@@ -480,10 +480,10 @@ def test_wrong_use_of_the_sources_is_one_line(
     put(host(shm_root), LLAMA, PROMPT)
     ask = ("explain", shm_root)
     assert "the prompt is missing" in refused(*ask)
-    assert "--text and --messages are given" in refused(*ask, "--text", "a", "--messages", "b")
+    assert "--text and --messages: give only one of them" in refused(*ask, "--text", "a", "--messages", "b")
     assert "either --tokenizer PATH, or --url" in refused(*ask, "--text", "a")
     assert "leave --tokenizer and --url out" in refused(*ask, "--tokens", "-", "--url", "http://h", stdin="1")
-    assert "holds more than a place" in refused(*ask, "--text", "a", "--url", "http://me:key@host:1")
+    assert "write only http://HOST:PORT" in refused(*ask, "--text", "a", "--url", "http://me:key@host:1")
     assert "http://HOST:PORT" in refused(*ask, "--text", "a", "--url", "host:8000")
     (tmp_path / "text").write_bytes(b"\xff")
     with (tmp_path / "text").open() as binary, monkeypatch.context() as patched:

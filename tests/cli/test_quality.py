@@ -66,7 +66,7 @@ def test_a_verdict_is_measured_printed_drawn_and_used(saved: Path, tmp_path: Pat
     ):
         assert name in said
     assert (
-        "deviation:1 PASS: it keeps loosened bounds (6 prompts instead of 50), and wrong KV was noticed"
+        "deviation:1 PASS: it keeps loosened bounds (6 prompts instead of 50), and these prompts detect wrong KV"
         in said
     )
     assert "plain reuse FAIL: the KL divergence is" in said

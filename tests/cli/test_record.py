@@ -66,12 +66,12 @@ def test_it_says_when_nothing_was_recorded(trace: Path, capfd: pytest.CaptureFix
     ("arguments", "code", "said"),
     [
         (["{trace}"], 2, "COMMAND"),
-        (["{trace}", "--"], 2, "record what?"),
+        (["{trace}", "--"], 2, "the command is missing"),
         (["/", "--", "true"], 2, "is a directory"),
         (["/nowhere/trace", "--", "true"], 2, "cannot be written"),
         (["{trace}", "--", "/no/such/command"], 1, "cannot be run"),
-        (["{trace}", "--append", "--", "true"], 2, "--append: options stand first"),
-        (["--apend", "{trace}", "--", "true"], 2, "--apend: options stand first"),
+        (["{trace}", "--append", "--", "true"], 2, "--append: write options first"),
+        (["--apend", "{trace}", "--", "true"], 2, "--apend: write options first"),
     ],
 )
 def test_wrong_use_is_one_line(

@@ -128,7 +128,7 @@ def test_ls_counts_what_is_there_and_names_what_this_machine_knows(
     assert found["total"] == 2 and found["remotes"] == [
         {"tier": "redis", "namespace": LLAMA.root.hex(), "chunks": 3}
     ]
-    assert "redis: 4 chunks more" in done_here("ls", **where).stderr
+    assert "redis: 4 more chunks" in done_here("ls", **where).stderr
     assert "(not named)" in done_here("ls", "--by", "namespace", **where).stdout
 
 
@@ -189,7 +189,7 @@ def test_clear_takes_one_namespace_only(where: dict[str, str], shm_root: Path, u
     share(other, mine, 1)
     assert answer("clear", "-y", "--namespace", mine.root.hex()[:16], **where)["cleared"] == 2
     done = done_here("clear", "-y", "--model", "llama", **where)
-    assert done.returncode == 0 and "1 namespace(s) have no name on this machine" in done.stderr
+    assert done.returncode == 0 and "1 namespace(s) have no model name on this machine" in done.stderr
     assert [count(url, namespace) for namespace in (LLAMA, mine, theirs)] == [0, 0, 2]
     assert count(other, mine) == 1
     assert "no namespace begins so" in refused("clear", "-y", "--namespace", "0" * 64, **where)
@@ -206,8 +206,8 @@ def test_a_directory_is_that_directory_alone(where: dict[str, str], shm_root: Pa
 def test_the_question_says_that_it_is_for_all_machines() -> None:
     from pagoda.cli.clear import _question
 
-    asked = _question("EVERYTHING", [Path("/x")], [parse("redis://:hunter2@h")])
-    assert asked == "Clear EVERYTHING in 1 store(s) and, for all machines, in redis://:***@h?"
+    asked = _question("ALL chunks", [Path("/x")], [parse("redis://:hunter2@h")])
+    assert asked == "Clear ALL chunks in 1 store(s) and, for all machines, in redis://:***@h?"
 
 
 def dead() -> str:
@@ -234,7 +234,7 @@ def test_a_tier_that_fails_is_named_and_the_others_are_served(
     where["PAGODA_REMOTE"] = f"{gone},{url}"
     done = done_here(*command, **where)
     assert done.returncode == 1
-    assert place in done.stderr and masked(gone) in done.stderr and "does it run there?" in done.stderr
+    assert place in done.stderr and masked(gone) in done.stderr and "check that it runs there" in done.stderr
     assert "hunter2" not in done.stdout + done.stderr and "Traceback" not in done.stderr
     if command[0] != "config":
         assert "redis" in done.stdout + done.stderr
@@ -249,7 +249,7 @@ def test_json_has_the_failures_too(where: dict[str, str]) -> None:
     where["PAGODA_REMOTE"] = gone = dead()
     for command, key in ((["clear", "-y"], "failed"), (["ls"], "failed")):
         assert list(answer(*command, code=1, **where)[key]) == [masked(gone)]  # type: ignore[call-overload]
-    assert "does it run there?" in answer("stats", code=1, **where)["remotes"][0]["error"]  # type: ignore[index]
+    assert "check that it runs there" in answer("stats", code=1, **where)["remotes"][0]["error"]  # type: ignore[index]
     assert answer("check", code=1, **where)["ok"] is False
     done = done_here("config", "check", "--json", **where)
     assert done.returncode == 1 and "dead (" in json.loads(done.stdout)["troubles"][0]

@@ -62,9 +62,9 @@ def test_what_is_not_ours_stays(shm_root: Path, tmp_path: Path) -> None:
     (mine / "sub").mkdir(parents=True)
     (mine / "sub" / "locks").touch()
     (mine / "sub" / "letter").write_text("dear")
-    assert "holds no store" in refused("remove", mine, "--yes")
+    assert "has no store" in refused("remove", mine, "--yes")
     (shm_root / "ours" / "photos").mkdir()
-    assert "holds no store" in refused("remove", shm_root, "--yes")
+    assert "has no store" in refused("remove", shm_root, "--yes")
     assert (mine / "sub" / "letter").exists() and (shm_root / "ours" / "photos").exists()
 
 
@@ -84,7 +84,7 @@ def test_it_asks_and_refuses_in_one_line(
     assert "file: not a directory" in refused("remove", tmp_path / "file", "-y")
     monkeypatch.chdir(shm_root)
     assert "'': no such directory" in refused("remove", "", "-y")
-    assert "no such remote tier" in refused("remove", "redis://h/0")
+    assert "not a remote tier" in refused("remove", "redis://h/0")
     assert (shm_root / "layout").exists()
 
 

@@ -172,7 +172,7 @@ def test_size_of_a_small_trace_by_hand(trace: Path) -> None:
 def test_size_of_what_is_never_asked_again(tmp_path: Path) -> None:
     done = pagoda("size", written(tmp_path / "unique.jsonl", [(1, 2), (3,)]))
     assert (done.returncode, done.stdout) == (1, "") and done.stderr.count("\n") == 1
-    assert "nothing to serve" in done.stderr
+    assert "nothing can be served" in done.stderr
 
 
 def test_bad_traces_are_one_line(trace: Path, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
     assert "--bytes-per-token" in refused("size", trace, "--model", "xyz")
     assert "--kv-dtype" in refused("size", trace, "--model", "llama-3-8b", "--kv-dtype", "fp9")
     assert "--percent" in refused("size", trace, "--percent", 101)
-    assert "--png goes with --curve" in refused("replay", trace, *some, "--png", "x.png")
+    assert "--png needs --curve" in refused("replay", trace, *some, "--png", "x.png")
     assert "no such directory" in refused("replay", trace, "--curve", "--png", tmp_path / "no" / "x.png")
     assert "leave out" in refused("replay", trace, *some, "--host", "1GiB", "--model", "llama-3-8b")
     assert "--jobs" in refused("replay", trace, *some, "--jobs", 0)

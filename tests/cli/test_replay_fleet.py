@@ -91,17 +91,17 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
         ("--route", "prefix"),
         ("--prices", tmp_path),
     ):
-        assert f"{option} goes with --remote" in refused(
-            "replay", trace, "--host", "1GiB", *BYTES, option, value
-        )
+        assert f"{option} needs --remote" in refused("replay", trace, "--host", "1GiB", *BYTES, option, value)
     assert "--route sticky: no such route" in refused("replay", trace, *fleet, "--route", "sticky")
-    assert "--link 25: write bits a second as 25Gbit" in refused("replay", trace, *fleet, "--link", 25)
+    assert "--link 25: write bits per second, such as 25Gbit" in refused(
+        "replay", trace, *fleet, "--link", 25
+    )
     for rate in ("0Gbit", f"{10**400}Gbit"):
         assert f"--link {rate}" in refused("replay", trace, *fleet, "--link", rate)
     assert "--remote-policy lr: no such policy" in refused("replay", trace, *fleet, "--remote-policy", "lr")
     policy = ("--remote-write-policy", "second")
     assert "no such policy; did you mean second_sight?" in refused("replay", trace, *fleet, *policy)
-    assert "--engines: with --remote no time" in refused("replay", trace, *fleet, "--engines", 2)
+    assert "--engines: --remote simulates no time" in refused("replay", trace, *fleet, "--engines", 2)
     assert "--remote need --model" in refused("replay", trace, "--remote", "1GiB")
     assert "--remote : " in refused("replay", trace, "--remote", "", *BYTES)
     assert "--remote 64G: " in refused("replay", trace, "--remote", "64G", *BYTES)

@@ -49,7 +49,7 @@ def test_what_loads_more_slowly_than_it_is_computed_saves_nothing(trace: Path) -
     found = answer("replay", trace, *options)
     assert found["hit_rate"] == 0.4 and found["prefill_tokens_saved"] == 2048
     slow = done_here("replay", trace, *options, "--disk-speed", 0.001)
-    assert "disk 0.001 GB/s (given)" in slow.stdout and "computed and saves nothing" in slow.stderr
+    assert "disk 0.001 GB/s (given)" in slow.stdout and "this tier saves nothing" in slow.stderr
     assert answer("replay", trace, *options, "--disk-speed", 0.001)["prefill_tokens_saved"] == 0
 
 
@@ -114,4 +114,4 @@ def test_engines_keep_prompts_waiting(trace: Path) -> None:
     usual = cast("dict[str, object]", answer("replay", trace, *options)["load"])
     assert usual["engines"] == 2  # 5,120 tokens in 4 s are 1.28 engines, and they are to be 70 % busy
     shown = done_here("replay", trace, *options).stdout
-    assert "2 engines in the time of the trace" in shown and "each prompt by itself" in shown
+    assert "2 engines in the time of the trace" in shown and "each prompt alone" in shown

@@ -162,7 +162,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         ["policy chunks bytes hit rate of what is possible"],
     ),
     "clear": (["clear", "--yes"], ["tier chunks cleared directory"]),
-    "remove": (["remove", "--yes"], ["tier given back directory"]),
+    "remove": (["remove", "--yes"], ["tier freed directory"]),
 }
 
 

@@ -145,7 +145,7 @@ def test_every_option_of_the_configuration_is_there() -> None:
     ],
 )
 def test_a_connector_of_the_users_own_is_not_overridden(given: list[str]) -> None:
-    assert "vllm serve yourself" in refused("vllm", "--print", "serve", "m", *given)
+    assert "or run vllm serve" in refused("vllm", "--print", "serve", "m", *given)
 
 
 def test_a_connector_in_a_file_for_vllm_is_not_overridden(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_wrong_use_is_one_line() -> None:
     assert "option --host-size" in refused("vllm", "--host-size", "many", "serve", "m")
     assert "option --io-threads" in refused("vllm", "--io-threads", "few", "serve", "m")
     assert "disk_path" in refused("vllm", "--disk-size", "1GiB", "serve", "m")
-    assert "host memory" in refused("vllm", "--host-size", "0", "serve", "m")
-    assert "host memory" in refused("vllm", "--no-host-shared", "serve", "m")
+    assert "share the host tier" in refused("vllm", "--host-size", "0", "serve", "m")
+    assert "share the host tier" in refused("vllm", "--no-host-shared", "serve", "m")
     assert "PAGODA_HOST_SIZE" in refused("vllm", "serve", "m", PAGODA_HOST_SIZE="many")
 
 

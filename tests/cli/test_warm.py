@@ -321,7 +321,7 @@ def test_without_a_redis(where: dict[str, str], host: HostTier) -> None:
 
 def test_without_a_host_tier(where: dict[str, str]) -> None:
     code, _, err = run_here("warm", **where)
-    assert code == 1 and "an engine makes it when it starts" in err
+    assert code == 1 and "an engine creates it when it starts" in err
 
 
 def test_trouble_is_said_for_each_tier(
@@ -337,7 +337,7 @@ def test_trouble_is_said_for_each_tier(
     found = answer("warm", code=1, **where | {"PAGODA_REMOTE": f"{dead},{barred},{url}"})
     assert [one["chunks"] for one in found["remotes"]] == [3]  # type: ignore[attr-defined]
     one, other = found["failed"].values()  # type: ignore[attr-defined]
-    assert "does it run there?" in one and "check the password and the rights of its user" in other
+    assert "check that it runs there" in one and "check the password and the rights of its user" in other
     assert "redis://" not in one + other, "the key says where it is"
 
 

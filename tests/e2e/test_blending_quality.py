@@ -31,8 +31,9 @@ def prompts():
     return [prompt for seed in SEEDS for prompt in recall_prompts(seed, 60)]
 
 
+@pytest.fixture(scope="module")
 @torch.no_grad()
-def full(model, prompts) -> torch.Tensor:
+def exact(model, prompts) -> torch.Tensor:
     """Log probabilities of the answer, [prompts, tokens], by a full prefill."""
     logits = [model(torch.tensor([prompt.tokens])).logits[0, -1] for prompt in prompts]
     return torch.stack(logits).double().log_softmax(-1)
@@ -59,29 +60,28 @@ def divergence(want: torch.Tensor, got: torch.Tensor) -> float:
     return float((want.exp() * (want - got)).sum(-1).mean())
 
 
-def test_blending_keeps_what_plain_reuse_loses(model, cached, prompts) -> None:
-    exact = right(full(model, prompts), prompts)
+def test_blending_keeps_what_plain_reuse_loses(cached, prompts, exact) -> None:
+    full = right(exact, prompts)
     plain = right(blended(cached, prompts, 0.0), prompts)
     blend = right(blended(cached, prompts, 0.15), prompts)
-    assert exact.mean() >= 0.95
+    assert full.mean() >= 0.95
     assert plain.mean() <= 0.70
-    assert blend.mean() >= 0.93 * exact.mean()
+    assert blend.mean() >= 0.93 * full.mean()
     difference = blend.astype(float) - plain
     draw = np.random.default_rng(0).integers(len(prompts), size=(10_000, len(prompts)))
     assert np.percentile(difference[draw].mean(1), 2.5) > 0.0
 
 
 @pytest.mark.parametrize("policy", ["deviation", "first_k"])
-def test_divergence_falls_with_the_share(model, cached, prompts, policy: str) -> None:
-    want = full(model, prompts[:60])
+def test_divergence_falls_with_the_share(cached, prompts, exact, policy: str) -> None:
     shares = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
-    mean = [divergence(want, blended(cached, prompts[:60], share, policy)) for share in shares]
+    mean = [divergence(exact[:60], blended(cached, prompts[:60], share, policy)) for share in shares]
     assert mean == sorted(mean, reverse=True), mean
     assert mean[0] > 0.5
     assert mean[-1] < 1e-6
 
 
-def test_wrong_kv_is_noticed(model, cached, prompts) -> None:
+def test_wrong_kv_is_noticed(cached, prompts) -> None:
     """The controls: documents of another prompt, and K that was not moved."""
     other = [
         one._replace(documents=two.documents)

@@ -18,7 +18,7 @@ import torch
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers import CachedModel
 from pagoda.connectors.transformers.layerwise import LayerLoads
-from pagoda.connectors.transformers.supported_models import is_compiled
+from pagoda.connectors.transformers.model_checks import is_compiled
 from pagoda.metrics import Reason
 from tests.e2e.slow_device import LONG, SlowDevice, engine_over
 from tests.e2e.tiny import deepseek, generated, llama, prompt
@@ -456,7 +456,7 @@ def test_a_model_that_was_converted_is_looked_at_again(house: House) -> None:
         assert text(cached) == want
         assert cached.last.columns == columns
     assert cached.layout.planes[0].dtype == "bfloat16"
-    with pytest.raises(ValueError, match="moved or converted: make a new CachedModel"):
+    with pytest.raises(ValueError, match="moved or converted: create a new CachedModel"):
         text(named)
 
 

@@ -18,9 +18,13 @@ import pytest
 from pagoda import Cache, Config, KVLayout, Namespace
 from pagoda.cli import main
 from pagoda.config.sources import load
-from pagoda.disk_space import require_place
 from pagoda.errors import StoreError
+from pagoda.ledger import Ledger, StoreSpec
+from pagoda.ledger.locks import OPEN, LockFile
+from pagoda.ledger.store_state import LOCKS
+from pagoda.store_place import require_place
 from pagoda.transfer import BlockKV
+from tests.children import child, wait
 from tests.faults.support import apart, own_mounts, python, succeeded
 
 # a user without an account, as in containers; each worker of a parallel run has its own
@@ -148,6 +152,31 @@ def test_any_umask(theirs: Path, mask: int) -> None:
     assert "host" in apart(work)
     disk = theirs / "deep" / "disk"
     assert not [path for path in (disk, *disk.rglob("*")) if path.stat().st_mode & 0o077]
+    assert not [path for path in theirs.rglob("*") if path.stat().st_mode & 0o022], "others may write there"
+
+
+def test_a_lock_file_of_another_user_is_refused_at_once(theirs: Path) -> None:
+    """Whoever may write to the root can put it there and hold its lock for ever."""
+    root, (receive, send), (held, holds) = theirs / "root", os.pipe(), os.pipe()
+    root.mkdir()
+    root.chmod(0o777)
+
+    def hold() -> None:
+        become_stranger(None)
+        locks = LockFile(root / LOCKS)
+        (root / LOCKS).chmod(0o666)
+        assert locks.lock(OPEN, exclusive=True)
+        os.write(holds, b"!")
+        os.read(receive, 1)
+
+    stranger = child(hold)
+    assert os.read(held, 1) == b"!"
+    with pytest.raises(
+        StoreError, match=f"locks belongs to user {STRANGER}, not to user 0.*chmod go-w {root}"
+    ):
+        Ledger.open(StoreSpec(root, "store", "memory", 4, 4096), deadline_seconds=0.5)
+    os.write(send, b"!")
+    assert wait(stranger) == 0
 
 
 def test_what_the_system_refuses_is_one_line(theirs: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
@@ -332,10 +333,12 @@ def test_tables_without_totals_are_damaged(tmp_path: Path) -> None:
     assert state is not None
 
     def take_away() -> None:
-        tables = Tables(store / TABLES, state.map_bytes)
-        with tables.env.begin(write=True) as txn:
+        with (
+            Tables.opening,
+            closing(Tables(store / TABLES, state.map_bytes)) as tables,
+            tables.env.begin(write=True) as txn,
+        ):
             txn.delete(META_ROW, db=tables.meta)
-        tables.close()
 
     apart(take_away)
     apart(lambda: serves(tmp_path))

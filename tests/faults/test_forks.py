@@ -157,7 +157,6 @@ sys.exit(bad)
     succeeded(python(code, shm_root))
 
 
-@pytest.mark.slow
 def test_what_was_open_at_a_fork_can_be_closed(shm_root: Path) -> None:
     def mapped() -> list[str]:
         return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(shm_root) in line]
@@ -287,7 +286,8 @@ def test_a_child_that_is_forked_within_the_opening_of_tables_does_not_have_them(
     sys.settrace(fork)
     refused = False
     try:
-        Tables(path, store.ledger.session.store.state.map_bytes).close()
+        with Tables.opening:
+            Tables(path, store.ledger.session.store.state.map_bytes).close()
     except lmdb.Error:
         refused = True
     finally:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TypeVar
@@ -29,14 +29,16 @@ LEDGER = str(Path(pagoda.ledger.__file__).parent)
 T = TypeVar("T")
 Tracer = Callable[[FrameType, str, object], object]
 PARTS = 6  # all places take half a minute
+CALLS = {op for name, op in dis.opmap.items() if name.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))}
+CACHE = dis.opmap["CACHE"]
 NO_MORE, STILL_OPEN = 3, 4  # exit codes: there are fewer places; the child has its parent's tables
 
 
-@cache
-def places(code: CodeType) -> frozenset[int]:
+def places(code: CodeType) -> set[int]:
     """Return the instructions of some code before which Python may run a signal handler."""
-    steps = itertools.pairwise(dis.get_instructions(code))
-    return frozenset(b.offset for a, b in steps if a.opname.startswith(("CALL", "RESUME", "JUMP_BACKWARD")))
+    ops = code.co_code  # read by itself: `dis` takes ten times as long, in each of hundreds of processes
+    steps = itertools.pairwise(at for at in range(0, len(ops), 2) if ops[at] != CACHE)
+    return {b for a, b in steps if ops[a] in CALLS}
 
 
 class ForkAt:
@@ -44,7 +46,7 @@ class ForkAt:
 
     def __init__(self, ledger: Ledger, n: int) -> None:
         self.ledger, self.left = ledger, n
-        self.seen: set[tuple[CodeType, int]] = set()
+        self.unseen: dict[CodeType, set[int]] = {}  # places of all that was called
         self.where, self.child = "", 0
         self.waits, self.go = os.pipe()
 
@@ -54,20 +56,23 @@ class ForkAt:
             name.startswith(LEDGER) for name in code
         ):  # and what it calls, as `lmdb.open` does
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self.step
-
-    def step(self, frame: FrameType, event: str, _argument: object) -> Tracer | None:
-        if self.where:
+        if frame.f_code not in self.unseen:
+            self.unseen[frame.f_code] = places(frame.f_code)
+        unseen = self.unseen[frame.f_code]
+        if not unseen:
             return None
-        place = frame.f_code, frame.f_lasti
-        if event == "opcode" and place not in self.seen and frame.f_lasti in places(frame.f_code):
-            self.seen.add(place)
-            self.left -= 1
-            if self.left < 0:
-                self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}, instruction {frame.f_lasti}"
-                self.fork()
-        return self.step
+
+        def step(frame: FrameType, event: str, _argument: object) -> Tracer:
+            if event == "opcode" and frame.f_lasti in unseen and not self.where:
+                unseen.remove(frame.f_lasti)
+                self.left -= 1
+                if self.left < 0:
+                    self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}, instruction {frame.f_lasti}"
+                    self.fork()
+            return step
+
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return step
 
     def fork(self) -> None:
         sys.settrace(None)

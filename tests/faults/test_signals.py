@@ -19,8 +19,8 @@ from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.locks import LABELS, LockFile
 from pagoda.ledger.store_state import LOCKS
 from pagoda.ledger.transaction import Transaction
+from pagoda.signal_safe_threads import if_free
 from pagoda.slab import FileSlab, MemorySlab, aligned, pinned
-from pagoda.threads import if_free
 from tests.interrupts import Interrupted, interrupts
 from tests.ledger.support import SLOT_BYTES, TENANT, keys, opened, others_get_in, places, put, reserved, spec
 

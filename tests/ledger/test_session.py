@@ -15,7 +15,7 @@ import lmdb
 import pytest
 
 from pagoda.errors import ClosedError
-from pagoda.ledger import Ledger, Present, Refused, Reserved, admin, session
+from pagoda.ledger import Ledger, Present, Refused, Reserved, admin, lmdb_tables, session
 from pagoda.ledger.columns import NOT_READY, Columns
 from pagoda.ledger.session import UnavailableError
 from pagoda.ledger.store_directory import OpenStore
@@ -580,3 +580,36 @@ def test_what_another_thread_opens_during_a_fork_can_be_opened_in_the_child(
     assert len(other.match_prefix(keys(1)).slots) == 1
     for _ in range(2):
         other.close()
+
+
+@pytest.mark.parametrize("step", ["make", "resize", "check"])
+def test_tables_that_another_thread_has_open_without_a_session_can_be_opened_in_a_child(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    if step != "make":
+        opened(shm_root, slots=16).close()
+    monkeypatch.setattr(session, "_FORK_SECONDS", PATIENT_SECONDS)
+    is_open, forked = threading.Event(), threading.Event()
+    init, number = lmdb_tables.Tables.__init__, {"make": 1, "check": 1, "resize": 2}[step]
+    seen: list[object] = []
+
+    def slowly(tables: lmdb_tables.Tables, *arguments: object, **named: object) -> None:
+        init(tables, *arguments, **named)  # type: ignore[arg-type]
+        seen.append(tables)
+        if len(seen) == number:
+            is_open.set()
+            forked.wait(0.5)  # a fork that waits for these tables waits longer
+
+    monkeypatch.setattr(lmdb_tables.Tables, "__init__", slowly)
+    ledgers = list[Ledger]()
+    thread = threading.Thread(
+        target=lambda: ledgers.append(opened(shm_root, slots=32 if step == "resize" else 16))
+    )
+    thread.start()
+    assert is_open.wait(PATIENT_SECONDS)
+    pid = child(lambda: put(opened(shm_root, slots=16), keys(1)))
+    forked.set()
+    thread.join(PATIENT_SECONDS)
+    assert wait(pid) == 0
+    assert there(ledgers[0], keys(1)) == [True]
+    ledgers[0].close()

@@ -30,7 +30,7 @@ def test_what_comes_out_goes_in(lmcache: Path, tmp_path: Path) -> None:
     assert options["host_size"]["value"] == 2**29  # type: ignore[index]
     assert options["remote"]["value"] == ["redis://u:***@h:6379"]  # type: ignore[index]
     assert done_here("config", "import", lmcache).stdout == made.read_text()
-    assert "is there already" in refused("config", "import", lmcache, "-o", made)
+    assert "exists already" in refused("config", "import", lmcache, "-o", made)
     assert "cannot be written" in refused("config", "import", lmcache, "-o", tmp_path / "no" / "a.toml")
 
 
@@ -41,8 +41,8 @@ def test_what_is_not_needed_is_a_remark(lmcache: Path) -> None:
     assert done.stderr.splitlines() == [
         "pagoda: save_decode_cache: set elsewhere: the option store_output of the connector: "
         "pagoda vllm --no-store-output serve ...",
-        "pagoda: numa_mode: not needed: host memory is shared by all processes of the machine; "
-        "bind it with numactl if need be",
+        "pagoda: numa_mode: not needed: all processes of the machine share host memory; "
+        "bind it with numactl if necessary",
     ]
 
 

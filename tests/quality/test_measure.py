@@ -11,8 +11,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from pagoda import codec
 from pagoda.blend.blend_policies import Deviation, FirstK, blend_setting
+from pagoda.connectors.transformers.model_checks import probe_model
 from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
-from pagoda.connectors.transformers.supported_models import probe_model
 from pagoda.quality import measure_quality
 from pagoda.quality.approaches import CONTROLS, Codec, KVCache, Prepared, Spoiled
 from pagoda.quality.judge import RunFacts, figures_of, judged

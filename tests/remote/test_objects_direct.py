@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from pagoda.tiers.remote import http, s3_requests
+from pagoda.tiers.remote import http, s3_list_delete
 from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
 from pagoda.tiers.remote.store_client import ListingDeadline, ListingTimeout, PutResult, RefusedError
 from testbed.servers import BUCKET, Server, emptied_s3, nginx_dav
@@ -109,10 +109,10 @@ def test_what_we_sign_is_what_obstore_signs(more: dict[str, str]) -> None:
     given = {"region": "us-east-1", "access_key_id": "A", "secret_access_key": "S/+x"} | more
     store = obstore.store.S3Store("bucket", config=given)
     signed = urlsplit(obstore.sign(store, "GET", "", timedelta(minutes=5)))
-    same = s3_requests.signed_target("GET", signed, "S/+x", {})
+    same = s3_list_delete.signed_target("GET", signed, "S/+x", {})
     assert same is not None
     assert dict(parse_qsl(urlsplit(same).query)) == dict(parse_qsl(signed.query))
-    assert s3_requests.signed_target("GET", signed, "another", {}) is None
+    assert s3_list_delete.signed_target("GET", signed, "another", {}) is None
 
 
 def page(names: list[str], token: str | None) -> bytes:
@@ -185,7 +185,7 @@ def test_pages_of_a_true_bucket(moto: Server) -> None:
     ):
         for key in keys(40):
             assert put(connection, key, noise(1)) is PutResult.STORED
-        original, s3_requests._NAMES = s3_requests._NAMES, 7
+        original, s3_list_delete._NAMES = s3_list_delete._NAMES, 7
         try:
             assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 40}
             thread = threading.Thread(target=lambda: other.clear(None, walk(ENOUGH_SECONDS)))
@@ -193,5 +193,5 @@ def test_pages_of_a_true_bucket(moto: Server) -> None:
             connection.clear(None, walk(ENOUGH_SECONDS))
             thread.join(ENOUGH_SECONDS)
         finally:
-            s3_requests._NAMES = original
+            s3_list_delete._NAMES = original
         assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {}

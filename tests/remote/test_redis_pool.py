@@ -19,8 +19,8 @@ from pagoda.cli.remote_stores import pinged
 from pagoda.config.remote_urls import parse
 from pagoda.errors import StoreError
 from pagoda.metrics import Reason
+from pagoda.signal_safe_threads import wait
 from pagoda.slab import aligned
-from pagoda.threads import wait
 from pagoda.tiers.remote import redis_nodes
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pagoda.ledger import Ledger, Reserved, admin
 from pagoda.ledger.upkeep_thread import UpkeepThread
@@ -72,7 +73,7 @@ def compare(slots: int, policy: str, requests: Sequence[Request], every: int = 1
             real = Real(root, slots, policy)
             begun_ms = requests[0].timestamp_ms if requests else 0.0
             for number, asked in enumerate(requests):
-                asked = asked._replace(timestamp_ms=asked.timestamp_ms - begun_ms)
+                asked = replace(asked, timestamp_ms=asked.timestamp_ms - begun_ms)
                 assert simulation.request(asked)[0] == real.request(asked), number
                 if number % every == 0:
                     agree(simulation, real.ledger)
@@ -146,7 +147,7 @@ def test_what_is_no_chain_in_a_full_tier(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recorded_requests(policy: str) -> None:
-    requests = [asked._replace(hash_ids=asked.hash_ids[:128]) for asked in sample()[:600]]
+    requests = [replace(asked, hash_ids=asked.hash_ids[:128]) for asked in sample()[:600]]
     tier = compare(1024, policy, requests, every=20).outcome().tiers[0]
     assert tier.evicted
     assert (tier.refused > 0) == (policy == "hindsight")

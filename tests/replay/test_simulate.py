@@ -21,6 +21,7 @@ def one(requests: Sequence[Request], chunks: int, policy: str = "lru") -> Simula
     return simulate(requests, [TierSpec("host", chunks, policy)])
 
 
+@pytest.mark.slow  # where the traces are; elsewhere the sample is tested
 @pytest.mark.parametrize(
     ("name", "chunks", "percent"),
     [

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pagoda.replay import Request, format_request, read_trace
 from tests.replay.traces import SAMPLE, mooncake, sample
@@ -42,7 +43,7 @@ class Stdin:
 def test_a_line_is_a_request(tmp_path: Path) -> None:
     more = GOOD.replace("}", ', "chunk_tokens": 16, "who": "else"}')
     assert list(read_trace(written(tmp_path, GOOD, "", more, ""))) == [
-        REQUEST, REQUEST._replace(chunk_tokens=16)
+        REQUEST, replace(REQUEST, chunk_tokens=16)
     ]  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def test_what_is_written_is_read(tmp_path: Path, wanted: list[Request]) -> None:
 
 
 def test_time_never_goes_back(tmp_path: Path) -> None:
-    lines = [format_request(REQUEST._replace(timestamp_ms=ms)) for ms in (5.0, 3.5, 6.25)]
+    lines = [format_request(replace(REQUEST, timestamp_ms=ms)) for ms in (5.0, 3.5, 6.25)]
     assert [request.timestamp_ms for request in read_trace(written(tmp_path, *lines))] == [5.0, 5.0, 6.25]
 
 

@@ -64,4 +64,4 @@ def test_a_lossy_disk_alone_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(store)
     for named in (store, tmp_path / "link"):
         said = refused("serve", named, "--listen", "nowhere")  # it would not start at all
-        assert f"{named}: is of the lossy codec q4, whose chunks are not served" in said
+        assert f"{named}: has chunks of the lossy codec q4, which are not served" in said

@@ -96,7 +96,7 @@ def test_after_an_update_of_its_weights_an_engine_answers_as_the_new_weights_do(
 FLAGS = shlex.split(
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none "
     "--disable-overlap-schedule --skip-tokenizer-init --skip-server-warmup --max-total-tokens 4096 --page-size 16 "
-    "--mem-fraction-static 0.1 --hicache-ratio 2 --hicache-io-backend direct --hicache-mem-layout page_first_direct "
+    "--mem-fraction-static 0.5 --hicache-ratio 2 --hicache-io-backend direct --hicache-mem-layout page_first_direct "
     "--hicache-storage-prefetch-policy wait_complete"
 )
 

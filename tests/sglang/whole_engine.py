@@ -54,7 +54,7 @@ def main() -> None:
     engine = Engine(
         model_path=plan.model, device="cpu", attention_backend="torch_native", sampling_backend="pytorch",
         grammar_backend="none", disable_overlap_schedule=True, skip_tokenizer_init=True, skip_server_warmup=True,
-        max_total_tokens=4096, page_size=16, mem_fraction_static=0.1, log_level="warning", **hicache,
+        max_total_tokens=4096, page_size=16, mem_fraction_static=0.5, log_level="warning", **hicache,
     )  # fmt: skip
     if plan.updated:
         done, why, *_ = engine.update_weights_from_disk(plan.updated)

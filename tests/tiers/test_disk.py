@@ -19,6 +19,7 @@ from pagoda.slab import FileSlab
 from pagoda.testing import Fault
 from pagoda.tiers import DiskTier, Done, disk
 from pagoda.tiers.io_queue import ReadRequest, WriteRequest
+from tests.children import in_child
 from tests.tiers.tools import (
     LAYOUT,
     ROOT,
@@ -436,6 +437,41 @@ def test_a_cleared_namespace_stays_clear_of_what_was_being_written(tmp_path: Pat
     check(tier)
     store(tier, keys)
     assert all(right(tier, key) for key in keys)
+    tier.close()
+
+
+@pytest.mark.parametrize("call", ["put", "put_many"])
+def test_a_copy_that_waits_to_be_written_is_dropped_when_another_process_clears(
+    tmp_path: Path, call: str
+) -> None:
+    tier, slab = open_faulty(tmp_path)
+    written, waiting = chunks_of(keys_of(2))
+    slab.fail_next("write", Fault.HANG)
+    assert tier.put(written.key, written.payload[: LAYOUT.chunk_bytes], namespace=ROOT, block=False)
+    assert slab.hanging.wait(SECONDS)
+    counts = list[int]()
+    thread = threading.Thread(
+        target=lambda: counts.append(tier.put_many([waiting], namespace=ROOT)), daemon=True
+    )
+    if call == "put":
+        assert tier.put(
+            waiting.key, waiting.payload[: LAYOUT.chunk_bytes], namespace=ROOT, position=1, block=False
+        )
+    else:
+        thread.start()
+        until = time.monotonic() + SECONDS
+        while not tier.in_flight(waiting.key) and time.monotonic() < until:
+            time.sleep(0.005)
+    in_child(lambda: admin.clear(tier.ledger))
+    slab.release()
+    assert tier.flush(SECONDS)
+    if call == "put_many":
+        thread.join(SECONDS)
+        assert counts == [0]
+    assert tier.find([written.key, waiting.key]) == 0 and not tier.contains(waiting.key)
+    assert tier.stats()["drop_stale"] == 2  # also the one that was being written
+    assert tier.put(waiting.key, waiting.payload[: LAYOUT.chunk_bytes], namespace=ROOT, position=1)
+    check(tier)
     tier.close()
 
 

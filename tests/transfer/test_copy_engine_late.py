@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda import threads
+from pagoda import signal_safe_threads
 from pagoda.transfer.gpu import autotune
 from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine
 from pagoda.transfer.gpu.layer_events import LayerEvents
@@ -34,7 +34,7 @@ BOTH = ["down", "up"]
 def _little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run by run in Python a megabyte takes a second, and 10,000 waits on a device that failed half a second."""
     monkeypatch.setattr(autotune, "_SCRATCH_BYTES", 300)
-    monkeypatch.setattr(threads, "_ATTEMPTS", 100)
+    monkeypatch.setattr(signal_safe_threads, "_ATTEMPTS", 100)
 
 
 Bytes = npt.NDArray[np.uint8]

@@ -126,13 +126,13 @@ def test_an_update_that_begins_is_a_change() -> None:
 def test_a_sleep_that_keeps_the_weights_keeps_their_name() -> None:
     core = Core()
     core.call("set_weight_version", "step-1")
-    core.weights.settle()
+    core.weights.restore_after_sleep()
     core.call("sleep", 1)
     core.wake_up()
     assert "/" not in core.taken[-1][0]  # until it is known
-    core.weights.settle()
+    core.weights.restore_after_sleep()
     assert core.taken[-1] == ("a-run/step-1", True)
-    core.weights.settle()
+    core.weights.restore_after_sleep()
     assert len(core.taken) == 3
 
 
@@ -143,7 +143,7 @@ def test_an_engine_that_is_put_to_sleep_twice_is_not_read_in_its_sleep() -> None
         core.call("sleep", 1)
         assert "/" not in core.weights.version
     core.wake_up()
-    core.weights.settle()
+    core.weights.restore_after_sleep()
     assert core.weights.version == "a-run/step-1"
 
 
@@ -153,7 +153,7 @@ def test_a_sleep_that_fails_gives_no_later_reset_its_name() -> None:
     with pytest.raises(ValueError, match="wait"):
         core.call("sleep", 1, "wait")
     core.call("reset_prefix_cache", False, True)  # before an update
-    core.weights.settle()
+    core.weights.restore_after_sleep()
     assert "/" not in core.weights.version
 
 
@@ -169,7 +169,7 @@ def test_any_other_sleep_does_not(kind: str) -> None:
         core.call("reset_prefix_cache", False, True)
     if kind == "a worker that fails":
         del core.memory
-    core.weights.settle()
+    core.weights.restore_after_sleep()
     assert "/" not in core.weights.version
 
 
@@ -178,7 +178,7 @@ def test_a_version_that_is_named_during_a_sleep_is_kept() -> None:
     core.call("sleep", 1)
     core.wake_up()
     core.call("set_weight_version", "step-2")
-    core.weights.settle()
+    core.weights.restore_after_sleep()
     assert core.weights.version == "a-run/step-2"
 
 
@@ -211,7 +211,7 @@ def test_a_reset_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture
         core.call("reset_prefix_cache", True, True)
         core.weights.changed()
         assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-            "the engine was reset, so its weights may be others"
+            "the engine was reset, so its weights may have changed"
         ]
         core.call("set_weight_version", "step-1")
         core.weights.changed()
@@ -219,7 +219,7 @@ def test_a_reset_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture
         core.call("set_weight_version", "step-1")
         core.call("sleep", 1)
         core.wake_up()
-        core.weights.settle()
+        core.weights.restore_after_sleep()
         assert core.weights.version == "a-run/step-1" and "the same as before the sleep" in caplog.text
         core.weights.changed()
         assert caplog.text.count("the engine was reset") == 4

@@ -34,7 +34,7 @@ from vllm.v1.request import Request
 from pagoda.cache import Cache
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import ChunkRef
-from pagoda.connectors.vllm.event_notes import VLLMEventForm
+from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet, LivePublisher
 from pagoda.keys import derive_keys
 from pagoda.kv_events.notes import BlockFacts, ChunkNote, Groups, packed, runs, unpacked
@@ -652,7 +652,7 @@ def test_what_the_outlet_did_not_take_is_told_once_it_does(
         send(events)
 
     monkeypatch.setattr(engine.outlet, "send", sends)
-    monkeypatch.setattr(engine.outlet, "tell_anew", lambda: map(engine.outlet.send, [[AllBlocksCleared()]]))
+    monkeypatch.setattr(engine.outlet, "report_all", lambda: map(engine.outlet.send, [[AllBlocksCleared()]]))
     engine.events.start()
     cache.clear()  # of which the first event is lost
     until = time.monotonic() + 20.0
@@ -674,7 +674,7 @@ def test_a_round_that_fails_forgets_no_other_weights_tenants_or_notes(
     assert engine.take() == [run(request)]
     send = engine.outlet.send
     monkeypatch.setattr(engine.outlet, "send", lambda _: 1 / 0)
-    engine.events._anew = map(engine.outlet.send, [[AllBlocksCleared()]])
+    engine.events._full_report = map(engine.outlet.send, [[AllBlocksCleared()]])
     engine.root = engine.slots.namespace(salt="renewed")
     with pytest.raises(ZeroDivisionError):
         engine.take()
@@ -876,7 +876,7 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
     held, most, times = set[bytes](), 0, 0
     outlet = engine.events._outlet
     monkeypatch.setattr(outlet, "newcomers", lambda: True)
-    monkeypatch.setattr(outlet, "tell_anew", lambda: iter([outlet.send([AllBlocksCleared()])]))
+    monkeypatch.setattr(outlet, "report_all", lambda: iter([outlet.send([AllBlocksCleared()])]))
     engine.events.start()
     until = time.monotonic() + 20.0
     while time.monotonic() < until and (most < 56 * BLOCKS or times < 3):
@@ -966,7 +966,7 @@ def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
             removed = BlockRemoved(block_hashes=names[2:], medium="GPU", group_idx=0)
             publisher.publish(KVEventBatch(ts=1.0, events=[removed]))
             assert publisher.cleared == 2
-            assert list(publisher.tell_anew()) == [None]  # one piece
+            assert list(publisher.report_all()) == [None]  # one piece
             told = []
             while len(told) < 8:
                 assert router.poll(20_000)
@@ -1035,7 +1035,7 @@ def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
     device = run(request_of(2, 1), medium="GPU", locality=None)
     publisher.publish(KVEventBatch(ts=1.0, events=[device]))
     engine.stored(request)
-    engine.events._anew = outlet.tell_anew()
+    engine.events._full_report = outlet.report_all()
     engine.take()
     assert isinstance(told.pop(0), AllBlocksCleared) and told.pop(2) == run(request)
     cache.clear()
@@ -1152,7 +1152,7 @@ def test_a_newcomer_is_told_the_blocks_of_each_group_of_the_engines_own_memory()
         publisher.publish(KVEventBatch(ts=1.0, events=[event]))
     told: list[KVCacheEvent] = []
     publisher.send = told.extend  # type: ignore[method-assign]
-    assert list(publisher.tell_anew()) == [None]  # one piece
+    assert list(publisher.report_all()) == [None]  # one piece
     publisher.shutdown()
     assert isinstance(told.pop(0), AllBlocksCleared)
     assert [(event.group_idx, event.block_hashes) for event in told] == [

@@ -188,7 +188,7 @@ def test_where_the_context_bends_positions_it_is_in_the_name(model: Path, rope: 
 def test_weights_from_nowhere_are_named_by_hand(model: Path) -> None:
     """An engine that is given its weights later would share chunks with one that was given others."""
     config = engine_config(model, load_format="dummy")
-    with pytest.raises(ValueError, match="give them a name of their own"):
+    with pytest.raises(ValueError, match="give them a separate name"):
         weights_digest(config)
     assert weights_digest(config, "run 1") != weights_digest(config, "run 2")
 

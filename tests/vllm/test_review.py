@@ -261,7 +261,7 @@ def test_a_save_that_cannot_be_copied_is_given_up(halves: Halves) -> None:
     request = halves.request(tokens(1), "first")
     assert halves.asked(request) == 0
     halves.saved(halves.step([1, 2, 3, BLOCKS], first=CHUNK))
-    stats = halves.worker.take_stats()
+    stats = halves.worker.stats.take()
     assert stats is not None and stats.data["refused_chunks"] == 1
     halves.stored(tokens(1), "again", [1, 2, 3, 4])
     assert halves.asked(halves.request(tokens(2), "third")) == CHUNK
@@ -284,7 +284,7 @@ def test_the_saves_of_a_step_are_one_commit_and_fail_alone(
     monkeypatch.setattr(halves.worker._slots._ledger, "commit", counted)
     halves.saved(halves.step(rows, **dict.fromkeys(names, CHUNK)))
     assert commits == [2]
-    stats = halves.worker.take_stats()
+    stats = halves.worker.stats.take()
     assert stats is not None and (stats.data["saved_chunks"], stats.data["refused_chunks"]) == (2, 1)
     again = [halves.request([*tokens(1, seed), 1], f"again {seed}") for seed in range(3)]
     assert [halves.asked(request) for request in again] == [CHUNK, 0, CHUNK]
@@ -491,7 +491,7 @@ def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(on_device: Halv
         halves.saved(meta)
         halves.scheduler.take_output(KVConnectorOutput(kv_connector_worker_meta=halves.worker.take_meta()))
     assert halves.asked(halves.request([*tokens(5), 1], "next")) == 5 * CHUNK
-    stats = halves.worker.take_stats()
+    stats = halves.worker.stats.take()
     assert stats is not None and stats.data["saved_chunks"] == 5 and "refused_chunks" not in stats.data
 
 
@@ -513,7 +513,7 @@ def test_what_had_no_room_when_its_request_ended_is_counted(on_device: Halves, t
     ]
     for call in calls if told_first else reversed(calls):
         call()
-    stats = halves.scheduler.take_stats()
+    stats = halves.scheduler.stats.take()
     assert stats is not None and stats.data["unsaved_chunks"] == 3
     assert halves.cache.stats()["drops"] == {"queue_full": 3}
     assert halves.asked(halves.request([*tokens(5), 1], "next")) == 2 * CHUNK
@@ -528,7 +528,7 @@ def test_what_was_saved_is_not_counted_as_unsaved(halves: Halves) -> None:
     halves.saved(halves.step(list(range(16)), whole=CHUNK - 1))
     request.num_computed_tokens = 4 * CHUNK
     halves.scheduler.finished(request)
-    stats = halves.scheduler.take_stats()
+    stats = halves.scheduler.stats.take()
     assert stats is None
 
 
@@ -651,7 +651,7 @@ def test_requests_without_hashes_are_not_cached_and_that_is_one_line(
         halves.scheduler.new_request(request)
         assert halves.scheduler.matched(request, 0) == (0, False)
     told = [line for line in caplog.messages if "block hashes" in line]
-    assert told == ["io_error: request one is not cached: it has too many or too few block hashes"]
+    assert told == ["io_error: request one is not cached: the number of its block hashes is wrong"]
 
 
 def test_an_adapter_that_cannot_be_named_is_said_and_counted(
@@ -912,7 +912,7 @@ def test_routers_hear_nothing_of_an_engine_that_sleeps_and_all_once_its_weights_
     halves.scheduler.weights.falls_asleep(SimpleNamespace(model_executor=executor))
     halves.scheduler.weights.changed()  # the reset that belongs to the sleep
     wait_until(lambda: credited(outlet, held) == 0)
-    halves.scheduler.weights.settle()  # with the first request after it
+    halves.scheduler.weights.restore_after_sleep()  # with the first request after it
     wait_until(lambda: credited(outlet, held) == 2 * CHUNK // BLOCK)
     halves.close()
 

@@ -119,7 +119,7 @@ def test_layers_nobody_speaks_of_are_refused(llama: Path) -> None:
     specs = make_layers(config)
     cache_config, kv_caches = allocate(config, specs)
     name, tensor = next(iter(kv_caches.items()))
-    with pytest.raises(ValueError, match=r"draft\.attn has KV of its own"):
+    with pytest.raises(ValueError, match=r"draft\.attn has its own KV"):
         see(config, cache_config, {**kv_caches, "draft.attn": tensor.clone()})
     with pytest.raises(ValueError, match="no KV cache was registered"):
         see(config, cache_config, {other: each for other, each in kv_caches.items() if other != name})

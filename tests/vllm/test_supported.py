@@ -357,5 +357,5 @@ def test_how_a_model_is_cached_and_why_is_logged(
     assert caplog.messages == [
         "the model's KV is FullAttentionSpec in 1 group(s): the KV of all tokens is kept",
         "the model's KV is FullAttentionSpec and SlidingWindowSpec in 2 group(s): a hybrid model, vLLM's offloading "
-        "decides what is kept of each kind",
+        "selects the chunks of each kind",
     ]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.connectors.vllm.join_vllm_log import join_vllm_log
 from pagoda.connectors.vllm.supported_engines import log_choices
-from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from tests.vllm.configs import allocate, engine_config, make_layers
 from tests.vllm.conftest import Tiers
 from tests.vllm.engines import Engine
@@ -46,8 +46,8 @@ def test_what_else_decides_the_keys_is_said_where_it_is_not_the_default(
     log_choices(engine_config(llama, prefix_caching_hash_algo="sha256_cbor"), kv)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     log_choices(config, kv)
-    assert ["sha256_cbor with PYTHONHASHSEED not set" in line for line in said()] == [True, False]
-    assert "by sha256 with PYTHONHASHSEED = 7: engines share" in said()[1]
+    assert ["sha256_cbor and PYTHONHASHSEED not set" in line for line in said()] == [True, False]
+    assert "use sha256 and PYTHONHASHSEED = 7: engines share" in said()[1]
 
 
 def test_options_of_blending_are_named_as_doing_nothing_here(

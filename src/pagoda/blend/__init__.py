@@ -2,11 +2,11 @@
 
 Modules, in the order in which a request reaches them:
 
-    document_cache  Document, a separate chain with a padded tail; the cache of documents
+    documents       Document, a separate chain with a padded tail; the cache of documents
     blend_gate      BlendGate: whether a setting may be used, by a verdict of `pagoda quality`
     rotary_move     RotaryMove: K at another position
     blend_policies  the policies that choose which tokens are computed again
-    blended_prompt  BlendedPrompt: which tokens of a prompt are exact, computed again and reused
+    exact_tokens    BlendedPrompt: which tokens of a prompt are exact, computed again and reused
 
 An engine loads each document's chain, computes missing chunks as if the document began a prompt, and stores them. Then
 it moves K to the position of the document, and computes the chosen tokens and the question over everything before them.
@@ -29,8 +29,8 @@ from pagoda.blend.blend_policies import (
     compared_layer,
     policy_named,
 )
-from pagoda.blend.blended_prompt import BlendedPrompt, TokenMask, TokenMasks
-from pagoda.blend.document_cache import Document, as_documents, open_documents, starts_of
+from pagoda.blend.documents import Document, as_documents, open_documents, starts_of
+from pagoda.blend.exact_tokens import BlendedPrompt, TokenMask, TokenMasks
 from pagoda.blend.rotary_move import RotaryMove
 
 __all__ = [

@@ -9,7 +9,7 @@ Modules, in the order in which a request passes through them:
     lower_tiers      the host tier and the tiers below it, as the manager uses them
     allocator        the free blocks, eviction to make room, and the state that the modules share
     moves            the copies in flight between blocks and host slots
-    completion       what is done when their tickets end
+    finished_moves   what is done when their tickets end
     manager_results  the values that the manager returns
 """
 

@@ -90,7 +90,7 @@ class BlockPool:
 class BlockAllocator:
     """The state of one manager: pool, prefix tree, moves, requests and lower tiers. Not thread-safe.
 
-    Its methods are shared by admission, completion and the manager: allocate, evict to make room, and unlock.
+    Its methods are shared by admission, finished moves and the manager: allocate, evict to make room, and unlock.
     """
 
     def __init__(self, num_blocks: int, lower_tiers: LowerTiers) -> None:

@@ -16,7 +16,7 @@ from itertools import islice
 
 from pagoda.blocks.admission import AdmissionControl
 from pagoda.blocks.allocator import BlockAllocator
-from pagoda.blocks.completion import Completion
+from pagoda.blocks.finished_moves import Completion
 from pagoda.blocks.lower_tiers import LowerTiers
 from pagoda.blocks.manager_results import (
     Admitted,

@@ -1,4 +1,4 @@
-"""One request in the block manager: its tokens, keys and blocks. Changed by `manager`, `admission` and `completion`."""
+"""One request in the block manager. Changed by `manager`, `admission` and `finished_moves`."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import Unpack
+from typing import TypeAlias, Unpack
 
 from pagoda.cache.call import (
     CacheRequest,
@@ -48,11 +48,13 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.metrics import by_reason, guarded_logger
 from pagoda.quality_verdict import QualityState, require_quality
-from pagoda.threads import Condition
+from pagoda.signal_safe_threads import Condition
 from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 
 log = guarded_logger("pagoda.cache")
+
+_Setting: TypeAlias = Config | Namespace | KVLayout
 
 _CLOSE_SECONDS = 5.0
 # how long to wait for another thread that opens a cache; each tier has its own deadline
@@ -177,12 +179,12 @@ class Cache:
     ) -> Cache:
         """Return this process's cache of that name, opened now if there is none, and kept until it is closed.
 
-        Raises ValueError if it is open with another config, namespace or layout; the message names what differs.
-        StoreError if another thread does not finish opening it.
+        Raises ValueError if it is open with another config, namespace or layout; the message has each option that
+        differs, with both values (none of secrets). StoreError if another thread does not finish opening it.
         """
         config = _configured(config, layout, overrides)
         completed = _completed(namespace, layout, config, config.lossy_codecs())
-        wanted = {"config": config, "namespace": completed, "layout": layout}
+        wanted: dict[str, _Setting] = {"config": config, "namespace": completed, "layout": layout}
         deadline = Deadline(_OPEN_SECONDS)
         while True:
             cache = _wait_for_opening(name, deadline)
@@ -193,7 +195,11 @@ class Cache:
                     continue
                 _kept[name] = cache
                 return cache
-            differing = [field for field, value in wanted.items() if getattr(cache, field) != value]
+            differing = [
+                f"{part} ({_differences(getattr(cache, part), value)})"
+                for part, value in wanted.items()
+                if getattr(cache, part) != value
+            ]
             if differing:
                 raise ValueError(
                     f"the cache {name!r} is open with another {' and '.join(differing)}: "
@@ -584,6 +590,17 @@ def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str,
             "build the layout with that number, or leave it out"
         )
     return config
+
+
+def _differences(present: _Setting, asked: _Setting) -> str:
+    """Return the fields that differ, each with the value that is present and the one asked for, if it is no secret."""
+    return "; ".join(
+        f"{one.name} is {getattr(present, one.name)!r}, not {getattr(asked, one.name)!r}"
+        if one.repr
+        else f"{one.name} differs"
+        for one in fields(present)
+        if getattr(present, one.name) != getattr(asked, one.name)
+    )
 
 
 def _completed(namespace: Namespace, layout: KVLayout, config: Config, codecs: Sequence[str]) -> Namespace:

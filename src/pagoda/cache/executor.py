@@ -11,7 +11,7 @@ from typing import TypeVar
 from pagoda.cache.call import Call
 from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import Reason
-from pagoda.threads import NO_THREAD, Answer, Pool
+from pagoda.signal_safe_threads import NO_THREAD, Answer, Pool
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from pagoda.keys import KEY_BYTES, Int32s
 from pagoda.ledger import Ledger
 from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import DeferredCall
+from pagoda.signal_safe_threads import DeferredCall
 
 log = guarded_logger("pagoda.cache")
 

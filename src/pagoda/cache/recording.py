@@ -27,7 +27,7 @@ from pagoda.cache.append_lines import append_lines
 from pagoda.clock import Clock
 from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import DeferredCall
+from pagoda.signal_safe_threads import DeferredCall
 
 log = guarded_logger("pagoda.cache")
 

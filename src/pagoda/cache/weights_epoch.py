@@ -21,7 +21,7 @@ from blake3 import blake3
 from pagoda.cache.resources import Resources
 from pagoda.cache.tier_stack import TierStack
 from pagoda.errors import StoreError
-from pagoda.file_space import opened, reserve_beyond
+from pagoda.file_space import make_directory, opened, reserve_beyond
 from pagoda.fork import reset_now_and_in_child
 from pagoda.keys import Namespace
 from pagoda.ledger.store_state import sync_directory
@@ -233,7 +233,7 @@ def _reserve_space(path: Path) -> None:
 def _grow(path: Path, target: int) -> OSError | None:
     """Append at least one byte to `path`, and up to `target`, and sync it. Appends of other processes add up."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path.parent)
         with opened(path, _APPEND) as fd:
             os.write(fd, b"+" * max(1, target - os.fstat(fd).st_size))
             os.fsync(fd)

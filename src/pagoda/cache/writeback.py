@@ -35,7 +35,7 @@ from pagoda.fork import reset_now_and_in_child
 from pagoda.ledger import Ledger, Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import Reason, guarded_logger
-from pagoda.threads import Condition, Event, start_thread
+from pagoda.signal_safe_threads import Condition, Event, start_thread
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Chunk, Done, Tier, runs
 

@@ -1,22 +1,22 @@
-"""The command `pagoda`. Importing this imports nothing heavy; a command imports what it needs when it runs.
+"""The command `pagoda`. To import this package is cheap; a command imports what it needs when it runs.
 
-Exit codes: 0 done, 1 failed (damage found, a store that cannot be used), 2 wrong use (one line on stderr says
-what), 130 interrupted.
+Exit codes: 0 success, 1 failure (damage was found, or a store cannot be used), 2 wrong use (one line on stderr says
+what is wrong), 130 interrupted.
 
     app, docstring_help    the commands and their names; the help of their options
-    stats, top, ls, check  what is stored and what hits; single chunks; is all of it right
-    explain                why a prompt misses: `prompt_source`, `prompt_coverage`, `nearest_prompt`, `key_schemes`
-    clear, pin, remove     changes
+    stats, top, ls, check  show what is stored and what hits; list chunks; find damage
+    explain                says why a prompt misses: `prompt_source`, `prompt_coverage`, `nearest_prompt`, `prompt_keys`
+    clear, pin, remove     change what is stored
     warm                   fills the host tier of a machine that has just started
-    serve                  chunks for other machines, and the page: `web_page_options`
-    config                 options, and the import of LMCache's
+    serve                  sends chunks to other machines, and shows the page: `web_page_options`
+    config                 shows and checks options, and imports those of LMCache
     vllm, sglang           start an engine with its connector: `engine_start`
-    bench                  how fast the tiers are: `bench_tiers`, `load_speeds`
-    quality                what approximate KV costs in quality: `quality_report`, `quality_plot`
-    record, replay, size   traces: `replay_inputs`, `replay_tiers`, `replay_fleet`, `hit_rate_plot`,
-                           `trace_pool`, `model_sizes`
-    demo                   three processes, one text
-    stores, remote_stores  which stores and remote tiers a command is about, and whether the latter answer
+    bench                  measures the tiers: `bench_tiers`, `load_speeds`
+    quality                measures what approximate KV costs in quality: `quality_report`, `quality_plot`
+    record, replay, size   record and replay traces: `replay_inputs`, `replay_tiers`, `replay_fleet`, `hit_rate_plot`,
+                           `trace_pool`, `known_models`
+    demo                   answers one prompt in three processes
+    stores, remote_stores  find the stores and remote tiers of a command, and ask the latter
     printing, text_tables  how commands print
 """
 
@@ -35,29 +35,29 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 
 class UsageError(Exception):
-    """Wrong use of a command; the message is the one line that is shown."""
+    """Wrong use of a command. The message is the one line that the user sees."""
 
 
 class FailedError(Exception):
-    """A command could not do its work; the message is the one line that is shown."""
+    """A command failed. The message is the one line that the user sees."""
 
 
 def require_transformers(what: str) -> None:
-    """Raise UsageError if a command needs Transformers, or torch, and it is not installed."""
+    """Raise UsageError unless torch and Transformers are installed. `what` needs them."""
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
         raise UsageError(f"{what} needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'")
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; trouble is one line on stderr, never a traceback."""
+    """Run one command and return its exit code. An error is one line on stderr, never a traceback."""
     if sys.platform != "linux":
         return _complain(f"PagodaKV runs on Linux, this is {sys.platform}", USAGE)
-    if sys.stdout is None:  # closed by the caller: the exit code tells
+    if sys.stdout is None:  # closed by the caller, who gets only the exit code
         sys.stdout = io.StringIO()
     if sys.stderr is None:  # else `print` would write remarks to stdout
         sys.stderr = io.StringIO()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # not every locale can write every name
+        sys.stdout.reconfigure(errors="backslashreplace")  # some locales cannot write all names
     try:
         return _run(sys.argv[1:] if args is None else args)
     except KeyboardInterrupt:
@@ -68,18 +68,13 @@ def main(args: Sequence[str] | None = None) -> int:
     except OSError as trouble:
         if not _flushed():
             _drop_output()
-        # without a name it is of the output, not of a file that was given
-        return _complain(_described(trouble), USAGE if trouble.filename else FAILED)
-
-
-def _described(trouble: OSError) -> str:
-    """Return what the system refused, where, and why."""
-    where = f"{trouble.filename}: " if trouble.filename else ""
-    return f"{where}{trouble.strerror or trouble}"
+        # an error without a file name is an error of the output
+        where, code = (f"{trouble.filename}: ", USAGE) if trouble.filename else ("", FAILED)
+        return _complain(f"{where}{trouble.strerror or trouble}", code)
 
 
 def _flushed() -> bool:
-    """Write what is buffered of the output; whether that worked."""
+    """Write the buffered output; return whether that worked."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -88,7 +83,7 @@ def _flushed() -> bool:
 
 
 def _drop_output() -> None:
-    """Discard what is still buffered of the output, so that it does not raise again at exit."""
+    """Discard the buffered output: otherwise it raises again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -97,12 +92,12 @@ def _run(args: Sequence[str]) -> int:
 
     import typer
 
-    # what matters is raised and said in one line
+    # errors are raised and printed as one line, so the library's log is not shown
     logging.getLogger("pagoda").addHandler(logging.NullHandler())
     from pagoda.cli.app import program
     from pagoda.errors import ConfigError, PagodaError
 
-    # the root of the errors that typer shows: click's own, or that of the click inside typer
+    # the base class of typer's errors: click's own, or that of the click inside typer
     refusal = cast("type[Exception]", typer.BadParameter.__mro__[2])
     try:
         code = program.main(args=list(args), prog_name="pagoda", standalone_mode=False)
@@ -113,7 +108,7 @@ def _run(args: Sequence[str]) -> int:
     except (UsageError, ConfigError) as trouble:
         return _complain(str(trouble), USAGE)
     except RecursionError:  # of a reader of JSON, TOML or YAML
-        return _complain("what was given to read is nested too deeply", USAGE)
+        return _complain("the input is nested too deeply", USAGE)
     except (FailedError, PagodaError) as trouble:
         return _complain(str(trouble), FAILED)
     except refusal as trouble:

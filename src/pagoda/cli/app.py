@@ -1,4 +1,4 @@
-"""The commands and their names. Modules are light; what is heavy is imported when a command runs."""
+"""The commands and their names. These modules are cheap to import; a command imports the rest when it runs."""
 
 from __future__ import annotations
 

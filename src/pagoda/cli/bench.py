@@ -1,4 +1,4 @@
-"""`pagoda bench`: how fast the configured tiers are, beside the memory and the disk under them."""
+"""`pagoda bench`: the speed of the configured tiers, compared with the memory and the disk below them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def bench(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Measure the configured tiers beside the memory and the disk under them; nothing stored is touched.
+    """Measure the configured tiers, and the memory and the disk below them. Stored chunks stay as they are.
 
     Args:
-        seconds: About how long it may take.
-        chunk_size: Bytes of a chunk, such as 32MiB.
+        seconds: About how long the measurement takes.
+        chunk_size: The size of a chunk, such as 32MiB.
     """
     loaded, chunk_bytes = configured(config), _chunk_bytes(chunk_size)
     tiers = [tier for tier in ("host", "disk") if getattr(loaded, f"{tier}_bytes")]
     if not tiers:
-        raise UsageError("host_size and disk_size are 0: there is no tier to measure")
+        raise UsageError("host_size and disk_size are 0: set one, to have a tier to measure")
     figures = _measured(loaded, tiers, chunk_bytes, seconds / len(tiers), as_json)
     values = {figure.name: figure.as_json() for figure in figures}
     if as_json:
@@ -40,9 +40,9 @@ def bench(
     ]
     columns = ("", "GB/s", "limit GB/s", "ratio", "threads", "turns")
     printing.print_table(f"chunks of {printing.size(chunk_bytes)}", columns, rows)
-    printing.print_text("limits: copying in memory; bare O_DIRECT reads and writes of the same file system")
+    printing.print_text("limits: copies in memory; plain O_DIRECT reads and writes on the same file system")
     if "disk" not in tiers:
-        printing.note("no disk tier is configured (disk_path and disk_size), so none was measured")
+        printing.note("the disk tier was not measured: set disk_path and disk_size to configure one")
     return 0
 
 
@@ -56,7 +56,7 @@ def _chunk_bytes(text: str) -> int:
 def _measured(
     config: Config, tiers: list[str], chunk_bytes: int, seconds: float, quiet: bool
 ) -> list[Figure]:
-    """Measure the tiers one after the other, under a progress bar."""
+    """Measure the tiers one after the other, and show a progress bar."""
     import time
 
     from pagoda.cli.bench_tiers import disk_figures, host_figures

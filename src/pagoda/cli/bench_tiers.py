@@ -1,7 +1,7 @@
-"""What `pagoda bench` measures: the tiers of a configuration against the memory and the disk under them.
+"""What `pagoda bench` measures: the tiers of a configuration, and the memory and the disk below them.
 
-Limit and tier take turns on the same bytes, so that a busy machine slows both; ratios are medians over turns.
-The stores are made beside the configured ones and removed afterwards: nothing stored is read or evicted.
+Limit and tier take turns on the same bytes, so a busy machine slows both. Ratios are medians over all turns.
+The stores are created beside the configured ones and removed afterwards: no stored chunk is read or evicted.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from pagoda.config.sizes import nearest_existing
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
+from pagoda.signal_safe_threads import Pool, wait
 from pagoda.slab.file import aligned
-from pagoda.threads import Pool, wait
 from pagoda.tiers import Chunk, DiskTier, Done, HostTier, recorded_tiers
 
 Bytes = npt.NDArray[np.uint8]
 Step = Callable[[], object]
 
-_SPREAD_BYTES = 512 << 20  # what a turn cycles through: several times a common last-level cache
-_TURNS_AROUND = 4  # a member may have a quarter of the slots reserved at once, so that is one turn
+_SPREAD_BYTES = 512 << 20  # the size of all slots together: several times a common last-level cache
+_TURNS_AROUND = 4  # one turn is a quarter of the slots: a member may reserve no more at a time
 _LEDGER_BYTES = 64 << 20
 _IO_SECONDS = 60.0
 
 
 @dataclass
 class Figure:
-    """How fast one thing went beside its limit: GB/s (10^9 bytes) of each turn."""
+    """The speed of one operation and of its limit in each turn: GB/s (10^9 bytes)."""
 
     name: str
     threads: int
@@ -53,11 +53,11 @@ class Figure:
 
     @property
     def ratio(self) -> float:
-        """The median over the turns of the tier's speed to that of the limit."""
+        """The tier's speed divided by that of the limit: the median over all turns."""
         return statistics.median(tier / limit for tier, limit in zip(self.tier, self.limit, strict=True))
 
     def as_json(self) -> dict[str, float]:
-        """Return the medians in plain types, in the order of the table."""
+        """Return the medians as plain values, in the order of the table."""
         return {
             "gb_per_second": statistics.median(self.tier),
             "limit_gb_per_second": statistics.median(self.limit),
@@ -68,7 +68,7 @@ class Figure:
 
 
 def host_figures(config: Config, chunk_bytes: int, seconds: float, tick: Step) -> list[Figure]:
-    """Measure reserve, copy, commit and match, copy, validate against copying those bytes with one thread."""
+    """Measure stores (reserve, copy, commit) and loads (match, copy, validate), and plain copies by one thread."""
     layout = KVLayout.opaque(config.chunk_tokens, chunk_bytes, "bench")
     size_bytes = _slots(chunk_bytes) * layout.slot_bytes
     parent = Path(config.host_path).parent if config.host_shared else Path("/dev/shm")
@@ -81,7 +81,7 @@ def host_figures(config: Config, chunk_bytes: int, seconds: float, tick: Step) -
 
 
 def disk_figures(config: Config, chunk_bytes: int, seconds: float, tick: Step) -> list[Figure]:
-    """Measure verified writes and reads against bare O_DIRECT I/O of the same bytes with as many threads."""
+    """Measure verified writes and reads, and plain O_DIRECT I/O of the same bytes with as many threads."""
     layout = KVLayout.opaque(config.chunk_tokens, chunk_bytes, "bench")
     size_bytes = _slots(chunk_bytes) * (layout.slot_bytes + 4096)
     with _place(Path(config.disk_path).parent, 2 * size_bytes) as root:
@@ -104,7 +104,7 @@ def _host_turns(tier: HostTier, layout: KVLayout, seconds: float, tick: Step) ->
     tier.register(namespace)
     size, slots = layout.chunk_bytes, _slots(layout.chunk_bytes)
     source, target = _filled(size), _filled(size)
-    # shared anonymous memory is what /dev/shm is made of: the same pages, without a ledger around them
+    # shared anonymous memory consists of the same pages as /dev/shm, without a ledger
     room = np.frombuffer(mmap.mmap(-1, slots * size), np.uint8).reshape(slots, size)
     np.copyto(room, 1)
     bare = cycle([list(part) for part in np.split(room, _TURNS_AROUND)])
@@ -129,7 +129,7 @@ def _host_turns(tier: HostTier, layout: KVLayout, seconds: float, tick: Step) ->
             for outcome in reserved:
                 np.copyto(tier.slab.view(outcome.slot)[:size], source)
             if len(reserved) < len(asked) or not all(tier.ledger.commit(reserved)):
-                raise FailedError(f"the host tier would not take a chunk: {outcomes[-1]}")
+                raise FailedError(f"the host tier did not store a chunk: {outcomes[-1]}")
 
     def read() -> None:
         match = tier.ledger.match_prefix(keys)
@@ -144,7 +144,7 @@ def _host_turns(tier: HostTier, layout: KVLayout, seconds: float, tick: Step) ->
 
 
 def _slots(chunk_bytes: int) -> int:
-    """Return how many slots a turn goes around in: enough to leave the caches, and for a ledger to work with."""
+    """Return how many slots a store gets: more than the processor's caches hold, and enough for a ledger."""
     return max(4 * _TURNS_AROUND, _SPREAD_BYTES // chunk_bytes // _TURNS_AROUND * _TURNS_AROUND)
 
 
@@ -192,7 +192,7 @@ def _disk_turns(
 def _take_turns(
     writes: Figure, reads: Figure, nbytes: int, steps: Sequence[Step], seconds: float, tick: Step
 ) -> None:
-    """Time the steps (bare write, write, bare read, read) in turn until the time is up, three times at least."""
+    """Time the steps (plain write, write, plain read, read) in turn until `seconds` are over, at least three times."""
     until = time.monotonic() + seconds
     while len(writes.tier) < 3 or time.monotonic() < until:
         for speeds, step in zip((writes.limit, writes.tier, reads.limit, reads.tier), steps, strict=True):
@@ -207,7 +207,7 @@ def _fresh_keys(count: int) -> list[bytes]:
 
 
 def _filled(nbytes: int) -> Bytes:
-    """Return random bytes, every page in place."""
+    """Return random bytes; every page of them is in memory."""
     return np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), nbytes)
 
 
@@ -220,12 +220,12 @@ def _all_done(futures: Sequence[Future[Done]], what: str) -> None:
 
 @contextlib.contextmanager
 def _place(parent: Path, need_bytes: int) -> Iterator[Path]:
-    """Make a directory for a store, and remove it at the end. Raises FailedError without room."""
+    """Create a directory for a store, and remove it at the end. Raises FailedError if there is too little space."""
     parent = nearest_existing(parent)
     room = os.statvfs(parent)
     if room.f_bavail * room.f_frsize < need_bytes + _LEDGER_BYTES:
         raise FailedError(
-            f"{parent}: {need_bytes >> 20} MiB must be free to measure; try a smaller --chunk-size"
+            f"{parent}: the measurement needs {need_bytes >> 20} MiB of free space; try a smaller --chunk-size"
         )
     try:
         root = Path(tempfile.mkdtemp(prefix="pagoda-bench-", dir=parent))
@@ -240,7 +240,7 @@ def _place(parent: Path, need_bytes: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _limit_file(root: Path, nbytes: int, direct: bool | None) -> Iterator[int]:
-    """Open a preallocated file for bare I/O, past the page cache where the file system can."""
+    """Open a preallocated file for plain I/O; it bypasses the page cache if the file system can do that."""
     path = root / ".limit"
     flags, bypass = os.O_RDWR | os.O_CREAT, 0 if direct is False else os.O_DIRECT
     try:

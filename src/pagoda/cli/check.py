@@ -1,12 +1,13 @@
-"""`pagoda check`: do the numbers of a ledger add up, and are the bytes on the disk still right?"""
+"""`pagoda check`: checks that the numbers of each ledger agree, and that the bytes on the disk are right."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -21,19 +22,20 @@ if TYPE_CHECKING:
 _ADVANCE_CHUNKS = 16
 
 
-class StoreCheck(NamedTuple):
-    """What was found in one store. `trouble` is what is wrong with it, or hindered looking, or empty."""
+@dataclass
+class StoreCheck:
+    """What was found in one store. `trouble`: what is wrong with it, or why it could not be read; or empty."""
 
     directory: Path
-    tier: str
-    trouble: str
-    gauges: dict[str, int]
+    tier: str = ""
+    trouble: str = ""
+    gauges: dict[str, int] = field(default_factory=dict)
     unreachable: int = 0
     stale_hints: int = 0
     read_chunks: int = 0
     damaged: Sequence[bytes] = ()
     dropped: int = 0
-    corrupt: bool = False  # the tables; else `trouble` says nothing of what is stored
+    corrupt: bool = False  # `trouble` is about the tables; otherwise the stored chunks may be right
 
     @property
     def word(self) -> str:
@@ -46,7 +48,7 @@ class StoreCheck(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong (unreachable chunks and stale hints do not count: they are removed in time)."""
+        """Whether the store is right. Unreachable chunks and stale hints do not matter: they are removed in time."""
         return not self.trouble and not self.damaged
 
 
@@ -58,19 +60,19 @@ def check(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Check that the ledgers add up and, with --read, that the bytes on the disk are the ones stored.
+    """Check that the ledgers are consistent and, with --read, that the bytes on the disk are the stored ones.
 
-    Remote tiers must answer and let themselves be read; their bytes are verified whenever they are read.
+    Remote tiers must answer and be readable; their bytes are verified at every read.
 
     Args:
         read: Read every chunk on the disk and verify its bytes.
-        drop: With --read: drop what is damaged.
+        drop: With --read: remove damaged chunks.
     """
     from pagoda.cli import UsageError
     from pagoda.cli.remote_stores import pinged, remotes_of
 
     if drop and not read:
-        raise UsageError("--drop: what is damaged is only known after reading; add --read")
+        raise UsageError("--drop: damage is found only by reading; add --read")
     with printing.progress(as_json) as bars:
         verdicts = []
         for store in find_stores(directory, config):
@@ -80,7 +82,7 @@ def check(
     remotes = pinged(remotes_of(directory, config))
     ok = all(verdict.ok for verdict in verdicts) and not any(asked.trouble for asked in remotes)
     if as_json:
-        stores = [{"ok": verdict.ok, **verdict._asdict()} for verdict in verdicts]
+        stores = [{"ok": verdict.ok, **asdict(verdict)} for verdict in verdicts]
         printing.print_json({"ok": ok, "stores": stores, "remotes": [remote._asdict() for remote in remotes]})
     else:
         _print(verdicts, wide)
@@ -89,29 +91,30 @@ def check(
 
 
 def _judged(store: Path, read: bool, drop: bool, show: Callable[..., None]) -> StoreCheck:
-    """Check one store; trouble with it is part of the verdict."""
+    """Check one store. What is wrong with it is part of the verdict."""
     from pagoda.errors import LedgerCorrupt, PagodaError
     from pagoda.ledger import admin
+    from pagoda.metrics import Reason
 
-    verdict = StoreCheck(store, "", "", {})
+    verdict = StoreCheck(store)
     try:
         with attached(store) as ledger:
-            verdict = verdict._replace(tier=ledger.tier)
-            found = admin.check(ledger)
-            verdict = verdict._replace(
-                gauges=found.gauges, unreachable=found.unreachable, stale_hints=found.stale_hints
-            )
+            verdict.tier, found = ledger.tier, admin.check(ledger)
+            verdict.gauges, verdict.unreachable = found.gauges, found.unreachable
+            verdict.stale_hints = found.stale_hints
             if read and ledger.kind == "file":
-                number, damaged = _read_all(ledger, show)
-                verdict = verdict._replace(read_chunks=number, damaged=[row.key for row in damaged])
-                verdict = verdict._replace(dropped=_drop(ledger, damaged) if drop else 0)
+                verdict.read_chunks, damaged = _read_all(ledger, show)
+                verdict.damaged = [row.key for row in damaged]
+                for row in damaged if drop else ():
+                    removed = ledger.remove_exact(row.key, row.slot, row.generation, Reason.FAILED_CHECK)
+                    verdict.dropped += removed
     except PagodaError as trouble:
-        return verdict._replace(trouble=str(trouble), corrupt=isinstance(trouble, LedgerCorrupt))
+        verdict.trouble, verdict.corrupt = str(trouble), isinstance(trouble, LedgerCorrupt)
     return verdict
 
 
 def _read_all(ledger: Ledger, show: Callable[..., None]) -> tuple[int, list[ChunkRow]]:
-    """Verify each chunk that stays in place while it is read; return their number and the damaged ones."""
+    """Verify each chunk that is not moved while it is read; return their number and the damaged ones."""
     from pagoda.ledger import admin
     from pagoda.slab.file import FileSlab
 
@@ -149,20 +152,14 @@ def _verified(ledger: Ledger, slab: FileSlab) -> Iterator[tuple[ChunkRow, bool]]
             sound = verify(page, payload, expected) is None
         except OSError:
             sound = False
-        # a slot that was given to another chunk meanwhile says nothing about the first
+        # if the slot got another chunk meanwhile, the bytes prove nothing
         if ledger.still_valid(np.array([row.slot]), np.array([row.generation], np.uint64))[0]:
             yield row, sound
 
 
-def _drop(ledger: Ledger, damaged: list[ChunkRow]) -> int:
-    from pagoda.metrics import Reason
-
-    return sum(ledger.remove_exact(row.key, row.slot, row.generation, Reason.FAILED_CHECK) for row in damaged)
-
-
 def _print(verdicts: list[StoreCheck], wide: bool) -> None:
     if not verdicts:
-        printing.note("nothing is stored yet (pagoda config show tells where it would be)")
+        printing.note("nothing is stored yet (pagoda config show says where it will be)")
         return
     rows = [
         {
@@ -182,12 +179,12 @@ def _print(verdicts: list[StoreCheck], wide: bool) -> None:
         if verdict.trouble:
             printing.note(f"{verdict.directory}: {verdict.trouble}")
         if unscanned := verdict.gauges.get("unscanned"):
-            whose = "by the next who has the tier open"
-            printing.note(f"{verdict.directory}: {unscanned:,} slots are still to be scanned, {whose}")
+            who = "by the next process that has the tier open"
+            printing.note(f"{verdict.directory}: {unscanned:,} slots are still to be scanned, {who}")
         if verdict.damaged:
             keys = ", ".join(key.hex()[:12] for key in verdict.damaged[:8])
-            kept = " (they will be misses; --drop removes them)"
-            done = f"; {verdict.dropped} dropped" if verdict.dropped else kept
+            kept = " (they are misses; --drop removes them)"
+            done = f"; {verdict.dropped} removed" if verdict.dropped else kept
             printing.note(f"{verdict.directory}: damaged chunks {keys}{done}")
 
 
@@ -200,4 +197,4 @@ def _print_remotes(remotes: list[RemoteCheck]) -> None:
             if text:
                 printing.note(text)
         if asked.nodes:
-            printing.note(f"{asked.tier}: on all machines the same nodes: {asked.nodes}")
+            printing.note(f"{asked.tier}: all machines must have the same nodes: {asked.nodes}")

@@ -1,4 +1,4 @@
-"""`pagoda clear`: forgets chunks in every tier named, and says how many went."""
+"""`pagoda clear`: removes chunks from every named tier, and says how many."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ClearedStore(NamedTuple):
-    """How many chunks went from one store."""
+    """How many chunks were removed from one store."""
 
     tier: str
     chunks: int
@@ -30,18 +30,16 @@ def clear(
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
 ) -> int:
-    """Forget all chunks, or those of one model or namespace, in every tier: the remote ones, for all machines, too."""
+    """Remove all chunks, or those of one model or namespace, from every tier; from remote tiers for all machines."""
     directories = stores.find_stores(directory, config)
     everything = model is None and namespace is None
     remotes, sealed = all_remotes(directory, config)
     known = _known(directories)
     broken = {} if everything else censuses(remotes, known)[1]
     broken |= {spec.redacted: NO_SECRET for spec in sealed}
-    if not broken or stores.chosen(known, model, namespace):  # a tier that does not answer may know more
-        stores.refuse_unknown(known, model, namespace)
-    roots = stores.chosen(known, model, namespace)
+    roots = stores.chosen(known, model, namespace, broken)
     if namespace is not None and len(roots) > 1:
-        raise UsageError(f"--namespace {namespace}: begins {len(roots)} namespaces; write more of it")
+        raise UsageError(f"--namespace {namespace}: {len(roots)} namespaces begin so; write more digits")
     question = _question(_described(roots, model, namespace), directories, [*remotes, *sealed])
     if not yes and not stores.agreed(question, "clear"):
         return FAILED
@@ -56,8 +54,8 @@ def clear(
     nameless = sum(not row.fields for row in known.values())
     if nameless and model is not None:
         printing.note(
-            f"{nameless} namespace(s) have no name on this machine, whosever they are, and were left "
-            f"alone (pagoda ls --by namespace lists them, --namespace clears one)"
+            f"{nameless} namespace(s) have no model name on this machine and were not cleared "
+            f"(pagoda ls --by namespace lists them, --namespace clears one)"
         )
     if broken:
         troubles = "; ".join(f"{store}: {trouble}" for store, trouble in broken.items())
@@ -74,7 +72,7 @@ def _print(cleared: list[ClearedStore], broken: dict[str, str], as_json: bool) -
 
 
 def _known(directories: list[Path]) -> dict[bytes, NamespaceRow]:
-    """Return the namespaces of all stores that can be opened; the others fail later, with a reason each."""
+    """Return the namespaces of all stores that can be opened. The others fail later, each with its reason."""
     from pagoda.ledger import admin
 
     known: dict[bytes, NamespaceRow] = {}
@@ -86,7 +84,7 @@ def _known(directories: list[Path]) -> dict[bytes, NamespaceRow]:
 
 def _described(roots: dict[bytes, NamespaceRow], model: str | None, prefix: str | None) -> str:
     if model is None and prefix is None:
-        return "EVERYTHING, of all models and tenants,"
+        return "ALL chunks, of all models and tenants,"
     models = sorted({row.fields.get("model") or "(not named)" for row in roots.values()})
     return f"{len(roots)} namespace(s) of {', '.join(models)}"
 
@@ -97,7 +95,7 @@ def _question(what: str, directories: list[Path], remotes: Sequence[RemoteSpec])
 
 
 def _forget(ledger: Ledger, roots: list[bytes] | None) -> int:
-    """Clear these namespaces, also where nothing is known of them: a rebuild could find chunks that were evicted."""
+    """Clear these namespaces, also in ledgers that do not know them: a rebuild may find evicted chunks again."""
     from pagoda.ledger import admin
 
     if roots is None:

@@ -1,4 +1,4 @@
-"""`pagoda config`: every option, its value and where it came from; and how LMCache's become ours."""
+"""`pagoda config`: shows every option, its value and its origin; checks them; translates those of LMCache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def root(ctx: typer.Context) -> None:
 
 @app.command("show")
 def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
-    """Show each option, its value and where that came from."""
+    """Show each option, its value and the origin of the value."""
     from pagoda.config.sources import load
 
     loaded = load(file=config)
@@ -52,13 +52,13 @@ def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
 
 @app.command()
 def check(file: File = None, as_json: AsJson = False) -> int:
-    """Check the configuration, whether its places can be used and whether remote tiers answer."""
+    """Check the configuration: its values, its directories and whether remote tiers answer."""
     from pagoda.cli.remote_stores import pinged
 
     config = configured(file)
     asked = pinged([spec for specs in _servers(config).values() for spec in specs])
     troubles = [*_troubles(config), *(each.trouble for each in asked if each.trouble)]
-    stores = {spec.name for spec in config.remotes()}  # what holds no chunks may be set up in another way
+    stores = {spec.name for spec in config.remotes()}  # a server without chunks may have other settings
     warnings = [text for each in asked if each.tier in stores for text in each.warnings]
     if as_json:
         printing.print_json({"ok": not troubles, "troubles": troubles, "warnings": warnings})
@@ -91,14 +91,14 @@ def import_lmcache(
     force: Annotated[bool, Option("--force")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Turn LMCache's configuration into a pagoda.toml, naming all that does not map.
+    """Translate LMCache's configuration into a pagoda.toml, and name all fields that have no counterpart.
 
     Args:
-        file: LMCache's YAML file; default: the one its variables name, or they.
-        output: Write a new file instead of printing.
-        workers: Workers (ranks) on one machine: LMCache's sizes are one worker's.
-        peers: The neighbours' pagoda serve, for enable_p2p: the file names none.
-        force: Leave out what is not supported.
+        file: LMCache's YAML file; default: the one in LMCache's variables, or these.
+        output: Write a new file instead of printing it.
+        workers: Workers (ranks) on one machine: LMCache's sizes are per worker.
+        peers: URLs of the neighbours' pagoda serve, for enable_p2p.
+        force: Leave out fields that are not supported.
     """
     from pagoda.config.remote_urls import split
     from pagoda.migrate import lmcache
@@ -130,23 +130,23 @@ def import_lmcache(
 
 
 def _write_new(file: Path, text: str) -> None:
-    """Write a file that only its owner reads: it may contain a password. Raises UsageError if there is one."""
+    """Write a file that only its owner can read: it may contain a password. Raises UsageError if it exists."""
     try:
         with open(file, "x", encoding="utf-8", opener=partial(os.open, mode=0o600)) as stream:
             stream.write(text)
     except FileExistsError:
-        raise UsageError(f"{file}: is there already; name a new file") from None
+        raise UsageError(f"{file}: exists already; name a new file") from None
     except OSError as trouble:
         raise UsageError(f"{file}: cannot be written: {trouble.strerror}") from None
 
 
 def _servers(config: Config) -> dict[str, Sequence[RemoteSpec]]:
-    """Return what the options say that are URLs of servers, which may contain secrets."""
+    """Return the values of the options that are URLs of servers, which may contain secrets."""
     return {"remote": config.remotes(), "peers": config.peer_servers(), "lookup": config.lookup_server()}
 
 
 def _worded(name: str, config: Config) -> str:
-    """Return a value as people write it; "auto" with its size on this machine."""
+    """Return a value in the form in which people write it; "auto" has its size on this machine."""
     value = getattr(config, name)
     if name == "host_size" and value == "auto":
         return f"auto ({printing.size(config.host_bytes)})"
@@ -160,7 +160,7 @@ def _worded(name: str, config: Config) -> str:
 
 
 def _troubles(config: Config) -> list[str]:
-    """Return what would keep this configuration from working on this machine; looks, changes nothing."""
+    """Return why this configuration cannot work on this machine. Changes nothing."""
     from pagoda.cgroup_memory import memory_limit_bytes
     from pagoda.config.sizes import nearest_existing
 

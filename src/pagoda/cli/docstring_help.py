@@ -1,4 +1,4 @@
-"""The help of a command's arguments is what its docstring says of them. `app` applies it to all commands."""
+"""Takes the help of a command's arguments from its docstring. `app` applies it to all commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def documented(function: _Function) -> _Function:
-    """Give each argument its help, from the `Args` of the docstring, which goes on without them. Changes `function`."""
+    """Give each argument its help from the `Args` of the docstring, and remove these from it. Changes `function`."""
     function.__doc__, _, arguments = cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
     hints = get_type_hints(function, include_extras=True)
     for name, text in _ARGUMENT.findall(arguments):

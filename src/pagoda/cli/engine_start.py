@@ -1,4 +1,4 @@
-"""What the commands that start an engine share: the options of `Config`, and the checks before a slow start."""
+"""What the commands that start an engine have in common: the options of `Config`, and checks before a slow start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple, NoReturn, TypeAlias, TypeVar, get_type_hints
 
@@ -24,18 +25,13 @@ _SIZES = ("host_size", "disk_size")
 
 PrintOnly: TypeAlias = Annotated[bool, Option("--print", help="Print the command instead of running it.")]
 Weights: TypeAlias = Annotated[
-    str | None, Option(help="What names the weights, instead of a digest of the checkpoint's files.")
+    str | None, Option(help="A name for the weights, instead of a digest of the checkpoint's files.")
 ]
 Salt: TypeAlias = Annotated[str | None, Option(help="Only engines with the same salt share what is stored.")]
 
 
-def _flag(name: str) -> str:
-    """Return the flag of an option."""
-    return "--" + name.replace("_", "-")
-
-
 def with_config_options(function: _Function) -> _Function:
-    """Give a command whose last parameter is `**options` one option for each of Config's. Changes `function`."""
+    """Replace a command's last parameter `**options` by one option for each option of Config. Changes `function`."""
     hints, own = get_type_hints(Config), inspect.signature(function, eval_str=True)
     keyword, added = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=None), []
     for option in fields(Config):
@@ -51,7 +47,7 @@ def with_config_options(function: _Function) -> _Function:
 
 
 def serve_command(app: typer.Typer, engine: str) -> Callable[[_Function], _Function]:
-    """Return the decorator of `serve`, whose arguments are all handed to an engine."""
+    """Return the decorator of `serve`, which passes all its arguments to an engine."""
     return app.command(
         "serve",
         context_settings={
@@ -65,13 +61,14 @@ def serve_command(app: typer.Typer, engine: str) -> Callable[[_Function], _Funct
     )
 
 
-def own_flags() -> set[str]:
-    """Return the flags of ours that an engine's arguments must not have: they stand before serve."""
-    return {_flag(option.name) for option in fields(Config)} | {"--print"}
+def refuse_own_flag(name: str) -> None:
+    """Raise UsageError for one of PagodaKV's flags among the engine's arguments."""
+    if name == "--print" or name in ("--" + option.name.replace("_", "-") for option in fields(Config)):
+        raise UsageError(f"{name} is an option of pagoda: write it before serve")
 
 
 def become(command: Sequence[str]) -> NoReturn:
-    """Become another program: this process, with the same environment. Raises FailedError if it cannot be run."""
+    """Replace this process by another program, with the same environment. Raises FailedError if it cannot be run."""
     sys.stdout.flush()
     try:
         os.execv(command[0], list(command))
@@ -80,7 +77,7 @@ def become(command: Sequence[str]) -> NoReturn:
 
 
 class Chosen(NamedTuple):
-    """What was given before `serve`: a connector's options, and the whole configuration."""
+    """The options before `serve`: those of the connector, and the whole configuration."""
 
     extra: dict[str, object]
     config: Config
@@ -94,10 +91,10 @@ def choose(
     own: Mapping[str, object],
     print_only: bool,
 ) -> None:
-    """Keep as `ctx.obj` what was given before `serve`; without a command, print the help.
+    """Keep the options before `serve` as `ctx.obj`; without a command, print the help.
 
-    `options`: those of `Config`; `own`: those that only the connector has. None was not given. Raises ConfigError for
-    an option that cannot stand, given here, by the environment or by the file; UsageError for a secret.
+    `options`: those of `Config`; `own`: those that only the connector has. None: not given. Raises ConfigError for
+    an invalid option (given here, in the environment or in the file), UsageError for a secret.
     """
     from pagoda.config.sources import load
 
@@ -107,14 +104,14 @@ def choose(
     given = {name: value for name, value in options.items() if value is not None}
     config = load(cli=given).config
     _refuse_secrets(given, config, engine)
-    # as the connector is to have them: sizes as they were written
+    # the connector gets sizes as they were written
     extra = {name: given[name] if name in _SIZES else getattr(config, name) for name in given}
     extra |= {name: value for name, value in own.items() if value is not None}
     ctx.obj = Chosen(extra, config, print_only)
 
 
 def _refuse_secrets(given: Mapping[str, object], config: Config, engine: str) -> None:
-    """Raise UsageError if the command line of the engine, and its log, would show a secret."""
+    """Raise UsageError if the engine's command line and log would show a secret."""
     for name, urls, specs in (
         ("remote", config.remote, config.remotes()),
         ("peers", config.peers, config.peer_servers()),
@@ -125,12 +122,12 @@ def _refuse_secrets(given: Mapping[str, object], config: Config, engine: str) ->
 
 
 def check_tiers(config: Config) -> None:
-    """Find out what would keep the tiers from being opened, as far as it does not depend on the model. Changes nothing.
+    """Check that the tiers can be opened, as far as that does not depend on the model. Changes nothing.
 
     Raises StoreError (a directory is another user's, on a network, or has too little room; a library is missing) or
     ConfigError (the password of a remote tier cannot be read, or its codec cannot be used).
     """
-    from pagoda.disk_space import require_place
+    from pagoda.store_place import require_place
 
     require_place(Path(config.host_path), config.host_bytes, in_memory=True)
     if config.disk_bytes:
@@ -143,6 +140,33 @@ def check_tiers(config: Config) -> None:
         for spec in remotes:
             codecs.require(spec.codec)
             spec.engine()  # connects to nothing
+
+
+def check_start(
+    chosen: Chosen,
+    module: str,
+    names: Sequence[str],
+    missing: str,
+    check_version: Callable[[str, bool], None],
+) -> None:
+    """Check that the engine can start, before it is imported, which takes long. Changes nothing.
+
+    Only the engine can check what depends on the model, such as the size of a chunk.
+
+    Args:
+        chosen: The options before `serve`.
+        module: The engine's module.
+        names: The distributions that have it.
+        missing: What to say if it is not installed.
+        check_version: Raises an error for a version that was not tested, unless that is allowed.
+
+    Raises FailedError (it is not installed), and the errors of `check_version` and `check_tiers`.
+    """
+    if find_spec(module) is None:
+        raise FailedError(missing)
+    if (version := installed_version(*names)) is not None:
+        check_version(version, bool(chosen.extra.get(f"allow_untested_{module}")))
+    check_tiers(chosen.config)
 
 
 def installed_version(*names: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`pagoda explain`: how much of a prompt each tier would serve, and why not more. Does not touch recency."""
+"""`pagoda explain`: how much of a prompt each tier would serve, and why not more. Recency does not change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagoda.cli.prompt_source import read_prompt
 from pagoda.cli.remote_stores import pinged, remotes_of
 
 if TYPE_CHECKING:
-    from pagoda.cli.prompt_coverage import PromptExplanation, TierAnswer
+    from pagoda.cli.prompt_coverage import PromptExplanation
 
 _INDENT = "  "
 
@@ -33,16 +33,16 @@ def explain(
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
 ) -> int:
-    """Say how many leading tokens of a prompt each tier would serve, why not more, and which token differs.
+    """Show how many leading tokens of a prompt each tier would serve, why not more, and which token differs.
 
     Args:
         text: The prompt as text, - = stdin; with --tokenizer or --url.
         messages: Chat messages as JSON, - = stdin; with --tokenizer or --url.
         tokenizer: The model's tokenizer: a directory, or tokenizer.json.
-        url: A vLLM server, asked for the token ids: http://HOST:PORT.
+        url: A vLLM server that gives the token ids: http://HOST:PORT.
         api_key_file: The server's key; default: the variable OPENAI_API_KEY.
-        chunk_tokens: Tokens in a chunk; default: as what is stored.
-        prefill: Tokens a second that the engine computes: is loading worth it?
+        chunk_tokens: Tokens in a chunk; default: as in the stored chunks.
+        prefill: Tokens per second that the engine computes: is loading faster?
     """
     ids, served = read_prompt(tokens, text, messages, tokenizer, url, api_key_file)
     from pagoda.cli.prompt_coverage import explanations, neighbours_of, prompt_of
@@ -54,20 +54,22 @@ def explain(
     remotes = [spec for spec, trouble in zip(specs, troubles, strict=True) if not trouble]
     with stores.all_attached(directory, config, silent) as tiers:
         prompt = prompt_of(ids, tiers, remotes, stores.configured(config), chunk_tokens, prefill)
-        if not silent:  # what does not answer may know more
-            stores.refuse_unknown(prompt.known, model, namespace)
-        if model is None and stores.chosen(prompt.known, served, None):
-            model = served  # that the server serves
-        elif model is None and served is not None and prompt.known:
-            printing.note(f"nothing is stored of the server's model, {served}: here is what others have")
-        found = explanations(prompt, stores.chosen(prompt.known, model, namespace))
+        roots = stores.chosen(prompt.known, model, namespace, silent)
+        if model is None and served is not None and prompt.known:
+            if of_server := stores.chosen(prompt.known, served, namespace, True):
+                roots = of_server
+            else:
+                printing.note(
+                    f"nothing is stored of the server's model, {served}: this is about other models"
+                )
+        found = explanations(prompt, roots)
     if as_json:
         rows = [answer._asdict() for one in found for answer in one.answers]
         near = [one.nearest_row() for one in found if one.nearest is not None]
         whole = {"asked_tokens": prompt.num_tokens, "answers": rows, "nearest": near, "failed": silent}
         printing.print_json(whole)
     elif not found and not silent:
-        printing.note("nothing is stored yet, so nothing would hit")
+        printing.note("nothing is stored yet, so no prompt would hit")
     else:
         for one in found:
             _print(one, prompt.num_tokens)
@@ -77,7 +79,7 @@ def explain(
 
 
 def _print(found: PromptExplanation, asked_tokens: int) -> None:
-    """Print what there is to say of one namespace; no line is wider than a terminal of 80 columns, but for names."""
+    """Print the answers for one namespace; only long names make a line wider than 80 columns."""
     rows = [
         {
             "tier": answer.tier,
@@ -94,16 +96,12 @@ def _print(found: PromptExplanation, asked_tokens: int) -> None:
 
 
 def in_words(found: PromptExplanation) -> list[str]:
-    """Return the first chunk that is not served under one namespace, why, and the token that differs, as lines."""
-    lines = [*_first_missing(found.answers[-1], found.chunk_tokens), *_nearest_lines(found)]
-    return [line for line in lines if line]
-
-
-def _first_missing(answer: TierAnswer, size: int) -> list[str]:
-    if answer.chunk is None:
-        return [answer.detail]
-    first = f"chunk {answer.chunk} (tokens {answer.chunk * size:,} to {(answer.chunk + 1) * size - 1:,})"
-    return [f"the first that is not served: {first}", answer.detail]
+    """Return lines that say which chunk of a namespace is the first miss, why, and which token differs."""
+    answer, size, lines = found.answers[-1], found.chunk_tokens, list[str]()
+    if (chunk := answer.chunk) is not None:
+        first = f"chunk {chunk} (tokens {chunk * size:,} to {(chunk + 1) * size - 1:,})"
+        lines.append(f"the first chunk that is not served: {first}")
+    return [line for line in (*lines, answer.detail, *_nearest_lines(found)) if line]
 
 
 def _nearest_lines(found: PromptExplanation) -> list[str]:
@@ -111,12 +109,12 @@ def _nearest_lines(found: PromptExplanation) -> list[str]:
     if near is None:
         if found.answers[-1].chunk is None:
             return []
-        return ["no stored prompt near it is logged: the token that differs is not known"]
+        return ["the log has no similar prompt, so the token that differs is not known"]
     where = f"in {', '.join(near.tiers)}" if near.tiers else "no longer stored"
     age = printing.age(max(0.0, time.time() - near.stored_at))
     lines = [
         near.difference(),
-        f"nearest stored prompt: {near.num_tokens:,} tokens, from {age} ago, {where}",
+        f"nearest stored prompt: {near.num_tokens:,} tokens, stored {age} ago, {where}",
         f"chunk key: {near.key.hex()}",
     ]
     if near.other_fields:

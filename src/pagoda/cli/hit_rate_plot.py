@@ -1,4 +1,4 @@
-"""Hit rate against size: which sizes are worth a look, and the curve as a PNG."""
+"""Hit rate against size: which sizes to simulate, and the curve as a PNG."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REMEDY = "matplotlib is not installed: pip install 'pagodakv[plot]'"
 
 
 def sizes_of(distinct: int, count: int) -> list[int]:
-    """Return `count` sizes (fewer if there are no more), evenly spread on a logarithmic axis up to what holds all."""
+    """Return at most `count` sizes, evenly spaced on a logarithmic axis, up to `distinct`, which holds all chunks."""
     least = max(1.0, distinct / 128)
     steps = max(1, count - 1)
     found = [_two_digits(least * (distinct / least) ** (number / steps)) for number in range(steps)]
@@ -27,7 +27,7 @@ def sizes_of(distinct: int, count: int) -> list[int]:
 
 
 def check_png(path: Path) -> None:
-    """Raise UsageError if no PNG can be drawn into that file, before anything long is done."""
+    """Raise UsageError if this file cannot be drawn. Called before a long simulation."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
@@ -37,7 +37,7 @@ def check_png(path: Path) -> None:
 
 
 def save_png(path: Path, cells: Sequence[Cell], bound: float, title: str, chunk_bytes: int | None) -> None:
-    """Draw a line for each policy into a file, from cells in ascending size. FailedError if it cannot be written."""
+    """Draw a line for each policy, from cells in ascending size. Raises FailedError if the file cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
@@ -50,7 +50,7 @@ def save_png(path: Path, cells: Sequence[Cell], bound: float, title: str, chunk_
     axes.axhline(100 * bound, color="lightgray", zorder=0, label="infinite")
     axes.set(xscale="log", xlabel=unit, ylabel="% of chunks served", ylim=(0, None), title=title)
     sizes = sorted({cell.chunks * scale for cell in cells})
-    sizes = sizes[:: -len(sizes) // 10][::-1]  # at most ten have room, the largest always
+    sizes = sizes[:: -len(sizes) // 10][::-1]  # at most ten labels fit, with the largest size
     axes.set_xticks(sizes, [f"{size:,.3g}" if chunk_bytes else f"{size:,}" for size in sizes], fontsize=8)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
@@ -59,7 +59,7 @@ def save_png(path: Path, cells: Sequence[Cell], bound: float, title: str, chunk_
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG; no display is needed. FailedError if it cannot be written."""
+    """Write a figure as PNG; this needs no display. Raises FailedError if it cannot be written."""
     try:
         figure.savefig(path, format="png")
     except OSError as trouble:
@@ -67,6 +67,6 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def _two_digits(value: float) -> int:
-    """Return a whole number near `value` of which only the first two digits are not zero."""
+    """Round `value` to a whole number with two digits and zeros."""
     power: int = 10 ** max(0, math.floor(math.log10(value)) - 1)
     return max(1, round(value / power) * power)

@@ -1,4 +1,4 @@
-"""How fast chunks are loaded and prompts computed: given, measured by `pagoda bench`, or assumed."""
+"""The speeds of loading chunks and of computing prompts: given, measured by `pagoda bench`, or assumed."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagoda.cli import UsageError
-from pagoda.cli.model_sizes import model_of
+from pagoda.cli.known_models import model_of
 
 HOST_GBPS, DISK_GBPS = 25.0, 6.0
-"""What is assumed if nothing was measured: a GPU in a PCIe 4 x16 slot; an NVMe SSD in a PCIe 4 x4 one. 10^9 bytes."""
+"""The assumed speeds without a measurement: a GPU in a PCIe 4 x16 slot, an NVMe SSD in PCIe 4 x4. 10^9 bytes."""
 TFLOPS = 400.0
-"""What is assumed of the engine: one H100 at 40 % of what its data sheet says for bfloat16."""
+"""The assumed engine: one H100 at 40 % of its data sheet's speed for bfloat16."""
 
 
 class Speeds(NamedTuple):
-    """How fast things go, and where each figure is from. GB/s are 10^9 bytes."""
+    """The speeds, and the source of each. GB/s are 10^9 bytes."""
 
     host_gbps: float
     disk_gbps: float
-    prefill: float | None  # tokens a second; None: not known, so nothing is said of time
+    prefill: float | None  # tokens per second; None: not known, so times are not known either
     sources: dict[str, str]
 
     def gbps(self, tier: str) -> float:
-        """Return how fast chunks are loaded from a tier."""
+        """Return the speed of loading chunks from a tier."""
         return self.host_gbps if tier == "host" else self.disk_gbps
 
     def load_seconds(self, tier: str, nbytes: int) -> float:
-        """Return how long loading takes."""
+        """Return the time of loading so many bytes."""
         return nbytes / (1e9 * self.gbps(tier))
 
 
 def speeds_of(
     host: float | None, disk: float | None, prefill: float | None, measured: Path | None, model: str | None
 ) -> Speeds:
-    """Return the speeds that were given, else those that `pagoda bench --json` measured, else assumed ones.
+    """Return the given speeds; otherwise those that `pagoda bench --json` measured, or assumed ones.
 
     Raises:
         UsageError: the file is not what `pagoda bench --json` prints.
@@ -50,12 +50,12 @@ def speeds_of(
     host_gbps, disk_gbps = chosen("host", host, HOST_GBPS), chosen("disk", disk, DISK_GBPS)
     if prefill or model is None:
         return Speeds(host_gbps, disk_gbps, prefill, {**sources, "prefill": "given"})
-    computed = TFLOPS * 1e12 / (2e9 * model_of(model).active)  # two operations a parameter and token
+    computed = TFLOPS * 1e12 / (2e9 * model_of(model).active)  # two operations per parameter and token
     return Speeds(host_gbps, disk_gbps, computed, {**sources, "prefill": f"{TFLOPS:g} TFLOP/s assumed"})
 
 
 def _measured(file: Path) -> dict[str, float]:
-    """Return the reading speeds in what `pagoda bench --json` printed, GB/s."""
+    """Return the read speeds (GB/s) in the output of `pagoda bench --json`."""
     try:
         found = json.loads(file.read_text())
         speeds = {

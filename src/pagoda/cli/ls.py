@@ -1,4 +1,4 @@
-"""`pagoda ls`: the chunks that are stored, or how many there are of each namespace."""
+"""`pagoda ls`: lists the stored chunks, or counts those of each namespace."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class By(StrEnum):
-    """What one line of the list is."""
+    """What one line of the list is about."""
 
     CHUNK = "chunk"
     NAMESPACE = "namespace"
 
 
 class Listed(NamedTuple):
-    """One chunk as it is listed."""
+    """One chunk in the list."""
 
     tier: str
     slot_bytes: int
@@ -33,20 +33,20 @@ class Listed(NamedTuple):
     row: ChunkRow
 
     def as_json(self) -> dict[str, object]:
-        """Return all of it in plain types."""
+        """Return the chunk as plain values."""
         row, fields = self.row._asdict(), self.namespace.fields if self.namespace else {}
         names = {"key": row.pop("key").hex(), "namespace": row.pop("namespace_root").hex()}
         return {"tier": self.tier, **names, "model": fields.get("model", ""), **row}
 
 
 class Total(NamedTuple):
-    """What one namespace has in one tier."""
+    """The chunks of one namespace in one tier."""
 
     tier: str
     namespace: str
     model: str
     chunks: int
-    tokens: int | None = None  # a remote tier only knows how many chunks there are
+    tokens: int | None = None  # this and the next are None for remote tiers, which only count chunks
     stored_bytes: int | None = None
     newest_seconds: float | None = None
     oldest_seconds: float | None = None
@@ -62,22 +62,20 @@ def ls(
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
 ) -> int:
-    """List the chunks that are stored, latest used first; of remote tiers only how many there are.
+    """List the stored chunks, latest used first; those of remote tiers are only counted.
 
     Args:
         by: One line per chunk or per namespace.
-        limit: At most so many chunks, latest used first; 0 = all.
+        limit: The most chunks to list; 0 = all.
     """
     known: dict[bytes, NamespaceRow] = {}
     broken: dict[str, str] = {}
     listed = _listed(stores.find_stores(directory, config), model, namespace, known, broken)
     totals = _totals(listed) if by is By.NAMESPACE else []
-    found, number = _latest(listed, limit)  # none where all were counted
+    found, number = _latest(listed, limit)  # `_totals` has consumed them
     counts, silent = censuses(remotes_of(directory, config), known)
     broken |= silent
-    if not broken:  # a tier that does not answer may know more
-        stores.refuse_unknown(known, model, namespace)
-    wanted = stores.chosen(known, model, namespace)
+    wanted = stores.chosen(known, model, namespace, broken)
     shared = [
         Total(spec.name, root.hex(), stores.label(known[root].fields), chunks)
         for spec, found_there in counts.items()
@@ -96,7 +94,7 @@ def ls(
             printing.note(f"{number - len(found):,} more (--limit 0 shows all)")
         for tier in dict.fromkeys(total.tier for total in shared):
             chunks_there = sum(total.chunks for total in shared if total.tier == tier)
-            printing.note(f"{tier}: {chunks_there:,} chunks more (--by namespace shows whose)")
+            printing.note(f"{tier}: {chunks_there:,} more chunks (--by namespace shows of which namespaces)")
     for address, trouble in broken.items():
         printing.note(f"not listed: {address}: {trouble}")
     return FAILED if broken else 0
@@ -106,7 +104,7 @@ def _listed(
     directories: list[Path], model: str | None, prefix: str | None, known: dict[bytes, NamespaceRow],
     broken: dict[str, str],
 ) -> Iterator[Listed]:  # fmt: skip
-    """Yield the chunks asked for, store by store; `known` gets every namespace met, `broken` what cannot be listed."""
+    """Yield the chosen chunks, store by store; adds namespaces to `known`, stores that cannot be read to `broken`."""
     from pagoda.errors import PagodaError
     from pagoda.ledger import admin
 
@@ -115,7 +113,7 @@ def _listed(
             with stores.attached(store) as ledger:
                 namespaces = admin.list_namespaces(ledger)
                 known.update(namespaces)
-                wanted = stores.chosen(namespaces, model, prefix)
+                wanted = stores.chosen(namespaces, model, prefix, True)
                 everything = model is None and prefix is None
                 for row in admin.list_chunks(ledger):
                     if everything or row.namespace_root in wanted:
@@ -125,7 +123,7 @@ def _listed(
 
 
 def _latest(listed: Iterator[Listed], limit: int) -> tuple[list[Listed], int]:
-    """Return the `limit` chunks used last (0 = all) and how many there were; holds no more than those."""
+    """Return the `limit` chunks used last (0 = all) and the number of all chunks; keeps only these in memory."""
     number = 0
 
     def counted() -> Iterator[Listed]:

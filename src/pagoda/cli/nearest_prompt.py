@@ -1,6 +1,6 @@
-"""Which stored prompt a prompt is nearest to, and the token in which they differ. Reads the log of prompts; pure.
+"""Finds the stored prompt nearest to a prompt, and the token in which they differ. Uses the log of prompts; pure.
 
-`pagoda explain` calls it through `prompt_coverage`; it calls `key_schemes` for the schemes of keys.
+`pagoda explain` calls it through `prompt_coverage`; it calls `prompt_keys` for the schemes of keys.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagoda.cache.prompt_log import LoggedPrompt
-from pagoda.cli.key_schemes import schemes
+from pagoda.cli.prompt_keys import schemes
 from pagoda.keys import Int32s, chunk_keys
 
-_LOOKED_AT = 16  # of the prompts that share the most with ours: which of them is still stored
-_TRIED = 8  # of the latest prompts of a namespace: a salt may be part of the keys of some
-_ALIKE = 0.5  # a prompt whose very first token is another is near if so much of the rest is the same
+_LOOKED_AT = 16  # of the prompts that share most with ours, so many are checked: is one still stored?
+_TRIED = 8  # of the latest prompts of a namespace, so many are tried: some keys may contain a salt
+_ALIKE = 0.5  # a prompt with another first token is near if this share of the rest is the same
 
 
 @dataclass(frozen=True)
@@ -25,40 +25,40 @@ class NearestPrompt:
 
     namespace: bytes
     other_fields: tuple[str, ...]
-    """In what its namespace differs from the one asked about; the values of a salt are never told."""
+    """The fields in which its namespace differs from the one asked about; the value of a salt is never shown."""
     key: bytes
-    """Of its chunk where ours differs, or of its last one."""
+    """The key of its chunk in which ours differs, or of its last chunk."""
     num_tokens: int
     same_tokens: int
-    """So many leading tokens are the same."""
+    """How many leading tokens are the same."""
     token: int | None
-    """The first token that is another, counted from 0; None: one of the two prompts ends there."""
+    """The number of the first different token, from 0; None: one of the two prompts ends there."""
     token_id: int | None
-    """Which token stands there in ours, and in the stored prompt; None where it has ended."""
+    """That token in our prompt (and below in the stored one); None if the prompt has ended."""
     stored_id: int | None
     tiers: tuple[str, ...]
-    """Those that have its chunk; empty: it was stored, and is no longer."""
+    """The tiers that have its chunk; empty: it is no longer stored."""
     stored_at: float
     """Unix time."""
 
     def difference(self) -> str:
-        """Say in a few words where ours differs."""
+        """Return in a few words where ours differs."""
         if self.token is not None:
             here, there = self.token_id, self.stored_id
-            return f"it differs at token {self.token:,}: {here} here, {there} in the nearest"
+            return f"it differs at token {self.token:,}: {here} here, {there} in the nearest prompt"
         if self.stored_id is None and self.token_id is not None:
-            return f"the nearest is its beginning: that ends after token {self.same_tokens - 1:,}"
-        return "the nearest begins with all of it"
+            return f"the nearest prompt is its beginning and ends after token {self.same_tokens - 1:,}"
+        return "the nearest prompt begins with all of it"
 
 
 def keys_of_prompt(
     ids: Int32s, root: bytes, chunk_tokens: int, logged: Sequence[LoggedPrompt], known: Callable[[bytes], bool],
 ) -> list[bytes]:  # fmt: skip
-    """Return the key of every whole chunk under the scheme by which the namespace `root` was stored.
+    """Return the key of every whole chunk, by the scheme of the stored chunks of the namespace `root`.
 
-    The scheme is the one that gives one of the latest logged prompts its keys; without any, that of which the first
-    key is `known`. If none is (an adapter's name or a request's salt is part of the engine's hash), the keys of the
-    logged prompt that shares most with ours are used as far as it is the same; keys after that are of no stored chunk.
+    That is the scheme that gives one of the latest logged prompts its keys; without logged prompts, the one whose
+    first key is `known`. If no scheme fits (an adapter's name or a request's salt is part of the engine's hash), the
+    keys of the logged prompt that shares most with ours are used for the shared part; keys after it hit nothing.
     """
     own = chunk_keys(ids, root, chunk_tokens)
     theirs = [one for one in logged if one.namespace == root and one.chunk_tokens == chunk_tokens]
@@ -85,11 +85,11 @@ def nearest_prompt(
     ids: Int32s, root: bytes, logged: Sequence[LoggedPrompt], tiers_with: Callable[[bytes], tuple[str, ...]],
     other_fields: Callable[[bytes], tuple[str, ...]], *, besides: bool = False,
 ) -> NearestPrompt | None:  # fmt: skip
-    """Return the logged prompt nearest to ours: of the same namespace, else of any; None if none is near.
+    """Return the logged prompt nearest to ours: of the same namespace, otherwise of any; None if none is near.
 
-    That is the one with the longest common beginning. Of several: one that is still stored, then the one that has most
-    of the other tokens in common, then the latest. `besides`: ours itself, and what it is the beginning of, is left
-    out. `tiers_with` tells which tiers have a key, `other_fields` in which fields a namespace differs.
+    That is the prompt with the longest common beginning. Among several: one that is still stored, then the one with
+    most of the other tokens in common, then the latest. `besides`: leave out prompts that begin with all of ours.
+    `tiers_with` returns the tiers that have a key, `other_fields` the fields in which a namespace differs.
     """
     theirs = [one for one in logged if one.namespace == root] or logged
     measured = [(_same_tokens(ids, one.tokens), one) for one in theirs]
@@ -130,6 +130,6 @@ def _same_tokens(ours: Int32s, theirs: Int32s) -> int:
 
 
 def _alike(ours: Int32s, theirs: Int32s) -> int:
-    """Return how many tokens are the same at their places."""
+    """Return how many tokens are the same at the same position."""
     both = min(len(ours), len(theirs))
     return int(np.count_nonzero(ours[:both] == theirs[:both]))

@@ -1,4 +1,4 @@
-"""`pagoda pin` and `pagoda unpin`: keep the chunks of a prompt in the local tiers, whatever else is stored."""
+"""`pagoda pin` and `pagoda unpin`: protect the chunks of a prompt in the local tiers from eviction."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 _OWNER = "pagoda"
 
-Owner = Annotated[str, Option(metavar="NAME", help="In whose name; each ends its own pins only.")]
+Owner = Annotated[str, Option(metavar="NAME", help="The owner of the pins; unpin ends only these.")]
 
 
 class PinnedPrefix(NamedTuple):
-    """What is pinned of a prompt under one namespace in one tier, from its first token on."""
+    """The pinned part of a prompt under one namespace in one tier, from its first token on."""
 
     tier: str
     namespace: bytes
@@ -37,15 +37,13 @@ def pin(
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
 ) -> int:
-    """Keep what the local tiers have of a prompt there: at most a quarter of a tier, until `pagoda unpin`."""
+    """Protect the stored chunks of a prompt from eviction: at most a quarter of a tier, until `pagoda unpin`."""
     from pagoda.cli.prompt_coverage import prompt_of
 
     ids, broken = read_tokens(tokens), dict[str, str]()
     with stores.all_attached(directory, config, broken) as tiers:
         prompt = prompt_of(ids, tiers, [], stores.configured(config))
-        if not broken:  # what cannot be opened may know more
-            stores.refuse_unknown(prompt.known, model, namespace)
-        roots = list(stores.chosen(prompt.known, model, namespace))
+        roots = list(stores.chosen(prompt.known, model, namespace, broken))
         found = [_pinned(prompt, ledger, root, owner) for ledger in prompt.tiers for root in roots]
     done = [one for one in found if one.num_tokens]
     if as_json:
@@ -55,7 +53,8 @@ def pin(
         printing.print_table("pinned", ("tier", "tokens", "model"), rows)
     else:
         printing.note(
-            "no tier has the beginning of this prompt, or as much is pinned as may be: pagoda explain tells"
+            "nothing was pinned: no tier has the beginning of this prompt, or a quarter of the tier is pinned "
+            "already (see pagoda explain)"
         )
     return FAILED if broken or not done else 0
 
@@ -67,7 +66,7 @@ def unpin(
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
 ) -> int:
-    """End the pins of an owner: on one prompt, or without --tokens on everything."""
+    """End the pins of an owner: those of one prompt, or without --tokens all of them."""
     from pagoda.cli.prompt_coverage import prompt_of
     from pagoda.ledger import admin
 

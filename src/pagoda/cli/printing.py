@@ -1,10 +1,10 @@
 """How commands print: tables and sentences for people, one JSON object for programs (`--json`).
 
-Tables are whole in 80 columns, in a terminal and in a pipe. No value is cut, shortened to "..." or folded. A command
-shows the columns that answer most questions; `--wide` shows all of them, however wide. If a row does not fit, its last
-column (a path, an address, a model, a sentence) is on a line of its own below it, as long as it is. In a pipe the same
-columns come in the same order, without colours and rules, for 80 columns or COLUMNS, not for the terminal behind it.
-Scripts read `--json`: its names stay; what a table looks like may change.
+Tables fit into 80 columns, in a terminal and in a pipe. Values are complete: they are not shortened to "..." or folded.
+A command shows the columns that answer most questions; `--wide` shows all of them, however wide. If a row does not
+fit, its last column (a path, an address, a model, a sentence) is on a separate line below it, in full. In a pipe the
+same columns come in the same order, without colours and rules, for 80 columns or COLUMNS; the terminal's width does
+not matter there. Scripts read `--json`: its names stay; the form of a table may change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def console() -> Console:
-    """Return a console on stdout: colours on a terminal, plain text in a pipe, and a width in both."""
+    """Return a console on stdout, always with a width: colours on a terminal, plain text in a pipe."""
     from rich.console import Console
 
     found = Console(highlight=False)
@@ -32,7 +32,7 @@ def console() -> Console:
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """Print one JSON object and nothing else; bytes are shown as hex."""
+    """Print one JSON object and nothing else; bytes are printed as hex."""
     print(json.dumps(value, indent=2, default=_plain))
 
 
@@ -41,7 +41,7 @@ def _plain(value: object) -> object:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; a column whose cells are all numbers is aligned to the right. See the module for what is long."""
+    """Print a table; columns of numbers are aligned to the right. See the module for long values."""
     from rich.text import Text
 
     out = console()
@@ -58,25 +58,25 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 
 def print_dicts(title: str, rows: Sequence[Mapping[str, object]], without: Container[str] = ()) -> None:
-    """Print a table of rows by the names of their columns, but for the columns `without`; nothing without a row."""
+    """Print a table of rows, which name their columns, except the columns `without`; print nothing without rows."""
     columns = [name for name in next(iter(rows), ()) if name not in without]
     if columns:
         print_table(title, columns, [[row[name] for name in columns] for row in rows])
 
 
 def print_text(text: str, indent: str = "") -> None:
-    """Print sentences, broken between words at the width of the terminal; what is longer than a line stays whole."""
+    """Print sentences, broken between words at the width of the terminal; a longer word stays whole."""
     width = console().width - len(indent)
     print("\n".join(indent + line for line in wrapped(text, width)))
 
 
 def size(size_bytes: float | None) -> str:
-    """Return bytes as a number with its unit, aligned to the right; an empty text if they are not known."""
+    """Return bytes as a number with its unit, aligned to the right; an empty text if the number is not known."""
     return "" if size_bytes is None else RightAligned(format_size(size_bytes))
 
 
 def age(seconds: float | None) -> str:
-    """Return a time span in its largest fitting unit, such as "3.2 min"."""
+    """Return a duration in its largest suitable unit, such as "3.2 min"."""
     if seconds is None:
         return RightAligned("-")
     for limit, divisor, unit in ((120.0, 1.0, "s"), (7200.0, 60.0, "min"), (172800.0, 3600.0, "h")):
@@ -86,17 +86,17 @@ def age(seconds: float | None) -> str:
 
 
 def wait(seconds: float) -> str:
-    """Return a short time in milliseconds, a long one as `age` does."""
+    """Return a short duration in milliseconds, a long one like `age`."""
     return RightAligned(f"{seconds * 1e3:,.0f} ms") if seconds < 10 else age(seconds)
 
 
 def share(part: float, whole: float) -> str:
-    """Return a percentage, or "-" of nothing."""
+    """Return a percentage, or "-" if `whole` is 0."""
     return RightAligned(f"{100 * part / whole:.1f} %") if whole else RightAligned("-")
 
 
 def count(number: int) -> str:
-    """Return a number of things in at most nine characters: whole below ten million."""
+    """Return a number in at most nine characters; numbers below ten million are complete."""
     for least, unit in ((10**13, "T"), (10**10, "G"), (10**7, "M")):
         if number >= least:
             return RightAligned(f"{number / least * 10:.1f} {unit}")
@@ -104,7 +104,7 @@ def count(number: int) -> str:
 
 
 def progress(json_wanted: bool = False) -> Progress:
-    """Return a progress bar on stderr, silent if that is no terminal or JSON is wanted. A context."""
+    """Return a progress bar on stderr (a context); it is silent for JSON, and if stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
@@ -114,5 +114,5 @@ def progress(json_wanted: bool = False) -> Progress:
 
 
 def note(message: str) -> None:
-    """Print a remark to stderr, out of the way of what is piped."""
+    """Print a remark to stderr, so that it is not in a pipe."""
     print(f"pagoda: {printable(message)}", file=sys.stderr)

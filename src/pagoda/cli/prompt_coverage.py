@@ -1,4 +1,4 @@
-"""What each tier would serve of a prompt, and why not more. Reads ledgers and asks remote tiers, touches no recency."""
+"""How much of a prompt each tier would serve, and why not more. Reads ledgers, asks remote tiers; changes nothing."""
 
 from __future__ import annotations
 
@@ -41,49 +41,49 @@ class TierAnswer(NamedTuple):
     num_tokens: int
     reason: Reason | None  # None: all whole chunks are served
     detail: str
-    chunk: int | None = None  # the first that is not served
-    # of the namespace under which that chunk is stored, if it is another one
+    chunk: int | None = None  # the first chunk that is not served
+    # fields of the namespace under which that chunk is stored, if it is another one
     other_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class PromptExplanation:
-    """What the tiers would serve of a prompt under one namespace, and the stored prompt it is nearest to."""
+    """How much the tiers would serve of a prompt under one namespace, and the nearest stored prompt."""
 
     namespace: bytes
     chunk_tokens: int
-    answers: Sequence[TierAnswer]  # of each tier, then of all together if there are several
+    answers: Sequence[TierAnswer]  # one per tier; if there are several, then one for all together
     nearest: NearestPrompt | None
 
     def nearest_row(self) -> dict[str, object]:
-        """Return the nearest prompt as a row for programs, with the namespace that it was compared under."""
+        """Return the nearest prompt as a row for programs, with the namespace of the comparison."""
         assert self.nearest is not None
         return {**asdict(self.nearest), "namespace": self.namespace, "of_namespace": self.nearest.namespace}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and its keys under every namespace that any tier knows. Made by `prompt_of`."""
+    """A prompt and its keys under every known namespace. Made by `prompt_of`."""
 
     tokens: Int32s
     tiers: Sequence[Ledger]
-    remotes: Sequence[RemoteSpec]  # below them, top down
+    remotes: Sequence[RemoteSpec]  # the tiers below them, from the top down
     known: Mapping[bytes, NamespaceRow]
     chunk_tokens: Mapping[bytes, int]
     keys: Mapping[bytes, list[bytes]]
     min_hit_tokens: int
-    prefill_tokens_per_second: float | None  # None: nothing is judged by whether it is worth loading
-    logged: Sequence[LoggedPrompt]  # what was stored lately, with its tokens
+    prefill_tokens_per_second: float | None  # None: whether loading is faster is not checked
+    logged: Sequence[LoggedPrompt]  # prompts that were stored lately, with their tokens
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it has."""
+        """How many tokens the prompt has."""
         return len(self.tokens)
 
 
 @dataclass(frozen=True)
 class _NamedNeighbours(RemoteSpec):
-    """The neighbours that the directory of `config` names for a prompt, as one store."""
+    """The neighbours that the directory in `config` names for a prompt, as one store."""
 
     config: Config = field(default_factory=Config)
 
@@ -93,9 +93,9 @@ class _NamedNeighbours(RemoteSpec):
 
 
 def neighbours_of(directory: Path | None, config: Config) -> Sequence[RemoteSpec]:
-    """Return the configured neighbours, each with its place in its name; none if a command is about one directory.
+    """Return the configured neighbours, with their addresses in their names; none for a command about one directory.
 
-    With a directory of neighbours they are one: it names whom to ask.
+    A directory of neighbours counts as one store: it names the neighbours to ask.
     """
     if directory is None and config.lookup:
         return [
@@ -114,13 +114,13 @@ def prompt_of(
     chunk_tokens: int | None = None,
     prefill: float | None = None,
 ) -> Prompt:
-    """Hash the prompt under every namespace; chunks have `chunk_tokens` tokens, by default as what is stored."""
+    """Hash the prompt under every namespace. `chunk_tokens`: tokens per chunk, by default as in the stored chunks."""
     ids = as_token_ids(tokens)
     known: dict[bytes, NamespaceRow] = {}
     for ledger in tiers:
         known.update(admin.list_namespaces(ledger))
     found = {} if chunk_tokens else _stored_sizes(tiers)
-    # a namespace of which nothing is stored is cut as its neighbours are
+    # a namespace without chunks gets the chunk size of another one
     usual = chunk_tokens or next(iter(found.values()), config.chunk_tokens)
     logged = [one for ledger in tiers for one in _logged(ledger)]
     if not chunk_tokens:
@@ -135,7 +135,7 @@ def prompt_of(
 
 
 def explanations(prompt: Prompt, roots: Iterable[bytes]) -> list[PromptExplanation]:
-    """Return all there is to say of a prompt under these namespaces, the best first. Changes nothing."""
+    """Explain a prompt under each of these namespaces, the best first. Changes nothing."""
     found = []
     for root in roots:
         said = answers(prompt, root)
@@ -145,25 +145,23 @@ def explanations(prompt: Prompt, roots: Iterable[bytes]) -> list[PromptExplanati
 
 
 def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
-    """Return the answer of each tier for one namespace; of several tiers also what they serve together, as "all".
+    """Return the answer of each tier for one namespace; with several tiers also that of all together, as "all".
 
-    What is below the minimum counts for nothing, which only the answer for all tiers can say.
+    A hit below the minimum counts as none; only the answer for all tiers together can say this.
     """
-    model = label(prompt.known[root].fields)
     ledgers = [ledger for ledger in prompt.tiers if root in admin.list_namespaces(ledger)]
     here: list[_Place] = [*ledgers, *prompt.remotes]
-    together = _served(prompt, root, here, prompt.min_hit_tokens)
     if len(here) == 1:
-        return [TierAnswer(root, model, _name(here[0]), *together)]
-    alone = [TierAnswer(root, model, _name(place), *_served(prompt, root, [place])) for place in here]
-    return [*alone, TierAnswer(root, model, "all", *together)]
+        return [_served(prompt, root, _name(here[0]), here, prompt.min_hit_tokens)]
+    alone = [_served(prompt, root, _name(place), [place]) for place in here]
+    return [*alone, _served(prompt, root, "all", here, prompt.min_hit_tokens)]
 
 
 def nearest(prompt: Prompt, root: bytes, together: TierAnswer) -> NearestPrompt | None:
-    """Return which stored prompt this one is nearest to, for one namespace; None if no such prompt is logged.
+    """Return the stored prompt that is nearest to this one, for one namespace; None if the log has none.
 
-    If all of this prompt can be served, as all tiers `together` answered, the nearest other one. Else one that shares
-    less than what is served explains nothing: the prompt that shares more is not in the log.
+    If the tiers `together` serve all of this prompt, return the nearest other one. Otherwise a prompt that shares less
+    than the served part explains nothing: the prompt that shares more is not in the log.
     """
     served = together.chunk is None
 
@@ -185,12 +183,12 @@ def nearest(prompt: Prompt, root: bytes, together: TierAnswer) -> NearestPrompt 
 def _logged(ledger: Ledger) -> Sequence[LoggedPrompt]:
     try:
         return list(logged_prompts(ledger.directory))
-    except OSError:  # it helps to explain, and is not needed
+    except OSError:  # the log is helpful, not necessary
         return ()
 
 
 def _has_known(ledger: Ledger, key: bytes) -> bool:
-    """Whether a tier has a chunk, or remembers what became of it."""
+    """Whether a tier has a chunk, or remembers what happened to it."""
     here = len(ledger.match_prefix([key], start=None, touch=False).slots) > 0
     return here or ledger.explain_miss(key).reason is not Reason.ABSENT
 
@@ -200,7 +198,7 @@ def _name(place: _Place) -> str:
 
 
 def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:
-    """Return the tokens in a chunk of each namespace that has any, as its first one says."""
+    """Return the tokens per chunk of each namespace with chunks, from its first chunk."""
     found: dict[bytes, int] = {}
     for ledger in tiers:
         awaited = {root for root, row in admin.list_namespaces(ledger).items() if row.chunks} - found.keys()
@@ -214,38 +212,37 @@ def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:
 
 
 class _Why(NamedTuple):
-    """Why a tier does not serve one more chunk."""
+    """Why a tier does not serve the next chunk."""
 
     reason: Reason | None
     detail: str
     other_fields: tuple[str, ...] = ()
 
 
-def _served(
-    prompt: Prompt, root: bytes, places: Sequence[_Place], minimum: int = 0
-) -> tuple[int, Reason | None, str, int | None, tuple[str, ...]]:
-    """Return what a `TierAnswer` says of these tiers together, from the top down."""
+def _served(prompt: Prompt, root: bytes, name: str, places: Sequence[_Place], minimum: int = 0) -> TierAnswer:
+    """Return the answer of these tiers together, from the top down, under a name."""
     size, keys = prompt.chunk_tokens[root], prompt.keys[root]
+    answer = partial(TierAnswer, root, label(prompt.known[root].fields), name)
     if not keys:
-        return 0, Reason.SHORT_PROMPT, f"{prompt.num_tokens} tokens do not fill a chunk of {size}", None, ()
-    said: dict[str, _Why] = {}  # by each place, of the first chunk that it lacks
+        return answer(0, Reason.SHORT_PROMPT, f"{prompt.num_tokens} tokens do not fill a chunk of {size}")
+    said: dict[str, _Why] = {}  # by place: why it lacks its first missing chunk
 
     def find(number: str, place: _Place, at: int) -> tuple[int, Reason | None]:
         asked = _from_remote if isinstance(place, RemoteSpec) else _from_ledger
         run, said[number] = asked(prompt, root, place, at)  # type: ignore[arg-type]
         return run, None
 
-    # by number: several stores may be of one tier
+    # named by number, because several stores may belong to one tier
     finders = {str(at): partial(find, str(at), place) for at, place in enumerate(places)}
     chunks = match_tiers(finders, len(keys)).chunks
     total = size * chunks
     if 0 < total < minimum:
-        return 0, Reason.BELOW_MINIMUM, f"{total} tokens are there, min_hit_tokens = {minimum}", 0, ()
+        return answer(0, Reason.BELOW_MINIMUM, f"{total} tokens are there, min_hit_tokens = {minimum}", 0)
     if chunks == len(keys):
-        return total, None, "all whole chunks are there", None, ()
-    # A tier that did not answer might have the chunk; else any tier that remembers more of it says more.
+        return answer(total, None, "all whole chunks are stored")
+    # A silent tier may have the chunk. Otherwise a tier that remembers the chunk has the best explanation.
     why = min(said.values(), key=lambda why: (why.reason is Reason.ABSENT, why.reason is not Reason.IO_ERROR))
-    return total, why.reason, why.detail, chunks, why.other_fields
+    return answer(total, why.reason, why.detail, chunks, why.other_fields)
 
 
 def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> tuple[int, _Why]:
@@ -271,9 +268,9 @@ def _from_ledger(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> tup
 
 
 def _why(prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | None) -> _Why:
-    """Return why chunk `index` is not there, and in words since when or which field differs."""
+    """Return why chunk `index` is missing, and in words since when, or which field differs."""
     reason, age_seconds = ledger.explain_miss(prompt.keys[root][index])
-    if now is not None and now is not reason:  # what is the matter now says more than what is remembered
+    if now is not None and now is not reason:  # a present problem explains more than the past
         reason, age_seconds = now, None
     if reason is Reason.ABSENT:
         for other, keys in prompt.keys.items():
@@ -284,7 +281,7 @@ def _why(prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | 
 
 
 def _difference(mine: NamespaceRow, other: NamespaceRow) -> _Why:
-    """Say in which fields the namespace that has the chunk differs, and how; of a salt only that it does."""
+    """Return in which fields the namespace with the chunk differs, and how; the value of a salt is not shown."""
     names = tuple(Namespace.differing(mine.fields, other.fields))
     pairs = [
         "salt not shown"
@@ -292,27 +289,27 @@ def _difference(mine: NamespaceRow, other: NamespaceRow) -> _Why:
         else f"{name} {other.fields.get(name, '')!r}, not {mine.fields.get(name, '')!r}"
         for name in names
     ]
-    return _Why(Reason.OTHER_NAMESPACE, f"there is one with {' and '.join(pairs)}", names)
+    return _Why(Reason.OTHER_NAMESPACE, f"stored with {' and '.join(pairs)}", names)
 
 
 def _dear(prompt: Prompt, ledger: Ledger, slots: Sequence[int], size: int) -> str:
-    """Say how much longer loading one of these slots takes than computing it; empty if it does not."""
+    """Return how long loading and computing one of these slots take, if loading takes longer; otherwise ""."""
     if prompt.prefill_tokens_per_second is None or not slots:
         return ""
     load, compute = _load_seconds(ledger, slots), size / prompt.prefill_tokens_per_second
     if load <= compute:
         return ""
-    return f"a chunk loads in {load * 1e3:.3g} ms, computing takes {compute * 1e3:.3g} ms"
+    return f"loading a chunk takes {load * 1e3:.3g} ms, computing it {compute * 1e3:.3g} ms"
 
 
 def _load_seconds(ledger: Ledger, slots: Sequence[int]) -> float:
-    """Return the least time that bringing one of these slots into private memory took."""
+    """Return the shortest time of copying one of these slots into private memory."""
     room, size = aligned(ledger.slot_bytes), (ledger.slots, ledger.slot_bytes)
     if ledger.kind == "file":
         with closing(ledger.open_slab(lambda file: FileSlab(file, *size))) as disk:
             return _least_seconds(lambda slot: disk.read(slot, [room]), slots)
     with closing(ledger.open_slab(lambda file: MemorySlab(file, *size, ledger.page_guards))) as memory:
-        # twice: the first time faults the pages in
+        # twice, because the first time has page faults
         return _least_seconds(lambda slot: np.copyto(room, memory.view(slot)), [*slots, *slots])
 
 

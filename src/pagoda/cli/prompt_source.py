@@ -1,4 +1,4 @@
-"""Where the prompt of a command comes from: token ids, text or chat messages, cut by a tokenizer or a vLLM server."""
+"""Reads the prompt of a command: token ids, or text or chat messages with a tokenizer or a vLLM server."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 Json: TypeAlias = "Mapping[str, object]"
 
-_ASK_SECONDS = 30.0  # for one question to a server, in all
-_MOST_BYTES = 64 << 20  # of its answer
+_ASK_SECONDS = 30.0  # the time of one question to a server
+_MOST_BYTES = 64 << 20  # the largest answer
 _CHAT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
@@ -32,16 +32,16 @@ def read_prompt(
     tokens: str | None, text: str | None, messages: str | None, tokenizer: str | None, url: str | None,
     api_key_file: Path | None,
 ) -> tuple[TokenIds, str | None]:  # fmt: skip
-    """Return the token ids of the prompt that the options name, and the model of the server, if one was asked.
+    """Return the token ids of the prompt that the options name, and the model of the server, if there is one.
 
-    Raises UsageError for wrong use, FailedError for a server.
+    Raises UsageError for wrong use, FailedError if a server does not answer.
     """
     given = [("--tokens", tokens), ("--text", text), ("--messages", messages)]
     named = [name for name, value in given if value is not None]
     if not named:
         raise UsageError("the prompt is missing: --tokens FILE, --text TEXT or --messages FILE")
     if len(named) > 1:
-        raise UsageError(f"{' and '.join(named)} are given: give one of them")
+        raise UsageError(f"{' and '.join(named)}: give only one of them")
     if tokens is not None:
         if tokenizer or url:
             raise UsageError("--tokens are token ids already: leave --tokenizer and --url out")
@@ -57,12 +57,12 @@ def read_prompt(
     else:
         ids = text_tokenizer(str(tokenizer))(str(words)) if chat is None else _chat_ids(str(tokenizer), chat)
     if not len(ids):
-        raise UsageError(f"{named[0]}: holds no tokens")
+        raise UsageError(f"{named[0]}: has no tokens")
     return ids, model
 
 
 def read_tokens(source: str | None) -> TokenIds:
-    """Return the token ids that are given, in a file, or for "-" in stdin. UsageError: None, or what is no token id."""
+    """Return the given token ids, those in a file or, for "-", in stdin. UsageError: None, or not token ids."""
     from pagoda.keys import as_token_ids
 
     if source is None:
@@ -76,12 +76,12 @@ def read_tokens(source: str | None) -> TokenIds:
     except ValueError as trouble:
         raise UsageError(f"{option}: not a list of token ids: {trouble}") from None
     if not len(found):
-        raise UsageError(f"{option}: holds no token ids")
+        raise UsageError(f"{option}: has no token ids")
     return found
 
 
 def _read_messages(source: str) -> Json:
-    """Return what a chat request says: its messages, and what else its template uses."""
+    """Return the messages of a chat request, and its other fields that the template uses."""
     text = _read("--messages", source)
     try:
         found = json.loads(text)
@@ -107,7 +107,7 @@ def _read(option: str, source: str) -> str:
 
 
 def text_tokenizer(tokenizer: str) -> Callable[[str], Sequence[int]]:
-    """Load a model's tokenizer; return what gives a text's ids, with the special tokens that engines add.
+    """Load a model's tokenizer; return a function from a text to its ids, with the special tokens that engines add.
 
     Both raise UsageError.
     """
@@ -125,7 +125,7 @@ def text_tokenizer(tokenizer: str) -> Callable[[str], Sequence[int]]:
 
 
 def _chat_ids(tokenizer: str, chat: Json) -> Sequence[int]:
-    """Return the ids of chat messages by the template of a model's tokenizer. Raises UsageError."""
+    """Return the ids of chat messages, by the template of a model's tokenizer. Raises UsageError."""
     kwargs = chat.get("chat_template_kwargs")
     options = dict(kwargs) if isinstance(kwargs, dict) else {}
     for name, usual in (("tools", None), ("add_generation_prompt", True), ("continue_final_message", False)):
@@ -137,7 +137,7 @@ def _chat_ids(tokenizer: str, chat: Json) -> Sequence[int]:
 
 
 def _of_model(path: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model's directory, or of the directory that a file is in."""
+    """Load the tokenizer of a model's directory, or of the directory of a file."""
     from transformers import AutoTokenizer
 
     directory = Path(path).parent if Path(path).is_file() else path
@@ -146,14 +146,14 @@ def _of_model(path: str) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def _explained(tokenizer: str) -> Iterator[None]:
-    """Raise what goes wrong with a tokenizer as a UsageError."""
+    """Turn every error of a tokenizer into a UsageError."""
     try:
         yield
     except ImportError as missing:
         raise UsageError(
             f"--tokenizer: {missing}: pip install 'pagodakv[transformers]', or give --url"
         ) from None
-    except Exception as trouble:  # noqa: BLE001  # of the library or of a template: of any class
+    except Exception as trouble:  # noqa: BLE001  # libraries and templates raise any class
         first = str(trouble).strip().partition("\n")[0]
         raise UsageError(
             f"--tokenizer {tokenizer}: {first or type(trouble).__name__}; "
@@ -165,17 +165,17 @@ def _explained(tokenizer: str) -> Iterator[None]:
 
 
 def _ask_server(url: str, text: str | None, chat: Json | None, key_file: Path | None) -> tuple[TokenIds, str]:
-    """Return the ids that a server gives, and the model that it serves, named as the vLLM connector names it."""
+    """Return a server's ids for the prompt, and the name of its model as the vLLM connector has it."""
     key = _api_key(key_file)
     listed = _ask(url, key, "GET", "/v1/models").get("data")
     rows = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-    models = [one for one in rows if not one.get("parent")]  # others are its adapters
+    models = [one for one in rows if not one.get("parent")]  # the others are adapters
     if not models or not isinstance(models[0].get("id"), str):
-        raise FailedError(f"{url}: /v1/models names no model: is it a vLLM server?")
+        raise FailedError(f"{url}: /v1/models names no model; check that it is a vLLM server")
     question = {"model": models[0]["id"], **({"prompt": text} if chat is None else chat)}
     ids = _ask(url, key, "POST", "/tokenize", question).get("tokens")
     if not isinstance(ids, list):
-        raise FailedError(f"{url}: /tokenize gave no tokens: is it a vLLM server?")
+        raise FailedError(f"{url}: /tokenize returned no tokens; check that it is a vLLM server")
     from pagoda.connectors.vllm.identity.engine_namespace import model_name
     from pagoda.keys import as_token_ids
 
@@ -183,16 +183,16 @@ def _ask_server(url: str, text: str | None, chat: Json | None, key_file: Path | 
 
 
 def _api_key(file: Path | None) -> str:
-    """Return the key in a file, else in the variable OPENAI_API_KEY; empty: none."""
+    """Return the key in the file, or without a file in the variable OPENAI_API_KEY; empty: no key."""
     key = os.environ.get("OPENAI_API_KEY", "") if file is None else _read("--api-key-file", str(file))
     key = key.strip()
     if not key.isprintable() or not key.isascii():
-        raise UsageError("the API key is no plain line: see --api-key-file, else OPENAI_API_KEY")
+        raise UsageError("the API key must be one ASCII line: see --api-key-file, OPENAI_API_KEY")
     return key
 
 
 def _ask(url: str, key: str, method: str, path: str, question: Json | None = None) -> Json:
-    """Return the JSON answer of a server. No redirect is followed, which would carry the key elsewhere."""
+    """Return the JSON answer of a server. Does not follow redirects: they would send the key elsewhere."""
     link, base = _connection(url)
     until = time.monotonic() + _ASK_SECONDS
     headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -203,18 +203,18 @@ def _ask(url: str, key: str, method: str, path: str, question: Json | None = Non
         )
         answer = link.getresponse()
         content = b""
-        while piece := answer.read1(1 << 16):  # what has come: a slow server meets the deadline
+        while piece := answer.read1(1 << 16):  # only arrived bytes: a slow server meets the deadline
             content += piece
             if len(content) > _MOST_BYTES or time.monotonic() > until:
                 raise FailedError(f"{url}{path}: the answer is too long or too slow")
     except (OSError, UnicodeError, http.client.HTTPException) as trouble:
         why = getattr(trouble, "strerror", None) or str(trouble) or type(trouble).__name__
-        raise FailedError(f"{url}: no answer ({why}): does a vLLM server run there?") from None
+        raise FailedError(f"{url}: no answer ({why}); check that a vLLM server runs there") from None
     finally:
         link.close()
     if answer.status in (401, 403):
         raise FailedError(
-            f"{url}: refused ({answer.status}): give its key in OPENAI_API_KEY or by --api-key-file"
+            f"{url}: refused ({answer.status}): give its key in OPENAI_API_KEY or with --api-key-file"
         )
     if answer.status != 200:
         said = " ".join(content[:200].decode(errors="replace").split())
@@ -224,7 +224,7 @@ def _ask(url: str, key: str, method: str, path: str, question: Json | None = Non
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise FailedError(f"{url}{path}: answered with something else than JSON: is it a vLLM server?")
+        raise FailedError(f"{url}{path}: the answer is not JSON; check that it is a vLLM server")
     return found
 
 
@@ -236,7 +236,7 @@ def _connection(url: str) -> tuple[http.client.HTTPConnection, str]:
     except ValueError as trouble:
         raise UsageError(f"--url: {trouble}: give it as http://HOST:PORT") from None
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise UsageError("--url: holds more than a place: give a key by --api-key-file")
+        raise UsageError("--url: write only http://HOST:PORT, and give a key with --api-key-file")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"--url {url}: give it as http://HOST:PORT")
     base = parts.path.rstrip("/").removesuffix("/v1")

@@ -1,4 +1,4 @@
-"""`pagoda quality`: may blending or a lossy codec start with this model? Measured on the user's own prompts."""
+"""`pagoda quality`: measures, on the user's own prompts, whether blending or a lossy codec may be used with a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pagoda.quality_bounds import Bounds
 
 _USUAL_SHARES = (0.05, 0.15, 0.3)
-_MOST_NAMED = 20  # bad lines that are told one by one
+_MOST_NAMED = 20  # bad lines that are named one by one
 
 
 def quality(
@@ -47,26 +47,26 @@ def quality(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Measure what blending and lossy codecs change in the answers of a model, and write the verdict.
+    """Measure how blending and lossy codecs change the answers of a model, and write the verdict.
 
-    They start only with a passing verdict for the model. Exit code 1: no setting passes.
+    Engines use them only with a passing verdict for the model. Exit code 1: no setting passes.
 
     Args:
         model: A model's directory, or its name on the hub.
         prompts: Lines such as {"documents": [...], "question": "..."}.
         blend: Blending, such as deviation:0.15; or several.
         codec: A lossy codec, such as q8; or several.
-        new_tokens: Most tokens of an answer where none is expected.
-        chunk_tokens: Tokens of a chunk; default: the configured.
-        kl: Bound: at most; default 0.095 for blending, 0.01 for codecs.
-        top1: Bound: same tokens, at least; default 0.93, 0.99.
-        answers: Bound: right answers, at least; default 0.93, 0.99.
+        new_tokens: The most tokens of an answer if the prompt has no expected answer.
+        chunk_tokens: Tokens per chunk; default: the configured number.
+        kl: Bound: the largest KL; default 0.095 for blending, 0.01 for codecs.
+        top1: Bound: the smallest share of same tokens; default 0.93, 0.99.
+        answers: Bound: the smallest share of right answers; default 0.93, 0.99.
         min_prompts: Bound: fewer prompts cannot pass.
-        confidence: Of the intervals.
-        seed: Of the bootstrap.
-        weights: Another name of these weights: the one that an engine's error gives.
-        dtype: What the weights are loaded as.
-        device: Where the model runs; default: cuda if there is one.
+        confidence: Confidence of the intervals.
+        seed: Seed of the bootstrap.
+        weights: Another name of these weights: the one in an engine's error.
+        dtype: The dtype of the loaded weights.
+        device: The device of the model; default: cuda if there is one.
         out: The verdict: a file, or a directory for it.
         png: Plot quality against cost (needs pagodakv[plot]).
     """
@@ -118,10 +118,10 @@ def quality(
     except KeyboardInterrupt:
         printing.note("interrupted; no verdict was written")
         return INTERRUPTED
-    return _told(model, prompts, run, place, weights or (), png, as_json)
+    return _show(model, prompts, run, place, weights or (), png, as_json)
 
 
-def _told(
+def _show(
     model: str,
     prompts: Path,
     run: QualityRun,
@@ -130,7 +130,7 @@ def _told(
     png: Path | None,
     as_json: bool,
 ) -> int:
-    """Write the verdict and the plot, print what was found; return the exit code."""
+    """Write the verdict and the plot, print the results; return the exit code."""
     from pagoda import __version__
     from pagoda.cli import quality_report
     from pagoda.quality.write_verdict import write_verdict
@@ -154,7 +154,7 @@ def _told(
 
 @contextmanager
 def _one_line(what: str) -> Iterator[None]:
-    """Say what a library or a measurement refuses in one line."""
+    """Turn errors of a library or of a measurement into one line."""
     from pagoda.errors import ConfigError
 
     try:
@@ -167,14 +167,14 @@ def _one_line(what: str) -> Iterator[None]:
 
 
 def _described(model: str) -> tuple[int, int | None, Tokenizer | None]:
-    """Return a model's vocabulary, the most tokens it takes, and its tokenizer; None: none. Loads no weights."""
+    """Return a model's vocabulary, its most tokens, and its tokenizer, or None for these. Loads no weights."""
     transformers = import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     text = transformers.AutoConfig.from_pretrained(model).get_text_config(decoder=True)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError, TypeError):
-        tokenizer = None  # token ids need none
+        tokenizer = None  # prompts of token ids need no tokenizer
     return text.vocab_size, getattr(text, "max_position_embeddings", None), tokenizer
 
 
@@ -188,7 +188,7 @@ def _loaded(model: str, dtype: str, device: str | None) -> torch.nn.Module:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         kind = import_module("transformers").AutoModelForCausalLM
         network: torch.nn.Module = kind.from_pretrained(model, dtype=dtype).eval().to(place)
-    except RuntimeError as trouble:  # e.g. a device that is not there, or has too little memory
+    except RuntimeError as trouble:  # e.g. the device does not exist, or has too little memory
         raise FailedError(f"{model}: {str(trouble).strip().partition(chr(10))[0]}") from None
     return network
 
@@ -203,7 +203,7 @@ def _prompts(
     for line in bad[:_MOST_NAMED]:
         printing.note(f"{path}: line {line.line} {line.why}")
     if bad:
-        more = f", {len(bad) - _MOST_NAMED} more than are named here" if len(bad) > _MOST_NAMED else ""
+        more = f" ({len(bad) - _MOST_NAMED} are not named here)" if len(bad) > _MOST_NAMED else ""
         raise UsageError(f"{path}: {len(bad)} of {len(good) + len(bad)} lines cannot be used{more}")
     if not good:
         raise UsageError(f"{path}: has no prompts")
@@ -211,7 +211,7 @@ def _prompts(
 
 
 def _blend_of(text: str) -> tuple[SelectionPolicy, float, int]:
-    """Return what "deviation:0.15" or "deviation:0.15:layer=2:min_tokens=256" says. Raises UsageError."""
+    """Parse a text such as "deviation:0.15" or "deviation:0.15:layer=2:min_tokens=256". Raises UsageError."""
     from pagoda.blend.blend_policies import POLICIES, checked_min_tokens, checked_share
 
     name, share, *options = text.split(":") if ":" in text else (text, "")
@@ -229,7 +229,7 @@ def _blend_of(text: str) -> tuple[SelectionPolicy, float, int]:
 
 
 def _codecs_of(names: Sequence[str]) -> list[str]:
-    """Return the codecs that were asked for. Raises UsageError for one that is not lossy."""
+    """Return the requested codecs, each once. Raises UsageError for a codec that is not lossy."""
     from pagoda import codec
 
     for name in names:
@@ -242,9 +242,9 @@ def _codecs_of(names: Sequence[str]) -> list[str]:
 def _usual(
     prompts: Sequence[QualityPrompt], config: Config
 ) -> tuple[list[tuple[SelectionPolicy, float, int]], list[str]]:
-    """Return what is measured if nothing was asked for: all codecs, and blending if the prompts have documents.
+    """Return the default settings: all codecs, and blending if the prompts have documents.
 
-    The configured share is one of those that are measured, with the configured least tokens of a document.
+    The configured share is one of them, with the configured least tokens of a document.
     """
     from pagoda import codec
     from pagoda.blend.blend_policies import POLICIES, policy_named
@@ -257,7 +257,7 @@ def _usual(
 def _bounds(
     kl: float | None, top1: float | None, answers: float | None, prompts: int, confidence: float
 ) -> dict[str, Bounds]:
-    """Return the bounds by feature: the usual ones, but for those that were given. UsageError: they say nothing."""
+    """Return the bounds by feature: the given ones, otherwise the usual. UsageError: they exclude nothing."""
     from msgspec.structs import replace
 
     from pagoda.quality_bounds import DEFAULT_BOUNDS, too_loose

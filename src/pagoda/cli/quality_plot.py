@@ -14,7 +14,7 @@ from pagoda.quality_bounds import Interval
 
 
 def save_png(path: Path, rows: Sequence[Judged], title: str) -> None:
-    """Draw quality against cost: blending by time to first token, codecs by bytes. FailedError if it cannot be."""
+    """Draw quality against cost: blending by time to first token, codecs by bytes. Raises FailedError."""
     groups = {
         feature: [row for row in rows if row.result is not None and row.result.setting.feature == feature]
         for feature in ("blend", "codec")
@@ -30,7 +30,7 @@ def save_png(path: Path, rows: Sequence[Judged], title: str) -> None:
 
 
 def _draw(axes: Axes, feature: str, rows: Sequence[Judged]) -> None:
-    """Draw one feature: a point with its intervals for each setting, a line for each policy, the bound."""
+    """Draw one feature: a point with intervals for each setting, a line for each policy, and the bound."""
     by_time = feature == "blend"
     lines: dict[str, list[Judged]] = {}
     for row in rows:
@@ -48,8 +48,8 @@ def _draw(axes: Axes, feature: str, rows: Sequence[Judged]) -> None:
     bound = next(row.result.bounds.kl for row in rows if row.result is not None)
     axes.axhline(bound, color="gray", ls="--", lw=1, label=f"bound {bound:g}")
     axes.set(
-        xlabel="time to first token, of computing everything" if by_time else "bytes, of the exact KV",
-        ylabel="KL divergence, nats a token",
+        xlabel="time to first token / that of computing everything" if by_time else "bytes / exact bytes",
+        ylabel="KL divergence, nats per token",
         xlim=(0, 1.15 * max(_cost(row, by_time).high for row in rows)),
         ylim=(0, None),
     )
@@ -58,7 +58,7 @@ def _draw(axes: Axes, feature: str, rows: Sequence[Judged]) -> None:
 
 
 def _computed(row: Judged) -> float:
-    """Return the share that a setting of blending computes again; 0 for others."""
+    """Return the share that a setting of blending computes again; 0 for codecs."""
     assert row.result is not None
     return float(row.result.setting.options.get("recompute", 0))
 

@@ -1,4 +1,4 @@
-"""What `pagoda quality` prints. Called by the command."""
+"""The output of `pagoda quality`. Called by the command."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pagoda.quality_bounds import Interval
 
 
 def print_report(model: str, prompts: Path, rows: Sequence[Judged]) -> None:
-    """Print the table, and what it means in plain words."""
+    """Print the table, and its meaning in plain words."""
     result = next(row.result for row in rows if row.result is not None)
     title = (
-        f"{model}, {result.prompts} prompts of {prompts.name}, beside exact KV; in brackets the worse end of the "
-        f"{result.confidence * 100:g} % interval, which is what counts"
+        f"{model}, {result.prompts} prompts of {prompts.name}, compared with exact KV; in brackets the worse end of "
+        f"the {result.confidence * 100:g} % interval, which decides"
     )
     answers = [] if result.figures.answers is None else ["answers %"]
     columns = ["", "KL", "top-1 %", *answers, "TTFT", "bytes", "verdict"]
@@ -84,7 +84,7 @@ def _share(interval: Interval) -> str:
 
 
 def _percent(share: float) -> str:
-    """Return a percentage in three digits, never rounded up to 100."""
+    """Return a percentage with three digits; it is not rounded up to 100."""
     return f"{100 * share:.0f}" if share >= 1 else f"{min(100 * share, 99.9):.1f}"
 
 
@@ -93,19 +93,17 @@ def _sentence(row: Judged) -> str:
     assert row.result is not None
     loose = row.result.loosened
     bounds = f"loosened bounds ({loose})" if loose else "all bounds"
-    said = f"PASS: it keeps {bounds}, and wrong KV was noticed on these prompts"
+    said = f"PASS: it keeps {bounds}, and these prompts detect wrong KV"
     if not row.result.passed:
         said = f"FAIL: {'; '.join(row.result.reasons)}"
     return ". ".join([said, *_notes(row)]) + "."
 
 
 def _notes(row: Judged) -> list[str]:
-    """Return what a user should know beside the verdict."""
+    """Return what a user should know in addition to the verdict."""
     notes = []
     if row.over_reuse is not None and not row.over_reuse.low > 0:
-        notes.append("It is not surely nearer to exact KV than plain reuse, which computes less")
+        notes.append("It is perhaps no nearer to exact KV than plain reuse, which computes less")
     if row.result is not None and row.result.setting.feature == "blend" and row.figures.ttft.low >= 1:
-        notes.append(
-            "It is not faster than computing everything, with prompts of this length on this machine"
-        )
+        notes.append("It is not faster than computing everything, for prompts of this length on this machine")
     return notes

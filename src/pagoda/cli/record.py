@@ -1,4 +1,4 @@
-"""`pagoda record`: runs an engine with its requests recorded, as a trace for `pagoda replay` and `pagoda size`."""
+"""`pagoda record`: runs an engine and records its requests, as a trace for `pagoda replay` and `pagoda size`."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def record(
 ) -> int:
     """Run COMMAND and record the requests of every cache in it: hashed ids and lengths, no text.
 
-    The same as setting PAGODA_RECORD for COMMAND. Ends as COMMAND ends, with its exit code.
+    It sets PAGODA_RECORD for COMMAND. Its exit code is that of COMMAND.
 
     Args:
         out: The file to write.
-        command: What to run, such as: pagoda vllm serve MODEL
-        append: Add to what the file has.
+        command: The command to run, such as: pagoda vllm serve MODEL
+        append: Add to the lines of the file.
     """
     command = command[1:] if command[:1] == ["--"] else command
     if not command:
-        raise UsageError("record what? write: pagoda record TRACE -- COMMAND...")
+        raise UsageError("the command is missing; write: pagoda record TRACE -- COMMAND...")
     for word in (str(out), command[0]):
         if word.startswith("-"):
-            raise UsageError(f"{word}: options stand first: pagoda record [--append] TRACE -- COMMAND...")
+            raise UsageError(f"{word}: write options first: pagoda record [--append] TRACE -- COMMAND...")
     before = _opened(out, append)
     code = _ran(command, {**os.environ, _VARIABLE: str(out.absolute())})
     _tell(out, before, command)
@@ -47,7 +47,7 @@ def record(
 
 
 def _opened(out: Path, append: bool) -> int:
-    """Make the file, and return how many lines it has already."""
+    """Create the file, and return how many lines it already has."""
     from pagoda.cache.append_lines import append_lines
 
     if out.is_dir():
@@ -62,9 +62,9 @@ def _opened(out: Path, append: bool) -> int:
 
 
 def _ran(command: Sequence[str], environ: dict[str, str]) -> int:
-    """Run the command to its end; it decides how to end at a signal. The terminal sends it Ctrl-C itself."""
+    """Run the command to its end. It gets all signals (Ctrl-C from the terminal) and decides how to end."""
     process: subprocess.Popen[bytes] | None = None
-    early: list[int] = []  # signals that came before the process was known here: none may leave it behind
+    early: list[int] = []  # signals that came before the process was known here; it gets them later
 
     def forward(number: int, _: object) -> None:
         if process is None:
@@ -85,7 +85,7 @@ def _ran(command: Sequence[str], environ: dict[str, str]) -> int:
 
 @contextmanager
 def handling(handlers: Mapping[signal.Signals, Callable[[int, object], object]]) -> Iterator[None]:
-    """Handle these signals so, as long as the context lasts. For the main thread."""
+    """Handle these signals with these functions inside the context. For the main thread."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -95,7 +95,7 @@ def handling(handlers: Mapping[signal.Signals, Callable[[int, object], object]])
 
 
 def _tell(out: Path, before: int, command: Sequence[str]) -> None:
-    """Say what was recorded, and what to do with it."""
+    """Print what was recorded, and how to use it."""
     from pagoda.cache.append_lines import append_lines
     from pagoda.replay.trace import read_trace
 
@@ -106,9 +106,9 @@ def _tell(out: Path, before: int, command: Sequence[str]) -> None:
         chunks += len(request.hash_ids)
     if requests:
         printing.note(f"recorded {requests:,} requests for {chunks:,} chunks in {out}")
-        printing.note(f"what another size would give: pagoda replay {shlex.quote(str(out))} --curve")
+        printing.note(f"to simulate other sizes: pagoda replay {shlex.quote(str(out))} --curve")
     else:
         printing.note(
-            f"nothing was recorded: {command[0]} asked no cache for a whole chunk, or none whose options come from the "
-            "environment"
+            f"nothing was recorded: {command[0]} requested no whole chunk, or its cache does not read its options from "
+            "the environment"
         )

@@ -1,4 +1,4 @@
-"""Asks the configured remote tiers: one connection a question, every step with a deadline, trouble as a sentence."""
+"""Asks the remote tiers: one connection per question, a deadline for every step, one sentence for every error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from pagoda.cli import printing
 from pagoda.cli.stores import configured
 from pagoda.errors import ConfigError, PagodaError
-from pagoda.url_parts import split_url
+from pagoda.url_hosts import split_url
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 NO_SECRET = (
-    "its password or key is not kept here: name a configuration that has it (--config), "
-    "or strike it out (pagoda remove URL)"
+    "its password or key is not known here: name a configuration that has it (--config), "
+    "or remove it from the register (pagoda remove URL)"
 )
 PATIENCE_SECONDS = 5.0
-"""The least that a person waits for one answer; a tier's own deadline counts if it is longer."""
+"""How long a command waits for one answer; a tier's own deadline is used if it is longer."""
 WALK_SECONDS = 300.0
-"""The most that a walk over all names takes."""
-_REFUSALS = ("READONLY", "NOREPLICAS", "MISCONF", "OOM")  # a Redis that refuses everybody, and says why
+"""The longest time of a walk over all names."""
+# answers of a Redis that refuses all clients and says why
+_REFUSALS = ("READONLY", "NOREPLICAS", "MISCONF", "OOM")
 
 
 class Unanswered(Exception):
-    """A remote tier gave no answer. `text` says what is wrong and what to do, the message also where; no secrets."""
+    """A remote tier did not answer. `text`: what is wrong and what to do; the message names the tier. No secrets."""
 
     def __init__(self, spec: RemoteSpec, text: str) -> None:
         self.text = _masked(spec, text)
@@ -42,10 +43,10 @@ class Unanswered(Exception):
 
 
 def remotes_of(directory: Path | None, config_file: Path | None) -> tuple[RemoteSpec, ...]:
-    """Return the remote tiers known here; none if a command is about one directory. Raises ConfigError.
+    """Return the remote tiers that are known here; none for a command about one directory. Raises ConfigError.
 
-    The configured ones, then those that this user has opened in another way. Of the latter some may lack their secret:
-    they are named on stderr and left out.
+    The configured ones come first, then those that this user has opened in another way. Of the latter, those whose
+    secret is not known are named on stderr and left out.
     """
     known, sealed = all_remotes(directory, config_file)
     for spec in sealed:
@@ -56,7 +57,7 @@ def remotes_of(directory: Path | None, config_file: Path | None) -> tuple[Remote
 def all_remotes(
     directory: Path | None, config_file: Path | None
 ) -> tuple[tuple[RemoteSpec, ...], tuple[RemoteSpec, ...]]:
-    """Return the remote tiers known here: those that can be asked, and those whose secret is not known here."""
+    """Return the remote tiers that are known here: those that can be asked, and those whose secret is not known."""
     if directory is not None:
         return (), ()
     from pagoda.config.remote_urls import parse
@@ -74,9 +75,9 @@ def all_remotes(
 def censuses(
     specs: Sequence[RemoteSpec], known: dict[bytes, NamespaceRow]
 ) -> tuple[dict[RemoteSpec, Mapping[bytes, int]], dict[str, str]]:
-    """Return how many chunks each remote tier has of each namespace, and what is wrong with those that do not answer.
+    """Return how many chunks of each namespace each remote tier has, and the errors of tiers that do not answer.
 
-    `known` gets the namespaces that no local tier has: their names stay on the machines that made them.
+    Adds the namespaces that no local tier has to `known`, without names: only the machines that made them know these.
     """
     from pagoda.ledger import NamespaceRow
 
@@ -88,12 +89,12 @@ def censuses(
 
 
 def leading(spec: RemoteSpec, root: bytes, keys: Sequence[bytes]) -> int:
-    """Return how many leading keys of one namespace are there. Raises Unanswered."""
+    """Return how many leading keys of one namespace a tier has. Raises Unanswered."""
     return ask(spec, lambda link: link.find(root, keys, time.monotonic() + patience(spec)))
 
 
 def cleared(spec: RemoteSpec, roots: Sequence[bytes] | None) -> int:
-    """Remove the chunks of these namespaces (None: all that are ours), for all machines. Raises Unanswered."""
+    """Remove the chunks of these namespaces (None: all of PagodaKV), for all machines. Raises Unanswered."""
     found = [None] if roots is None else list(roots)
     walk = _walk(spec)  # one deadline for all of them
     return ask(spec, lambda link: sum(link.clear(root, walk) for root in found))
@@ -113,7 +114,7 @@ def _walk(spec: RemoteSpec) -> ListingDeadline:
 def ask_each(
     specs: Sequence[RemoteSpec], work: Callable[[RemoteSpec], _T]
 ) -> tuple[dict[RemoteSpec, _T], dict[str, str]]:
-    """Do `work` with every remote tier; return what came of it, and what is wrong with those that do not answer."""
+    """Do `work` with every remote tier; return the results, and the errors of tiers that do not answer."""
     done: dict[RemoteSpec, _T] = {}
     broken: dict[str, str] = {}
     for spec in specs:
@@ -125,7 +126,7 @@ def ask_each(
 
 
 def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
-    """Return the answer of a remote tier. Raises Unanswered."""
+    """Ask a remote tier on a new connection, and return its answer. Raises Unanswered."""
     from pagoda.metrics import Reason
     from pagoda.tiers.remote.store_client import ListingTimeout, RefusedError
 
@@ -139,29 +140,29 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
             link.close()
     except ListingTimeout as unended:
         raise Unanswered(
-            spec, f"{unended}; what was done stays done: run the command again to go on"
+            spec, f"{unended}; the finished part stays: run the command again to continue"
         ) from None
     except TimeoutError:
-        late = f"no answer within {patience(spec):g} s; does it run, and is it let through?"
+        late = f"no answer within {patience(spec):g} s; check that it runs and that no firewall blocks it"
         raise Unanswered(spec, late) from None
     except RefusedError as refusal:
         said = str(refusal).removeprefix(place).rstrip(".")
         if refusal.contained:
             raise Unanswered(spec, said) from None
-        # else it says where to ask
+        # otherwise the text says what to do
         told = "write redis" in said or said.startswith(_REFUSALS)
         if refusal.reason is not Reason.NOT_ADMITTED and not told:
             said += "; check the password and the rights of its user"
         raise Unanswered(spec, f"refuses: {said}") from None
     except OSError as trouble:
         said = str(trouble.strerror or trouble).removeprefix(place).rstrip(".")
-        raise Unanswered(spec, f"{said}; does it run there?") from None
+        raise Unanswered(spec, f"{said}; check that it runs there") from None
     except PagodaError as trouble:
         raise Unanswered(spec, str(trouble)) from None
 
 
 def _masked(spec: RemoteSpec, text: str) -> str:
-    """Return `text` without the tier's secrets, should an engine or its library have repeated one."""
+    """Return `text` without the tier's secrets, which an engine or its library may have repeated."""
     password = split_url(spec.url).password or ""
     for secret in (password, unquote(password), *spec.options.values()):
         if len(secret) > 3 and secret not in spec.redacted:
@@ -169,13 +170,13 @@ def _masked(spec: RemoteSpec, text: str) -> str:
     return text
 
 
-# ---- whether they answer, and how they are set up
+# ---- whether they answer, and their settings
 
 
 class RemoteCheck(NamedTuple):
-    """A remote tier, what is wrong with it (empty: nothing), and of a pool the nodes: on all machines the same.
+    """The check of a remote tier. `trouble`: what is wrong with it, or empty. `nodes`: those of a pool.
 
-    `warnings`: what is wrong with how it is set up.
+    The nodes must be the same on all machines. `warnings`: what is wrong with its settings.
     """
 
     tier: str
@@ -186,12 +187,12 @@ class RemoteCheck(NamedTuple):
 
 
 def pinged(specs: Sequence[RemoteSpec]) -> list[RemoteCheck]:
-    """Return for each remote tier whether it answers and can be read, and whether its codec is installed."""
+    """Check for each remote tier that it answers and can be read, and that its codec is installed."""
     return [_checked(spec) for spec in specs]
 
 
 def _nodes(spec: RemoteSpec) -> str:
-    """Return the nodes of a pool in one spelling, and a digest of them to compare; else an empty string."""
+    """Return the nodes of a pool in one spelling, and a digest to compare; an empty string for other tiers."""
 
     if "+pool:" in spec.redacted[:12]:
         with suppress(PagodaError):
@@ -210,7 +211,7 @@ def _checked(spec: RemoteSpec) -> RemoteCheck:
 
 
 def worded(spec: RemoteSpec, warning: str) -> str:
-    """Return a warning about how a remote tier is set up, with its place."""
+    """Return a warning about the settings of a remote tier, with its address."""
     return f"{spec.name} ({spec.redacted}): {warning}"
 
 

@@ -1,4 +1,4 @@
-"""`pagoda remove`: gives back the memory and the disk that tiers take."""
+"""`pagoda remove`: frees the memory and the disk space of tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REMEDY = "name host, disk, a tier's root or a store"
 
 
 class DoomedStore(NamedTuple):
-    """A store that is to go and the bytes that it takes."""
+    """A store that is to be removed, and its size in bytes."""
 
     tier: str
     bytes: int
@@ -29,7 +29,7 @@ def remove(
 ) -> int:
     """Remove tiers and all their chunks, to free their memory and disk space.
 
-    A tier that a process has open stays. Of a remote tier only its entry in the register is removed, not its chunks.
+    A tier that a process has open stays. For a remote tier only its entry in the register is removed, not its chunks.
 
     Args:
         what: A tier, a tier's root, one store in it, or the URL of a remote tier; default: all local tiers.
@@ -48,7 +48,7 @@ def remove(
         printing.print_json({"removed_bytes": total, "stores": done, "failed": broken})
     elif gone:
         rows = [(store.tier, printing.size(store.bytes), store.directory) for store in gone]
-        printing.print_table("", ("tier", "given back", "directory"), rows)
+        printing.print_table("", ("tier", "freed", "directory"), rows)
     elif not broken:
         printing.note("there is no local tier to remove")
     if broken:
@@ -61,15 +61,15 @@ def _forget_remote(url: str) -> int:
     from pagoda.tiers import recorded_tiers
 
     if not recorded_tiers.remove(redacted(url)):
-        raise UsageError(f"{redacted(url)}: no such remote tier in the register (pagoda stats lists them)")
-    printing.note(f"{redacted(url)} is forgotten here; what it holds stays (pagoda clear removes that)")
+        raise UsageError(f"{redacted(url)}: not a remote tier of the register (pagoda stats lists them)")
+    printing.note(f"{redacted(url)} left the register; its chunks stay (pagoda clear removes them)")
     return 0
 
 
 def _stores(what: str | None, config: Path | None, broken: dict[str, str]) -> list[DoomedStore]:
-    """Return the stores that are meant; `broken` gets the roots that cannot be read.
+    """Return the stores that `what` names; adds roots that cannot be read to `broken`.
 
-    Raises UsageError for a path that holds none, StoreError for one that holds those of another user.
+    Raises UsageError for a path without stores, StoreError for a path with stores of another user.
     """
     from pagoda.ledger.stores_under_root import allocated_bytes, refuse_others, stores_in
 
@@ -85,13 +85,13 @@ def _stores(what: str | None, config: Path | None, broken: dict[str, str]) -> li
                 broken[str(root)] = f"{root}: cannot be read: {trouble.strerror}"
     else:
         path = Path(str(what)).absolute()
-        if not what or not path.is_dir():  # an empty name is no name for the working directory
+        if not what or not path.is_dir():  # an empty name does not mean the working directory
             wrong = "not a directory" if what and path.exists() else "no such directory"
             raise UsageError(f"{what or repr(what)}: {wrong}; {_REMEDY}")
         found = stores_in(path) or [store for store in stores_in(path.parent) if store == path]
         if not found:
             refuse_others(path)
-            raise UsageError(f"{what}: holds no store; {_REMEDY}")
+            raise UsageError(f"{what}: has no store; {_REMEDY}")
     return [
         DoomedStore(roots.get(store.parent.resolve(), ""), allocated_bytes(store), str(store))
         for store in found
@@ -99,7 +99,7 @@ def _stores(what: str | None, config: Path | None, broken: dict[str, str]) -> li
 
 
 def _remove(stores: list[DoomedStore], broken: dict[str, str]) -> list[DoomedStore]:
-    """Remove every store, going on past one that stays; return what went. `broken` gets why the others did not."""
+    """Remove all stores that can be removed, and return these; adds the errors of the others to `broken`."""
     from pagoda.errors import StoreError
     from pagoda.ledger.stores_under_root import remove_store, stores_in
     from pagoda.tiers import recorded_tiers

@@ -1,4 +1,4 @@
-"""`pagoda replay`: what a cache of another size or policy would have done with recorded requests."""
+"""`pagoda replay`: simulates a cache of another size or policy with recorded requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pagoda.cli.replay_inputs import OPTIMUM, Cell, Trace, best, simulated
 from pagoda.cli.stores import AsJson, ConfigFile, Wide, given_bytes
 
 Speed: TypeAlias = Annotated[
-    float | None, Option(min=1e-3, metavar="GB/S", help="How fast chunks are loaded from there.")
+    float | None, Option(min=1e-3, metavar="GB/S", help="The speed of loading chunks from this tier.")
 ]
 _PNG = Path("pagoda-curve.png")
-_WEIGHTS = {"lru": 1.0, "fifo": 1.0, OPTIMUM: 0.3}  # what simulating takes beside the LRU
+_WEIGHTS = {"lru": 1.0, "fifo": 1.0, OPTIMUM: 0.3}  # the time of a simulation, relative to LRU
 _OTHERS = 3.0
 
 
@@ -50,24 +50,24 @@ def replay(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Say what a cache of that size and policy would have done with recorded requests.
+    """Simulate a cache of that size and policy with recorded requests.
 
     Args:
-        capacity_chunks: One tier of that many chunks; or several.
-        host: Host memory, such as 64GiB.
-        disk: Disk below it, such as 1TiB.
-        curve: Hit rate against size: a table here, a plot as PNG.
-        points: Sizes of the curve.
+        capacity_chunks: One tier of that many chunks; can be repeated.
+        host: Size of host memory, such as 64GiB.
+        disk: Size of the disk below it, such as 1TiB.
+        curve: Print hit rates by size, and plot them as a PNG.
+        points: Number of sizes of the curve.
         png: File for the curve as PNG; default pagoda-curve.png.
-        measured: Speeds as `pagoda bench --json` printed them.
-        prefill: Tokens a second that the engine computes; default: by the model.
-        engines: Engines; default: as many as the trace needs uncached.
-        remote: A remote tier below them, which all machines share.
-        machines: Machines above --remote; default: 1.
-        route: Which of them gets a request: round-robin (default), prefix.
+        measured: File with speeds, printed by `pagoda bench --json`.
+        prefill: Tokens per second that the engine computes; default: by the model.
+        engines: Number of engines; default: as many as the trace needs without a cache.
+        remote: Size of a remote tier below them, which all machines share.
+        machines: Number of machines above --remote; default: 1.
+        route: How requests get to machines: round-robin (default), prefix.
         remote_policy: The policy of --remote; default: lru.
-        remote_write_policy: What is sent there: write_through (default), second_sight.
-        link: Each machine's and the store's link, such as 25Gbit.
+        remote_write_policy: Which chunks are sent there: write_through (default), second_sight.
+        link: Bandwidth of each machine's and the store's link, such as 25Gbit.
         prices: Prices of object stores (TOML); default: list prices.
     """
     tiers = {
@@ -127,33 +127,33 @@ def replay(
 
 
 def _refuse(chunks: Sequence[int] | None, tiers: dict[str, str], curve: bool, png: Path | None) -> None:
-    """Raise UsageError for options that do not go together."""
+    """Raise UsageError for options that exclude each other."""
     if tiers and (chunks or curve):
         named = " and ".join(f"--{name}" for name in tiers)
-        raise UsageError(f"{named}: for tiers by their size leave out --capacity-chunks and --curve")
+        raise UsageError(f"{named}: leave out --capacity-chunks and --curve")
     if png is not None:
         if not curve:
-            raise UsageError("--png goes with --curve")
+            raise UsageError("--png needs --curve")
         from pagoda.cli.hit_rate_plot import check_png
 
         check_png(png)
     if not (tiers or chunks or curve):
-        raise UsageError("how large? give --capacity-chunks, --host, --disk, --remote or --curve")
+        raise UsageError("a size is needed: --capacity-chunks, --host, --disk, --remote, --curve")
 
 
 def _refuse_given(options: Mapping[str, object], is_fleet: bool) -> None:
-    """Raise UsageError if one of the options was given that say nothing without, or with, --remote."""
+    """Raise UsageError if one of these options was given: they have no meaning without, or with, --remote."""
     for name, value in options.items():
         if value is not None:
             raise UsageError(
-                f"{name}: with --remote no time is simulated"
+                f"{name}: --remote simulates no time; leave it out"
                 if is_fleet
-                else f"{name} goes with --remote SIZE"
+                else f"{name} needs --remote SIZE"
             )
 
 
 def _known(chunk_bytes: int | None) -> int:
-    """Return the bytes of a chunk. Raises UsageError if they are not known."""
+    """Return the bytes of a chunk. Raises UsageError for None."""
     if chunk_bytes is None:
         raise UsageError("--host, --disk and --remote need --model NAME or --bytes-per-token N")
     return chunk_bytes
@@ -171,7 +171,7 @@ def _cells(
         for name in policies
     ]
     work += [TraceJob(best, (trace.room(size),), _WEIGHTS[OPTIMUM]) for size in sizes]
-    # the long ones first, so that no process ends long after the others
+    # the longest first, so that all processes end at about the same time
     work.sort(key=lambda piece: -piece.weight)
     with TracePool(trace.requests, jobs, quiet) as pool:
         found = pool.run(work, f"replaying {trace.name}")
@@ -223,7 +223,7 @@ def _print_cells(
 
 
 def _png(png: Path | None, cells: Sequence[Cell], trace: Trace, chunk_bytes: int | None) -> str | None:
-    """Draw the PNG that was asked for, or the usual one if that can be; return its name."""
+    """Draw the requested PNG, or the usual one if it can be drawn; return its name."""
     from pagoda.cli.hit_rate_plot import check_png, save_png
 
     try:

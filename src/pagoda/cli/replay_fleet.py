@@ -1,4 +1,4 @@
-"""`pagoda replay --remote`: what a tier that machines share would serve, over which links, for how many dollars."""
+"""`pagoda replay --remote`: a tier that machines share: what it would serve, the traffic on the links, the cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Dollars = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class StorePrices(msgspec.Struct, forbid_unknown_fields=True):
-    """What an object store asks for, in dollars: see `replay/prices.toml`."""
+    """The prices of an object store, in dollars: see `replay/prices.toml`."""
 
     put: Dollars
     get: Dollars
@@ -35,7 +35,7 @@ class StorePrices(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FleetPlan(NamedTuple):
-    """What is simulated: tiers of each machine by name, the remote one last, and their bytes; `link`: bits a second."""
+    """What is simulated. `sizes`: bytes of each machine's tiers by name, the remote one last; `link`: bits/s."""
 
     trace: Trace
     sizes: dict[str, int]
@@ -48,18 +48,18 @@ class FleetPlan(NamedTuple):
     prices: Mapping[str, StorePrices]
 
 
-# what a fleet did with each policy in the machines' own tiers
+# the results of a fleet, by the policy of the machines' own tiers
 PolicyOutcomes: TypeAlias = Sequence[tuple[str, FleetOutcome]]
 
 
 def link_of(text: str | None) -> float | None:
-    """Return a link's bits a second, None if none was given. Raises UsageError."""
+    """Return a link's bits per second, or None for None. Raises UsageError."""
     if text is None:
         return None
     found = _RATE.fullmatch(text.strip())
     rate = float(found[1]) * _POWERS[found[2].lower()] if found else 0.0
     if not rate:
-        raise UsageError(f"--link {text}: write bits a second as 25Gbit")
+        raise UsageError(f"--link {text}: write bits per second, such as 25Gbit")
     return rate
 
 
@@ -73,12 +73,12 @@ def prices_of(file: Path | None) -> Mapping[str, StorePrices]:
     except ValueError as trouble:
         raise UsageError(f"--prices {file}: {trouble}") from None
     if not found:
-        raise UsageError(f"--prices {file}: has no store")
+        raise UsageError(f"--prices {file}: names no store")
     return found
 
 
 def show(plan: FleetPlan, policies: Sequence[str], jobs: int | None, as_json: bool) -> None:
-    """Simulate the fleet with each policy in the machines' own tiers and print what came of it."""
+    """Simulate the fleet with each policy in the machines' own tiers, and print the results."""
     names = policies if len(plan.sizes) > 1 else [plan.remote_policy]
     with TracePool(plan.trace.requests, jobs, as_json) as pool:
         work = [TraceJob(simulate_fleet, (_spec(plan, name),)) for name in names]
@@ -102,7 +102,7 @@ def _spec(plan: FleetPlan, policy: str) -> FleetSpec:
 
 
 class LinkUse(NamedTuple):
-    """What goes over a link; rates are None if the trace has no time."""
+    """The traffic on a link; rates are None if the trace has no times."""
 
     name: str
     read_bytes: float
@@ -126,7 +126,7 @@ def _links(plan: FleetPlan, found: FleetOutcome) -> list[LinkUse]:
 
 
 def _dollars_a_day(plan: FleetPlan, found: FleetOutcome, prices: StorePrices) -> dict[str, float] | None:
-    """Return what each kind of request and what is kept cost a day; None if the trace has no time."""
+    """Return the cost per day of each kind of request and of the stored chunks; None if the trace has no times."""
     if not found.seconds:
         return None
     days = found.seconds / _DAY_SECONDS
@@ -158,7 +158,7 @@ def _as_json(plan: FleetPlan, policy: str, outcome: FleetOutcome) -> dict[str, o
 
 
 def _print_results(plan: FleetPlan, found: PolicyOutcomes) -> None:
-    """Print what the tiers serve, what goes over the links, how often the store is asked, and what that costs."""
+    """Print what the tiers serve, the traffic on the links, the requests to the store, and their cost."""
     _print_tiers(plan, found)
     print()
     _print_links(plan, found)
@@ -209,7 +209,7 @@ def _print_requests(found: PolicyOutcomes) -> None:
         }
         for policy, outcome in found
     ]
-    printing.print_dicts("the store is asked", rows)
+    printing.print_dicts("requests to the store", rows)
 
 
 def _print_dollars(plan: FleetPlan, found: PolicyOutcomes) -> None:
@@ -221,7 +221,7 @@ def _print_dollars(plan: FleetPlan, found: PolicyOutcomes) -> None:
                 parts = {"HEADs": heads, **day, "with index": day["total"] - heads}
                 texts = {part: _dollars(dollars) for part, dollars in parts.items()}
                 rows.append({"policy": policy, "store": name, **texts})
-    printing.print_dicts("dollars a day, were it an object store", rows)
+    printing.print_dicts("dollars per day, if it is an object store", rows)
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What `pagoda replay` and `pagoda size` have in common: the trace, the policies, sizes in chunks, simulated cells."""
+"""The common parts of `pagoda replay` and `pagoda size`: the trace, the policies, sizes in chunks, simulated cells."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ OPTIMUM = "optimum"
 _PAGE = 4096  # slots are whole pages
 
 TraceFile: TypeAlias = Annotated[
-    str, Argument(metavar="TRACE", help="Requests, one JSON object per line, .gz or not; - = stdin.")
+    str, Argument(metavar="TRACE", help="Requests, one JSON object per line, may be .gz; - = stdin.")
 ]
 Policies: TypeAlias = Annotated[
     list[str] | None,
-    Option("--policy", metavar="NAME", help="A policy, or several; default: the configured one."),
+    Option("--policy", metavar="NAME", help="A policy; can be repeated; default: the configured one."),
 ]
 ModelName: TypeAlias = Annotated[
-    str | None, Option("--model", metavar="NAME", help="For bytes: a model such as llama-3-8b.")
+    str | None, Option("--model", metavar="NAME", help="For sizes in bytes: a model such as llama-3-8b.")
 ]
 TokenBytes: TypeAlias = Annotated[
-    int | None, Option(min=1, max=2**30, metavar="N", help="For bytes: KV of a token, whatever the model.")
+    int | None, Option(min=1, max=2**30, metavar="N", help="For sizes in bytes: bytes of KV per token.")
 ]
 KVType: TypeAlias = Annotated[
-    str, Option("--kv-dtype", metavar="DTYPE", help="For bytes: what the model's KV is kept in.")
+    str, Option("--kv-dtype", metavar="DTYPE", help="For sizes in bytes: the dtype of the model's KV.")
 ]
 Jobs: TypeAlias = Annotated[
     int | None,
     Option(
-        min=1, max=256, metavar="N", help="Processes; default: one a processor, or one for a small trace."
+        min=1, max=256, metavar="N", help="Processes; default: one per processor, or one for a small trace."
     ),
 ]
 
 
 class Trace(NamedTuple):
-    """A trace that was read: how many chunks it asks for, how many of them differ, the tokens of one, and the bound."""
+    """A trace: its requests, the number of all chunks and of different chunks, the tokens per chunk, and the bound."""
 
     name: str
     requests: list[Request]
@@ -56,24 +56,24 @@ class Trace(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last."""
+        """The time from the first request to the last."""
         return (self.requests[-1].timestamp_ms - self.requests[0].timestamp_ms) / 1e3
 
     @property
     def input_tokens(self) -> int:
-        """Of all prompts."""
+        """The tokens of all prompts."""
         return sum(request.input_length for request in self.requests)
 
     @property
     def title(self) -> str:
-        """What it is, in words."""
+        """A description of the trace."""
         return (
             f"{self.name}: {len(self.requests):,} requests in {self.seconds / 60:.0f} min, {self.accesses:,} chunks of"
             f" {self.chunk_tokens} tokens, {self.distinct:,} different; {100 * self.infinite:.1f} % can be served"
         )
 
     def as_json(self) -> dict[str, object]:
-        """Return what it is, in plain types."""
+        """Return the facts of the trace as plain values."""
         return {
             "trace": self.name,
             "requests": len(self.requests),
@@ -85,16 +85,16 @@ class Trace(NamedTuple):
         }
 
     def report(self, runs: Sequence[dict[str, object]], **facts: object) -> dict[str, object]:
-        """Return what it is and all runs; if there is but one, its keys stand beside the trace's as well."""
+        """Return the facts of the trace and all runs; the keys of a single run are also among the facts."""
         return {**self.as_json(), **facts, **(runs[0] if len(runs) == 1 else {}), "runs": runs}
 
     def room(self, chunks: int) -> int:
-        """Return how many chunks to simulate for a cache of that many: what the trace cannot fill is left out."""
+        """Return how many chunks to simulate for a cache of that size: at most as many as the trace can fill."""
         return min(chunks, self.distinct)
 
 
 class Cell(NamedTuple):
-    """What one policy (or "optimum") does at one size."""
+    """The result of one policy (or "optimum") at one size."""
 
     policy: str
     chunks: int
@@ -103,7 +103,7 @@ class Cell(NamedTuple):
 
 
 def trace_of(name: str) -> Trace:
-    """Read a trace; "sample" is the one that comes with the package. Raises UsageError if it is not a trace."""
+    """Read a trace; "sample" is the one in the package. Raises UsageError if it is not a trace."""
     from importlib.resources import as_file, files
 
     if name != SAMPLE:
@@ -123,17 +123,17 @@ def _read(name: str, source: str | Path) -> Trace:
         raise UsageError(str(trouble)) from None
     distinct = {chunk for request in requests for chunk in request.hash_ids}
     if not distinct:
-        raise UsageError(f"{name}: holds no request with a whole chunk")
+        raise UsageError(f"{name}: has no request with a whole chunk")
     sizes = sorted({request.chunk_tokens for request in requests})
     if len(sizes) > 1:
         several = " and ".join(map(str, sizes))
-        raise UsageError(f"{name}: has chunks of {several} tokens; replay each size by itself")
+        raise UsageError(f"{name}: has chunks of {several} tokens; replay each size separately")
     accesses = sum(len(request.hash_ids) for request in requests)
     return Trace(name, requests, accesses, len(distinct), sizes[0], infinite(requests))
 
 
 def policies_of(names: Sequence[str] | None, config: Path | None, option: str = "--policy") -> list[str]:
-    """Return the policies asked for, none twice, or the configured one. Raises UsageError for an unknown one."""
+    """Return the requested policies, each once, or the configured one. Raises UsageError for an unknown one."""
     from pagoda.policy import NAMES
 
     asked = list(dict.fromkeys(names)) if names else [configured(config).policy]
@@ -141,19 +141,19 @@ def policies_of(names: Sequence[str] | None, config: Path | None, option: str = 
 
 
 def one_of(known: Sequence[str], option: str, name: str, what: str) -> str:
-    """Return a name that is known. Raises UsageError for any other."""
+    """Return `name`. Raises UsageError if it is not known."""
     if name not in known:
-        near = did_you_mean(name, known) or f"; choose of {', '.join(known)}"
+        near = did_you_mean(name, known) or f"; choose one of {', '.join(known)}"
         raise UsageError(f"{option} {name}: no such {what}{near}")
     return name
 
 
 def chunk_bytes_of(trace: Trace, model: str | None, token_bytes: int | None, dtype: str) -> int | None:
-    """Return the bytes of a slot for one chunk; None if neither a model nor bytes are given. Raises UsageError."""
+    """Return the bytes of a slot for one chunk; None without a model and bytes. Raises UsageError."""
     if token_bytes is None:
         if model is None:
             return None
-        from pagoda.cli.model_sizes import model_of
+        from pagoda.cli.known_models import model_of
 
         try:
             token_bytes = model_of(model).token_bytes(dtype)
@@ -171,7 +171,7 @@ def simulated(requests: Sequence[Request], policy: str, chunks: int) -> Cell:
 
 
 def best(requests: Sequence[Request], chunks: int) -> Cell:
-    """Return the best that is possible at this size."""
+    """Return the best possible hit rate at this size."""
     from pagoda.replay import optimum
 
     return Cell(OPTIMUM, chunks, optimum(requests, chunks))

@@ -1,4 +1,4 @@
-"""Host and disk together: what each would serve of recorded requests and take in, and how long prompts would wait."""
+"""Host and disk together: what each would serve and store with recorded requests, and how long prompts would wait."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pagoda.replay.simulate import SimulatedOutcome, Simulation, TierOutcome, Ti
 from pagoda.replay.timed_replay import Engines, TimedOutcome, TimedTier, replay_timed
 from pagoda.replay.trace import Request
 
-_BUSY = 0.7  # the share of time that engines compute if their number is not given
+_BUSY = 0.7  # the share of time in which engines compute, if their number is not given
 
 
 class ReplayedTiers(NamedTuple):
-    """What a policy made of the trace with these tiers; seconds are those to the first token, as `_summary` has them.
+    """The results of a policy with these tiers; `seconds` are those to the first token, by `_summary`.
 
-    They are empty if the speed of prefill is not known.
+    These are empty if the speed of prefill is not known.
     """
 
     policy: str
@@ -30,14 +30,16 @@ class ReplayedTiers(NamedTuple):
     saved_tokens: int
     cold_seconds: dict[str, float]
     seconds: dict[str, float]
+    load: TimedOutcome | None = None  # with engines in the time of the trace
+    optimum: float = 0.0
 
 
 def tiered(
     requests: Sequence[Request], specs: Sequence[TierSpec], chunk_bytes: int, speeds: Speeds
 ) -> ReplayedTiers:
-    """Simulate tiers below each other and say how long each prompt takes when nothing else is going on.
+    """Simulate tiers below each other, and the time of each prompt on an idle engine.
 
-    As in the cache itself (`worth_it`), what would load more slowly than it is computed is computed.
+    As in the cache itself (`worth_it`), chunks are computed if loading them takes longer.
     """
     simulation = Simulation(specs)
     load = [speeds.load_seconds(spec.name, chunk_bytes) for spec in specs]
@@ -58,7 +60,7 @@ def tiered(
 def loaded(
     requests: Sequence[Request], specs: Sequence[TierSpec], chunk_bytes: int, speeds: Speeds, engines: int
 ) -> TimedOutcome:
-    """Replay in the time of the trace: prompts wait for engines, loads for loads, and writes have a bounded queue."""
+    """Replay in the time of the trace: prompts wait for engines, loads wait for loads, the write queue is bounded."""
     assert speeds.prefill is not None
     tiers = [TimedTier(spec, 1e9 * speeds.gbps(spec.name)) for spec in specs]
     token_bytes = -(-chunk_bytes // requests[0].chunk_tokens)
@@ -66,7 +68,7 @@ def loaded(
 
 
 def specs_of(trace: Trace, sizes: dict[str, int], chunk_bytes: int, policy: str) -> list[TierSpec]:
-    """Return the tiers to simulate. Raises UsageError for one that has no room for a chunk."""
+    """Return the tiers to simulate. Raises UsageError for a tier that is smaller than a chunk."""
     for name, size in sizes.items():
         if size < chunk_bytes:
             raise UsageError(f"--{name} {printing.size(size)}: a chunk has {printing.size(chunk_bytes)}")
@@ -74,14 +76,14 @@ def specs_of(trace: Trace, sizes: dict[str, int], chunk_bytes: int, policy: str)
 
 
 def engines_for(trace: Trace, prefill: float) -> int:
-    """Return how many engines of that speed have to compute the trace without a cache for a share of the time only."""
+    """Return how many engines of that speed would be busy for the share `_BUSY` of the time, without a cache."""
     if trace.seconds <= 0:
         return 1
     return max(1, math.ceil(trace.input_tokens / prefill / trace.seconds / _BUSY))
 
 
 class ReplayPlan(NamedTuple):
-    """What is simulated: tiers by name, their bytes, and those of a chunk; `engines` 0: time is not looked at."""
+    """What is simulated. `sizes`: bytes of the tiers by name; `engines` 0: no time is simulated."""
 
     trace: Trace
     sizes: dict[str, int]
@@ -90,16 +92,8 @@ class ReplayPlan(NamedTuple):
     engines: int
 
 
-class ReplayResult(NamedTuple):
-    """What a policy made of a plan: with every prompt by itself, and with engines in the time of the trace."""
-
-    alone: ReplayedTiers
-    load: TimedOutcome | None
-    optimum: float
-
-
 def show(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, as_json: bool) -> None:
-    """Simulate the tiers under each policy and print what came of it."""
+    """Simulate the tiers with each policy, and print the results."""
     found = _results(plan, policies, jobs, as_json)
     if as_json:
         runs = [_as_json(plan, result) for result in found]
@@ -109,8 +103,8 @@ def show(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, as_json: b
         _print_results(plan, found)
 
 
-def _results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[ReplayResult]:
-    """Simulate the tiers under each policy."""
+def _results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[ReplayedTiers]:
+    """Simulate the tiers with each policy."""
     trace, chunk_bytes, speeds = plan.trace, plan.chunk_bytes, plan.speeds
     specs = [specs_of(trace, plan.sizes, chunk_bytes, policy) for policy in policies]
     room = trace.room(sum(size // chunk_bytes for size in plan.sizes.values()))
@@ -125,13 +119,13 @@ def _results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet:
     load: list[TimedOutcome | None] = [one for one in found if not isinstance(one, ReplayedTiers | Cell)]
     load = load or [None] * len(alone)
     (bound,) = [one.hit_rate for one in found if isinstance(one, Cell)]
-    return [ReplayResult(one, with_load, bound) for one, with_load in zip(alone, load, strict=True)]
+    return [one._replace(load=timed, optimum=bound) for one, timed in zip(alone, load, strict=True)]
 
 
 def tiers_as_json(
     tiers: Sequence[TierOutcome], sizes: Mapping[str, int], chunk_bytes: int, accesses: int
 ) -> list[dict[str, object]]:
-    """Return what each tier served of so many chunks, and took in, in plain types."""
+    """Return what each tier served of so many chunks, and stored, as plain values."""
     return [
         {
             "tier": tier.name,
@@ -146,21 +140,21 @@ def tiers_as_json(
     ]
 
 
-def _as_json(plan: ReplayPlan, result: ReplayResult) -> dict[str, object]:
-    run, trace = result.alone, plan.trace
+def _as_json(plan: ReplayPlan, run: ReplayedTiers) -> dict[str, object]:
+    trace = plan.trace
     found = {
         "policy": run.policy,
         "hit_rate": run.outcome.hit_rate,
         "chunks_written": sum(tier.chunks_written for tier in run.outcome.tiers),
-        "optimum": result.optimum,
+        "optimum": run.optimum,
         "tiers": tiers_as_json(run.outcome.tiers, plan.sizes, plan.chunk_bytes, trace.accesses),
         "input_tokens": trace.input_tokens,
         "prefill_tokens_saved": run.saved_tokens,
     }
     if run.seconds:
         found |= {"ttft_seconds": run.seconds, "ttft_seconds_cold": run.cold_seconds}
-    if result.load is not None:
-        found["load"] = _load_as_json(plan, result.load)
+    if run.load is not None:
+        found["load"] = _load_as_json(plan, run.load)
     return found
 
 
@@ -180,16 +174,16 @@ def _load_as_json(plan: ReplayPlan, load: TimedOutcome) -> dict[str, object]:
 
 
 def _summary(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the mean and some percentiles."""
+    """Return the mean and three percentiles."""
     if not seconds:
         return {}
     found = dict(zip(("p50", "p90", "p99"), np.percentile(seconds, (50, 90, 99)).tolist(), strict=True))
     return {"mean": float(np.mean(seconds)), **found}
 
 
-def _print_results(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
-    """Print what the tiers serve and take in, what that saves, and what was taken for granted."""
-    runs = [(one.alone.policy, one.alone.outcome.tiers, plan.trace.accesses) for one in found]
+def _print_results(plan: ReplayPlan, found: Sequence[ReplayedTiers]) -> None:
+    """Print what the tiers serve and store, what that saves, and the assumptions."""
+    runs = [(one.policy, one.outcome.tiers, plan.trace.accesses) for one in found]
     print_tiers(plan.trace, plan.sizes, plan.chunk_bytes, runs)
     print()
     _alone(plan, found)
@@ -202,7 +196,7 @@ def _print_results(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
 def print_tiers(
     trace: Trace, sizes: Mapping[str, int], chunk_bytes: int, runs: Sequence[tuple[str, Sequence[TierOutcome], int]]
 ) -> None:  # fmt: skip
-    """Print what each tier served of so many chunks, and took in, under each policy."""
+    """Print what each tier served of so many chunks, and stored, with each policy."""
     rows = [
         {
             "policy": policy,
@@ -219,24 +213,23 @@ def print_tiers(
     printing.print_dicts(trace.title, rows)
 
 
-def _alone(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
+def _alone(plan: ReplayPlan, found: Sequence[ReplayedTiers]) -> None:
     rows: list[tuple[object, ...]] = []
-    for result in found:
-        run = result.alone
-        hits = printing.share(run.outcome.hits, plan.trace.accesses), printing.share(result.optimum, 1)
+    for run in found:
+        hits = printing.share(run.outcome.hits, plan.trace.accesses), printing.share(run.optimum, 1)
         saved = run.saved_tokens, printing.share(run.saved_tokens, plan.trace.input_tokens)
         rows.append((run.policy, *hits, *saved))
     columns = ("policy", "hit rate", "optimum", "prefill tokens saved", "of all")
-    printing.print_table("each prompt by itself", columns, rows)
-    if cold := found[0].alone.cold_seconds:
-        times = {**{result.alone.policy: result.alone.seconds for result in found}, "no cache": cold}
+    printing.print_table("each prompt alone", columns, rows)
+    if cold := found[0].cold_seconds:
+        times = {**{run.policy: run.seconds for run in found}, "no cache": cold}
         first = [(name, *map(printing.wait, seconds.values())) for name, seconds in times.items()]
         print()
-        printing.print_table("its time to first token", ("policy", "mean", "p50", "p90", "p99"), first)
+        printing.print_table("time to first token", ("policy", "mean", "p50", "p90", "p99"), first)
 
 
-def _load(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
-    loads = [(result.alone.policy, result.load) for result in found if result.load is not None]
+def _load(plan: ReplayPlan, found: Sequence[ReplayedTiers]) -> None:
+    loads = [(run.policy, run.load) for run in found if run.load is not None]
     runs = [(name, load.hit_rate, load.ttft, load.busy, sum(load.dropped_writes)) for name, load in loads]
     runs += [("no cache", 0.0, load.cold_ttft, load.cold_busy, 0) for _, load in loads[-1:]]
     rows = [
@@ -257,7 +250,7 @@ def _load(plan: ReplayPlan, found: Sequence[ReplayResult]) -> None:
 def _assumed(plan: ReplayPlan) -> None:
     speeds = plan.speeds
     if not speeds.prefill:
-        printing.note("nothing is said of time: give --prefill, or a --model for an estimate")
+        printing.note("no times are simulated: give --prefill, or a --model for an estimate")
         return
     loads = [f"{tier} {speeds.gbps(tier):.3g} GB/s ({speeds.sources[tier]})" for tier in plan.sizes]
     print()
@@ -269,6 +262,6 @@ def _assumed(plan: ReplayPlan) -> None:
         seconds = speeds.load_seconds(tier, plan.chunk_bytes)
         if seconds > computed:
             printing.note(
-                f"a chunk loads from {tier} in {1e3 * seconds:.3g} ms and is computed in {1e3 * computed:.3g} ms:"
-                " what it serves is computed and saves nothing"
+                f"loading a chunk from {tier} takes {1e3 * seconds:.3g} ms, computing it {1e3 * computed:.3g} ms: "
+                "its chunks are computed, so this tier saves nothing"
             )

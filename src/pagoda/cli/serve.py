@@ -1,4 +1,4 @@
-"""`pagoda serve`: gives this machine's chunks to other machines over HTTP, beside the engines."""
+"""`pagoda serve`: serves this machine's chunks to other machines over HTTP, beside the engines."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def serve(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Serve the chunks of this machine's stores over HTTP, until Ctrl-C. Engines need no change and do not wait.
+    """Serve the chunks of this machine's stores over HTTP, until Ctrl-C. Engines run as before.
 
     Args:
-        listen: Where to listen; default: a Unix socket of this user.
+        listen: The address; default: a Unix socket of this user.
         token_file: Token of TCP clients; default: PAGODA_SERVE_TOKEN or a file made once.
-        allow_host: A further name that clients may call this machine by.
-        advertise: With the option lookup: where other machines reach this one.
-        read_only: Take no chunks and remove none.
-        host_size: Make host stores of this size for chunks whose layout has none here.
+        allow_host: Another name by which clients may call this machine.
+        advertise: With the option lookup: the URL of this server for other machines.
+        read_only: Refuse to store and remove chunks.
+        host_size: Create host stores of this size for chunks of new layouts.
         tls_cert: Certificate chain (PEM): serve https.
         tls_key: Key of the certificate (PEM).
-        gpu_price: Price of an hour of an engine's GPUs, for what hits save.
-        tokenizer: The model's tokenizer.json or its directory: prompts may be text then.
+        gpu_price: Price per hour of an engine's GPUs, to show what hits save.
+        tokenizer: The model's tokenizer.json or its directory, for prompts as text.
     """
     try:
         import asyncio
@@ -65,13 +65,13 @@ def serve(
     if (tls_cert is None) != (tls_key is None):
         raise UsageError("--tls-cert and --tls-key: give both or neither")
     if directory is not None and not directory.is_dir():
-        find_stores(directory, config)  # says what is wrong
+        find_stores(directory, config)  # raises an error that says what is wrong
     if directory is not None and (lossy := lossy_codec_of(directory.resolve())):
         raise UsageError(
-            f"{directory}: is of the lossy codec {lossy}, whose chunks are not served: leave it out"
+            f"{directory}: has chunks of the lossy codec {lossy}, which are not served: leave it out"
         )
     if directory is not None and host_size is not None:
-        raise UsageError("--host-size makes stores under host_path: leave DIRECTORY out")
+        raise UsageError("--host-size creates stores in host_path: leave DIRECTORY out")
     address, socket_path = _address(listen)
     if address is None and (tls_cert or token_file or allow_host):
         raise UsageError("--tls-cert, --token-file, --allow-host need --listen HOST:PORT")
@@ -91,13 +91,13 @@ def serve(
     )
     if address and tls_cert is None and not is_loopback(address[0]):
         printing.note(
-            f"{address[0]} is not loopback and without TLS: the network can read tokens and chunks; "
-            "add --tls-cert and --tls-key, or listen inside a private network"
+            f"{address[0]} is not loopback, and there is no TLS: the network can read tokens and chunks; "
+            "add --tls-cert and --tls-key, or listen in a private network only"
         )
     if options.directory is not None and address and is_loopback(address[0]) and not advertise:
         printing.note(
-            f"lookup: other machines are told {address[0]}, which leads each of them to itself: "
-            "listen where they reach this one, or add --advertise URL"
+            f"lookup: other machines get the address {address[0]}, by which each reaches itself: "
+            "listen at an address by which they reach this machine, or add --advertise URL"
         )
 
     def ready(url: str) -> None:
@@ -105,14 +105,14 @@ def serve(
 
     if configured(config).log_format == "json":
         log_json()
-    # what goes wrong while it serves
+    # the log of errors while it serves
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()])
     asyncio.run(run(options, ready))
     return 0
 
 
 def _find_stores(directory: Path | None, config: Path | None) -> Sequence[Path]:
-    """Return the stores that exist now; a directory that holds none yet may get one. Raises StoreError."""
+    """Return the stores that exist now; a directory without stores may get some later. Raises StoreError."""
     from pagoda.errors import StoreError
 
     try:
@@ -124,7 +124,7 @@ def _find_stores(directory: Path | None, config: Path | None) -> Sequence[Path]:
 
 
 def _peer_directory(config: Path | None, over_tcp: bool, advertise: str | None) -> PeerDirectory | None:
-    """Return where this machine says which chunks it has, if the option `lookup` names a place."""
+    """Return the directory in which this machine announces its chunks, if the option `lookup` names one."""
     from pagoda.tiers.remote.peer_directory import PeerDirectory
 
     specs = configured(config).lookup_server()
@@ -132,13 +132,13 @@ def _peer_directory(config: Path | None, over_tcp: bool, advertise: str | None) 
         raise UsageError("--advertise needs --listen HOST:PORT and the option lookup")
     if specs and not over_tcp:
         printing.note(
-            "lookup: no other machine reaches a Unix socket, so none is told: add --listen HOST:PORT"
+            "lookup: other machines cannot reach a Unix socket, so nothing is announced: add --listen HOST:PORT"
         )
     return PeerDirectory(specs[0].url_with_password(), prefix=specs[0].prefix) if specs and over_tcp else None
 
 
 def _address(listen: str | None) -> tuple[tuple[str, int] | None, Path | None]:
-    """Return host and port, or the path of a Unix socket, that `--listen` names."""
+    """Return host and port, or the path of a Unix socket, from `--listen`."""
     if listen is None:
         return None, None
     if listen.startswith("unix:"):

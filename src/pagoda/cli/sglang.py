@@ -1,6 +1,6 @@
 """`pagoda sglang`: starts SGLang with PagodaKV as the storage of its HiCache.
 
-Needs no SGLang to be imported: it writes three flags of SGLang's own command line, and becomes that command.
+It does not import SGLang: it adds three flags to SGLang's own command line, and becomes that command.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 from typer import Option
 
-from pagoda.cli import FailedError, UsageError, engine_start
+from pagoda.cli import UsageError, engine_start
 from pagoda.cli.docstring_help import documented
 
 BACKEND, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
 STORAGE = {
     "backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache",
-    "hicache_storage_pass_prefix_keys": True,  # else what many prompts begin with is evicted first
+    "hicache_storage_pass_prefix_keys": True,  # without it, the common beginning of many prompts is evicted first
 }  # fmt: skip
 
 _ENABLE = "--enable-hierarchical-cache"
@@ -43,10 +42,10 @@ def root(
 ) -> None:
     """Start SGLang with PagodaKV as the storage of its HiCache.
 
-    Options that are not given come from the environment and pagoda.toml, as everywhere.
+    Options that are not given come from the environment and pagoda.toml.
 
     Args:
-        allow_untested_sglang: Start with an SGLang of a version that was not tested.
+        allow_untested_sglang: Start with a version of SGLang that was not tested.
     """
     from pagoda.connectors.sglang.storage_options import check_config
 
@@ -54,7 +53,7 @@ def root(
     engine_start.choose(ctx, "SGLang", options, own, print_only)
     if ctx.obj is not None:
         if "chunk_tokens" in ctx.obj.extra:
-            raise UsageError("--chunk-tokens: chunks are SGLang's pages: write --page-size after serve")
+            raise UsageError("--chunk-tokens: chunks are SGLang's pages; write --page-size after serve")
         check_config(ctx.obj.config)
 
 
@@ -71,33 +70,20 @@ def serve(ctx: typer.Context) -> None:
     if chosen.print_only:
         print(shlex.join(["python", *_SERVER, *arguments]))
         return
-    _check_start(chosen)
+    from pagoda.connectors.sglang.storage_options import check_version
+
+    missing = "SGLang is not installed beside PagodaKV: pip install 'pagodakv[sglang]'"
+    engine_start.check_start(chosen, "sglang", ["sglang"], missing, check_version)
     engine_start.become([sys.executable, *_SERVER, *arguments])
 
 
-def _check_start(chosen: engine_start.Chosen) -> None:
-    """Find out what would keep the engine from starting, before SGLang is imported, which takes long. Changes nothing.
-
-    Raises FailedError (no SGLang is here), ConfigError (it was not tested) and what `check_tiers` raises.
-    """
-    from pagoda.connectors.sglang.storage_options import check_version
-
-    if find_spec("sglang") is None:
-        raise FailedError("SGLang is not installed beside PagodaKV: pip install 'pagodakv[sglang]'")
-    if (version := engine_start.installed_version("sglang")) is not None:
-        check_version(version, bool(chosen.extra.get("allow_untested_sglang")))
-    engine_start.check_tiers(chosen.config)
-
-
 def _refuse(arguments: Sequence[str]) -> None:
-    """Raise the UsageError of arguments for SGLang that cannot stand beside ours."""
-    ours = engine_start.own_flags()
+    """Raise UsageError if SGLang's arguments conflict with the flags of this command."""
     for argument in arguments:
         name = argument.split("=")[0]
-        # SGLang takes any unique beginning
+        # SGLang accepts any unique beginning of a flag
         if name.startswith("--hicache-storage-b") and EXTRA.startswith(name):
-            raise UsageError(f"{name} is what this command writes: leave it out")
+            raise UsageError(f"{name} is set by this command: leave it out")
         if name == "--disable-radix-cache":
             raise UsageError(f"{name}: without SGLang's radix cache nothing is stored; leave it out")
-        if name in ours:
-            raise UsageError(f"{name} is an option of pagoda: write it before serve")
+        engine_start.refuse_own_flag(name)

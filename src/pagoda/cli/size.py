@@ -1,4 +1,4 @@
-"""`pagoda size`: how large a cache has to be for a share of what is possible. Sizes are simulated, not extrapolated."""
+"""`pagoda size`: the size of a cache for a share of the best possible hit rate. Sizes are simulated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagoda.cli import FailedError, printing, replay_inputs
 from pagoda.cli.replay_inputs import Cell, Trace, best, simulated
 from pagoda.cli.stores import AsJson, ConfigFile
 
-_CLOSE = 1.01  # a size is the answer if one a hundredth smaller does not do
+_CLOSE = 1.01  # a size is the answer if a size one percent smaller is too small
 _ROUNDING = 1e-9
 
 
@@ -26,16 +26,16 @@ def size(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Say how large a cache must be to serve that share of what is possible.
+    """Find the size of a cache that serves that share of what is possible.
 
     Args:
-        percent: Of what a cache without bounds would serve.
+        percent: Share of what an unlimited cache would serve.
     """
     names = replay_inputs.policies_of(policy, config)
     found = replay_inputs.trace_of(trace)
     chunk_bytes = replay_inputs.chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
     if not found.infinite:
-        raise FailedError(f"{found.name}: no prompt begins as one before it: there is nothing to serve")
+        raise FailedError(f"{found.name}: no prompt begins like an earlier one, so nothing can be served")
     target = found.infinite * percent / 100
     cells = _sizes(found, names, target - _ROUNDING, jobs, as_json)
     if as_json:
@@ -46,13 +46,13 @@ def size(
 
 
 def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int | None, quiet: bool) -> list[Cell]:
-    """Return the smallest cell that does, of each policy and then of the optimum, below which no policy can lie."""
+    """Return the smallest sufficient cell of each policy, then that of the optimum, which no policy can beat."""
     from pagoda.cli.trace_pool import TraceJob, TracePool
 
     with TracePool(trace.requests, jobs, quiet) as pool:
 
         def bound(sizes: Sequence[int]) -> list[Cell]:
-            return pool.run([TraceJob(best, (size,)) for size in sizes], "what would do with foresight")
+            return pool.run([TraceJob(best, (size,)) for size in sizes], "optimum")
 
         least = _smallest(bound, target, 0, trace.distinct, pool.jobs)
         cells = []
@@ -69,7 +69,7 @@ def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int | Non
 def _smallest(
     probe: Callable[[Sequence[int]], list[Cell]], target: float, low: int, high: int, width: int
 ) -> Cell:
-    """Return the cell of the smallest size above `low` that reaches the target, looking at `width` sizes at a time."""
+    """Return the cell of the smallest size above `low` that reaches the target; probes `width` sizes at a time."""
     (answer,) = probe([high])
     if answer.hit_rate < target:
         raise FailedError(f"{answer.policy} serves {100 * answer.hit_rate:.2f} % even if all chunks fit")
@@ -83,7 +83,7 @@ def _smallest(
 
 
 def _between(low: int, high: int, count: int) -> list[int]:
-    """Return at most `count` whole numbers between, evenly spread on a logarithmic axis."""
+    """Return at most `count` whole numbers between the two, evenly spaced on a logarithmic axis."""
     base = max(low, 1)
     found = {round(base * (high / base) ** (number / (count + 1))) for number in range(1, count + 1)}
     return sorted(value for value in found if low < value < high) or [(low + high) // 2]
@@ -92,12 +92,12 @@ def _between(low: int, high: int, count: int) -> list[int]:
 def _as_json(
     trace: Trace, cells: Sequence[Cell], percent: float, target: float, chunk_bytes: int | None
 ) -> dict[str, object]:
-    """Return all answers as "sizes"; if there is but one, its keys stand beside the trace's as well."""
+    """Return all answers as "sizes"; the keys of a single answer are also among the trace's."""
     sizes: list[dict[str, object]] = []
     for cell in cells:
         found: dict[str, object] = {"policy": cell.policy, "chunks": cell.chunks, "hit_rate": cell.hit_rate}
         sizes.append(found | ({"bytes": cell.chunks * chunk_bytes} if chunk_bytes else {}))
-    alone = sizes[0] if len(sizes) == 2 else {}  # the last one is the optimum
+    alone = sizes[0] if len(sizes) == 2 else {}  # the last cell is the optimum
     asked = {"percent": percent, "target_hit_rate": target}
     return {**trace.as_json(), **asked, **alone, "optimum_chunks": cells[-1].chunks, "sizes": sizes}
 

@@ -1,4 +1,4 @@
-"""`pagoda stats`: what is stored, what hits and what misses and why."""
+"""`pagoda stats`: shows what is stored, what hits, what misses and why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stats(
     wide: Wide = False,
     config: ConfigFile = None,
 ) -> int:
-    """Show what the stores hold, what hit, and what missed and why.
+    """Show what the stores hold, what hit, what missed and why.
 
     Args:
         prometheus: Print the Prometheus text format.
@@ -56,7 +56,7 @@ def stats(
 
 
 def snapshots(directories: Sequence[Path]) -> tuple[list[StoreStats], dict[Path, str]]:
-    """Return what the stores say of themselves, and what is wrong with those that cannot be read."""
+    """Return the facts and counters of the stores, and the errors of those that cannot be read."""
     from pagoda.ledger.store_stats import StoreStats
 
     found, broken = in_each(directories, StoreStats.of)
@@ -64,7 +64,7 @@ def snapshots(directories: Sequence[Path]) -> tuple[list[StoreStats], dict[Path,
 
 
 def remote_usage(spec: RemoteSpec) -> RemoteUsage:
-    """Ask a remote tier how full it is; an error is in the answer."""
+    """Ask a remote tier how full it is. The result has the error, if there is one."""
     from pagoda.serve.overview import RemoteUsage
 
     try:
@@ -96,7 +96,7 @@ def _print(found: list[StoreStats], wide: bool) -> None:
 
 
 def store_names(found: Sequence[StoreStats]) -> list[str]:
-    """Return a name for each store: its tier, numbered from the second of a tier on."""
+    """Return a name for each store: its tier, and a number from the second store of a tier on."""
     seen: Counter[str] = Counter()
     names = []
     for snapshot in found:
@@ -107,9 +107,9 @@ def store_names(found: Sequence[StoreStats]) -> list[str]:
 
 
 def hit_rows(stores: Mapping[str, StoreStats]) -> list[dict[str, object]]:
-    """Return how much of what was asked for was served, and from which tiers: one row per store that caches count in.
+    """Return how much of the requested tokens was served, and from which tiers: one row per store with counts.
 
-    A cache counts in its first local tier, for all of its tiers.
+    A cache counts in its first local tier, for all its tiers.
     """
     return [
         {
@@ -162,7 +162,7 @@ def _print_shared(shared: list[RemoteUsage]) -> None:
 
 
 def namespace_rows(stores: Mapping[str, StoreStats], most: int | None = None) -> list[dict[str, object]]:
-    """Return a row for each namespace of each store, or for the `most` that have most chunks, those first."""
+    """Return a row for each namespace of each store; with `most`, only for the largest ones, sorted by chunks."""
     found = [(tier, store.slot_bytes, row) for tier, store in stores.items() for row in store.namespaces]
     if most is not None:
         found = sorted(found, key=lambda one: -one[2].chunks)[:most]
@@ -192,12 +192,12 @@ def _print_traffic(stores: Mapping[str, StoreStats]) -> None:
 
 
 def counted(name: str, number: float) -> str:
-    """Return as people read it what a counter of that name counted: bytes with their unit, else a number of things."""
+    """Return the value of a counter for people: bytes with their unit, other numbers plain."""
     return printing.size(number) if name.endswith("_bytes") else printing.count(round(number))
 
 
 def _exposition(found: list[StoreStats], broken: Iterable[Path], shared: list[RemoteUsage]) -> str:
-    """Return all of it in Prometheus' text format."""
+    """Return the facts and counters in Prometheus' text format."""
     from pagoda.tiers.remote.store_client import Usage
 
     try:

@@ -1,4 +1,4 @@
-"""Finds the stores that a command is about and opens them beside the processes that use them."""
+"""Finds the stores of a command, and opens them beside the processes that use them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from pagoda.ledger import Ledger, NamespaceRow
 
 T = TypeVar("T")
-_STATE = "state"  # the file that makes a directory a store
-_OTHERS = ("locks", "data.mdb")  # those that tell that it is lost
+_STATE = "state"  # a directory with this file is a store
+_OTHERS = ("locks", "data.mdb")  # a directory with these files is a store whose state is lost
 
 Directory: TypeAlias = Annotated[
     Path | None,
-    Argument(metavar="DIRECTORY", help="A tier's root or one store in it; default: all that this user has."),
+    Argument(metavar="DIRECTORY", help="A tier's root or one store in it; default: all of this user."),
 ]
 ConfigFile: TypeAlias = Annotated[
     Path | None, Option("--config", metavar="FILE", help="Configuration file instead of the usual ones.")
 ]
 AsJson: TypeAlias = Annotated[bool, Option("--json", help="Print one JSON object.")]
 Wide: TypeAlias = Annotated[bool, Option("--wide", help="Show all columns of the tables.")]
-Yes: TypeAlias = Annotated[bool, Option("--yes", "-y", help="Do not ask.")]
+Yes: TypeAlias = Annotated[bool, Option("--yes", "-y", help="Do not ask for confirmation.")]
 Model: TypeAlias = Annotated[str | None, Option(metavar="NAME", help="Only namespaces of this model.")]
 Prefix: TypeAlias = Annotated[
     str | None,
-    Option("--namespace", metavar="PREFIX", help="Only the namespace whose hexadecimal name begins so."),
+    Option("--namespace", metavar="PREFIX", help="Only the namespace whose hex name begins so."),
 ]
 Tokens: TypeAlias = Annotated[
     str | None, Option(metavar="FILE", help="Token ids such as 1,2,3, or a file of them; - = stdin.")
@@ -51,7 +51,7 @@ def configured(file: Path | None) -> Config:
 
 
 def given_size(option: str, text: str) -> int | str:
-    """Return the size that an option has, in bytes, or "auto". Raises UsageError."""
+    """Return the size that was given for an option, in bytes, or "auto". Raises UsageError."""
     from pagoda.config.sizes import parse_size
 
     try:
@@ -61,15 +61,15 @@ def given_size(option: str, text: str) -> int | str:
 
 
 def given_bytes(option: str, text: str) -> int:
-    """Return the size that an option has, more than none, in bytes. Raises UsageError."""
+    """Return the size that was given for an option, in bytes, above 0. Raises UsageError."""
     size = given_size(option, text)
     if not isinstance(size, int) or not size:
-        raise UsageError(f"{option} {text}: a size such as 64GiB is needed")
+        raise UsageError(f"{option} {text}: write a size such as 64GiB")
     return size
 
 
 def find_roots(config_file: Path | None) -> dict[Path, str]:
-    """Return the roots of all local tiers known here and the tier of each: the configured, then the registered ones."""
+    """Return the roots of all known local tiers and their tiers: first the configured, then the registered ones."""
     from pagoda.tiers import recorded_tiers
 
     named = configured(config_file).roots().items()
@@ -81,14 +81,14 @@ def find_roots(config_file: Path | None) -> dict[Path, str]:
 
 
 def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
-    """Return the directories of the stores meant, host tier first; empty if the known roots hold none.
+    """Return the directories of the stores, host tier first; empty if the known roots have none.
 
-    Without a directory, those of the configuration and those that this user has opened in another way. A root that
-    cannot be read is among them: to open it says what is wrong with it, as with a store, and hides no other.
+    Without `directory`, these are the stores of the configuration and those that this user has opened in another way.
+    A root that cannot be read is in the result too: opening it raises its error, and the other stores are still used.
 
     Raises:
-        UsageError: a directory was named that does not exist, cannot be read or holds no store.
-        StoreError: it holds only stores of another user.
+        UsageError: `directory` does not exist, cannot be read or has no store.
+        StoreError: it has only stores of another user.
     """
     if directory is None:
         return [store for root in find_roots(config_file) for store in _stores_of(root)]
@@ -104,7 +104,7 @@ def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
 
         refuse_others(directory)
         raise UsageError(
-            f"{directory}: holds no store; name a tier's root, such as /dev/shm/pagoda-{os.getuid()}"
+            f"{directory}: has no store; name a tier's root, such as /dev/shm/pagoda-{os.getuid()}"
         )
     return found
 
@@ -130,11 +130,11 @@ def _is_store(path: Path) -> bool:
     except PermissionError:
         if path.lstat().st_uid == os.geteuid():
             raise
-        return False  # another user's, such as lost+found where a file system is mounted
+        return False  # another user's directory, such as lost+found of a mounted file system
 
 
 def attached(store: Path) -> AbstractContextManager[Ledger]:
-    """Open a store that exists; the context closes it. Other processes go on using it. Raises StoreError."""
+    """Open an existing store in a context, which closes it. Other processes keep using it. Raises StoreError."""
     from pagoda.ledger import Ledger
 
     return closing(Ledger.attach(store))
@@ -144,9 +144,9 @@ def attached(store: Path) -> AbstractContextManager[Ledger]:
 def all_attached(
     directory: Path | None, config_file: Path | None, broken: dict[str, str]
 ) -> Iterator[list[Ledger]]:
-    """Open all stores that `find_stores` finds, as long as the context lasts. Raises what that raises.
+    """Open all stores that `find_stores` finds, inside the context. Raises the same errors.
 
-    Those that cannot be opened hide no other: stderr and `broken` say what is wrong with each.
+    Stores that cannot be opened are left out: stderr and `broken` have their errors.
     """
     with ExitStack() as stack:
         ledgers: list[Ledger] = []
@@ -160,7 +160,7 @@ def all_attached(
 
 
 def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[Path, T], dict[Path, str]]:
-    """Do `work` with every store that can be opened; return what came of it, and what is wrong with the others."""
+    """Do `work` with every store that can be opened; return the results, and the errors of the others."""
     done: dict[Path, T] = {}
     broken: dict[Path, str] = {}
     for store in stores:
@@ -173,14 +173,14 @@ def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[P
 
 
 def agreed(question: str, command: str) -> bool:
-    """Ask a person. Raises UsageError if stdin is not a terminal."""
+    """Ask for confirmation at the terminal. Raises UsageError if stdin is not a terminal."""
     if not sys.stdin.isatty():
-        raise UsageError(f"{command} asks before it deletes: say --yes where nobody can answer")
+        raise UsageError(f"{command} asks before it deletes; add --yes to run it without a terminal")
     return confirm(question, err=True)
 
 
 def label(fields: Mapping[str, str]) -> str:
-    """Return what tells a namespace apart for people: its model and whatever is set beside it."""
+    """Return a name of a namespace for people: its model, and its other fields that are set."""
     extra = [
         f"{name}={fields[name]}" for name in ("revision", "kv_dtype", "lora", "salt") if fields.get(name)
     ]
@@ -190,26 +190,26 @@ def label(fields: Mapping[str, str]) -> str:
 
 
 def chosen(
-    rows: Mapping[bytes, NamespaceRow], model: str | None, prefix: str | None
+    known: Mapping[bytes, NamespaceRow], model: str | None, prefix: str | None, may_lack: object
 ) -> dict[bytes, NamespaceRow]:
-    """Return the namespaces that `--model` and `--namespace` ask for; all if neither is given."""
-    return {
+    """Return the namespaces that `--model` and `--namespace` choose; all without these options.
+
+    Raises UsageError for a prefix that is not hex, and for none, unless `may_lack` is true: then `known` may lack some,
+    such as those of a tier that does not answer.
+    """
+    if prefix is not None and (not prefix or set(prefix.lower()) - set("0123456789abcdef")):
+        raise UsageError(f"--namespace {prefix!r}: not the beginning of a hex name (see pagoda stats)")
+    found = {
         root: row
-        for root, row in rows.items()
+        for root, row in known.items()
         if (model is None or row.fields.get("model") == model)
         and (prefix is None or root.hex().startswith(prefix.lower()))
     }
-
-
-def refuse_unknown(known: Mapping[bytes, NamespaceRow], model: str | None, prefix: str | None) -> None:
-    """Raise the UsageError of a choice that no store knows, naming what there is."""
-    if prefix is not None and (not prefix or set(prefix.lower()) - set("0123456789abcdef")):
-        raise UsageError(f"--namespace {prefix!r}: no beginning of a hexadecimal name (see pagoda stats)")
-    if (model is None and prefix is None) or chosen(known, model, prefix):
-        return
+    if found or may_lack or (model is None and prefix is None):
+        return found
     if model is not None:
         models = sorted({row.fields.get("model", "") for row in known.values()})
         raise UsageError(
-            f"--model {model}: nothing stored of it{did_you_mean(model, models)} (pagoda stats lists what is)"
+            f"--model {model}: has no stored chunks{did_you_mean(model, models)} (see pagoda stats)"
         )
-    raise UsageError(f"--namespace {prefix}: no namespace begins so (pagoda stats lists them)")
+    raise UsageError(f"--namespace {prefix}: no namespace begins so (see pagoda stats)")

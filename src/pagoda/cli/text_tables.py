@@ -1,4 +1,4 @@
-"""A table as lines of text, for `printing` and for the view of `pagoda top`. Pure."""
+"""Formats tables as lines of text, for `printing` and `pagoda top`. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _WIDEST_PROSE = 100  # longer lines are hard to read
 
 
 class RightAligned(str):
-    """Text that is aligned to the right like a number."""
+    """Text that is aligned to the right, like a number."""
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]], width: int) -> list[str]:
-    """Return a table as lines, the headings first, for a terminal of `width` columns. Pure."""
+    """Return a table as lines, the heading first, for a terminal of `width` columns. Pure."""
     from rich.cells import cell_len
 
     def aligned(cells: Sequence[str]) -> str:
@@ -30,7 +30,7 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]], width:
     ]
     texts = [[cell(value) for value in row] for row in rows]
     widths = [max(cell_len(text) for text in each) for each in zip(columns, *texts, strict=True)]
-    if not right[-1]:  # long text: it may be below its row
+    if not right[-1]:  # long text, which may be below its row
         widths[-1] = cell_len(columns[-1])
     lines = [aligned(columns).rstrip()]
     for *cells, last in texts:
@@ -50,9 +50,9 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]], width:
 
 
 def printable(text: str) -> str:
-    r"""Return text as a terminal may have it: of the control characters, only the end of a line; the others as \xNN.
+    r"""Return text that is safe for a terminal: control characters other than line ends become \xNN.
 
-    A model's name or a server's answer could otherwise move the cursor or rename the window.
+    Otherwise a model's name or a server's answer could move the cursor or rename the window.
     """
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
@@ -65,7 +65,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def cell(value: object) -> str:
-    """Return the text of one cell: integers with thousands separated, floats short, the rest as it is."""
+    """Return the text of one cell: integers with thousands separators, floats with four digits."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

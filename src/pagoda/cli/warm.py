@@ -1,4 +1,4 @@
-"""`pagoda warm`: brings the chunks that are used most from Redis into this machine's host tier."""
+"""`pagoda warm`: loads the most used chunks from Redis into this machine's host tier."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from pagoda.tiers.remote.redis import ChunkUse, RedisConnection
     from pagoda.tiers.remote.store_client import StoreConnection
 
-_MOST_CHUNKS = 1 << 16  # that are considered
-_HEADERS = 64  # read at once
-_ALIKE_SECONDS = 63  # what was used later counts as used now: one request uses its chunks within this time
-_LOOK_SECONDS = 0.1  # between two looks at what the engines here do
-_WORK = ("lookups", "loaded_chunks", "stored_chunks")  # counters that rise with it
+_MOST_CHUNKS = 1 << 16  # candidates
+_HEADERS = 64  # headers that are read at once
+_ALIKE_SECONDS = 63  # chunks used within this time count as used now: one request uses its chunks within it
+_LOOK_SECONDS = 0.1  # the pause between two checks of what the engines here do
+_WORK = ("lookups", "loaded_chunks", "stored_chunks")  # counters of the engines' work
 
 
 class WarmedTier(NamedTuple):
-    """What was brought from one remote tier, and what ended it: "all", "bytes", "room" or "traffic"."""
+    """What was loaded from one remote tier, and why it ended: "all", "bytes", "room" or "traffic"."""
 
     tier: str
     chunks: int
@@ -42,12 +42,12 @@ class WarmedTier(NamedTuple):
 
 
 def _coldness_class(use: ChunkUse) -> int:
-    """Return a number that is equal for chunks used alike: the frequency, or the time since the last use doubles."""
+    """Return a class of chunks of similar use: by frequency, or by the time since the last use (powers of 2)."""
     return min(use.coldness, 0) or max(use.coldness, _ALIKE_SECONDS).bit_length()
 
 
 class _EndedError(Exception):
-    """Nothing more is to be brought; the message is what ended it."""
+    """No more chunks are to be loaded; the message is the reason."""
 
 
 def warm(
@@ -56,13 +56,13 @@ def warm(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Bring the chunks that all machines use most from Redis into this machine's host tier.
+    """Load the chunks that all machines use most from Redis into this machine's host tier.
 
-    For a machine that has just started: nothing is evicted for it, and it ends when an engine here begins to work.
+    For a machine that has just started: nothing is evicted, and the command ends when an engine here starts to work.
 
     Args:
-        most: The most to bring; default: half of the host tier.
-        rate: The most to bring in a second, over this machine's link.
+        most: The most bytes to load; default: half of the host tier.
+        rate: The most bytes to load per second, over this machine's link.
     """
     wanted, speed = None if most is None else given_bytes("--bytes", most), given_bytes("--rate", rate)
     specs = remotes_of(None, config)
@@ -71,7 +71,7 @@ def warm(
         raise UsageError("warm needs a remote tier in Redis: set remote to redis://HOST")
     for spec in specs:
         if spec not in remotes:
-            printing.note(f"{spec.redacted}: only Redis knows which chunks are used most; left out")
+            printing.note(f"{spec.redacted}: left out, because only Redis knows which chunks are used most")
     done: list[WarmedTier] = []
     broken: dict[str, str] = {}
     with _host_stores(config) as stores, printing.progress(as_json) as bars:
@@ -93,20 +93,20 @@ def warm(
         printing.print_table("", ("tier", "chunks", "size", "damaged", "ended by", "address"), rows)
     if broken:
         troubles = "; ".join(f"{where}: {trouble}" for where, trouble in broken.items())
-        raise FailedError(f"not brought: {troubles}")
+        raise FailedError(f"not loaded: {troubles}")
     return 0
 
 
 @contextmanager
 def _host_stores(config: ConfigFile) -> Iterator[ServedStores]:
-    """Open the stores of this machine. FailedError: none of them is in memory."""
+    """Open the stores of this machine. Raises FailedError if none of them is in memory."""
     from pagoda.serve.served_stores import ServedStores
 
     stores = ServedStores(lambda: find_stores(None, config))
     try:
         stores.scan()
         if not any(store.in_memory for store in stores.stores()):
-            raise FailedError("there is no host tier here yet: an engine makes it when it starts")
+            raise FailedError("there is no host tier here yet: an engine creates it when it starts")
         yield stores
     finally:
         for store in stores.end():
@@ -114,7 +114,7 @@ def _host_stores(config: ConfigFile) -> Iterator[ServedStores]:
 
 
 def _half(stores: ServedStores) -> int:
-    """Return half of the bytes that the host stores can hold now."""
+    """Return half of the bytes that the host stores can hold."""
     from pagoda.ledger import admin
 
     found = [(admin.gauges(store.ledger), store.chunk_bytes) for store in stores.stores() if store.in_memory]
@@ -122,24 +122,24 @@ def _half(stores: ServedStores) -> int:
 
 
 class _Warming:
-    """Brings chunks from one remote tier, at most `left` bytes, `rate` of them a second. For one thread."""
+    """Loads chunks from one remote tier, at most `left` bytes, `rate` bytes per second. For one thread."""
 
     def __init__(self, stores: ServedStores, spec: RemoteSpec, left: int, rate: int) -> None:
         self._stores, self._spec, self._left, self._rate = stores, spec, left, rate
         self._hosts = {store.fingerprint: store for store in stores.stores() if store.in_memory}
-        # one for all: what is brought last, the tails, must not outlive its heads
+        # one stamp for all chunks: the tails, which are loaded last, must not outlive their heads
         self._stamps = {name: store.ledger.stamp() for name, store in self._hosts.items()}
         self._asked: set[bytes] = set()  # keys
-        self._strange: set[bytes] = set()  # namespaces of other layouts: a namespace has one
+        self._strange: set[bytes] = set()  # namespaces of other layouts; a namespace has one layout
         self._chunks = self._bytes = self._damaged = 0
         self._ended = "all"
         self._due, self._before = time.monotonic(), self._work()
 
     def run(self, show: Callable[..., None], link: StoreConnection) -> WarmedTier:
-        """Bring what fits, parents first; `show` what is done of it. Raises what the connection raises."""
+        """Load the chunks that fit, parents first; `show` the progress. Raises the errors of the connection."""
         from pagoda.tiers.remote.store_client import ListingDeadline
 
-        self._redis = cast("RedisConnection", link)  # or one to several nodes, with the same methods
+        self._redis = cast("RedisConnection", link)  # or a connection to several nodes, with the same methods
         try:
             uses = self._redis.most_used(_MOST_CHUNKS, ListingDeadline(patience(self._spec), WALK_SECONDS))
             self._uses = {use.key: use for use in uses}
@@ -155,9 +155,9 @@ class _Warming:
         )
 
     def _chosen(self, uses: Sequence[ChunkUse]) -> Iterator[Header]:
-        """Yield the headers of the most used chunks that fit, each after the one that it continues.
+        """Yield the headers of the most used chunks that fit, each after its parent.
 
-        A chunk whose parent is neither here nor chosen is left out: no request could use it.
+        A chunk is left out if its parent is neither stored here nor chosen: no request could use it.
         """
         room, left = {name: self._room(store) for name, store in self._hosts.items()}, self._left
         chosen: set[bytes] = set()
@@ -177,14 +177,14 @@ class _Warming:
                 yield header
 
     def _with_parents(self, uses: Sequence[ChunkUse]) -> Iterator[Header]:
-        """Yield the headers of chunks, and of those that they continue, which may have been used a little earlier."""
+        """Yield the headers of chunks and of their ancestors, which may have been used a little earlier."""
         found = list(self._headers(uses))
         while found:
             yield from found
             found = list(self._headers([self._uses[one.parent] for one in found if one.parent in self._uses]))
 
     def _headers(self, uses: Sequence[ChunkUse]) -> Iterator[Header]:
-        """Yield the headers of the chunks that a host store here can take and has not, each once."""
+        """Yield the headers of the chunks that a host store here can take and does not have, each once."""
         by_namespace = sorted(uses, key=lambda use: use.namespace)
         for namespace, same in groupby(by_namespace, lambda use: use.namespace):
             keys = [use.key for use in same if use.key not in self._asked and not self._has(use.key)]
@@ -203,7 +203,7 @@ class _Warming:
                         self._strange.add(namespace)
 
     def _sound(self, namespace: bytes, key: bytes, page: bytes) -> Header | None:
-        """Return the header in a page if it is this chunk's; ConfigError: the library of its codec is missing."""
+        """Return the header in a page, or None if it is not this chunk's. ConfigError: its codec is not installed."""
         from pagoda import codec
         from pagoda.serve.served_stores import is_value_of
 
@@ -216,13 +216,13 @@ class _Warming:
         return header
 
     def _bring(self, wanted: Header) -> None:
-        """Read, verify and store one chunk, unless it lacks its parent or something would be evicted for it."""
+        """Read, verify and store one chunk, unless its parent is missing or another chunk would be evicted for it."""
         from pagoda import codec
         from pagoda.metrics import Reason
         from pagoda.slab import aligned
         from pagoda.tiers.remote.store_client import GetRequest, RefusedError
 
-        if wanted.parent and not self._has(wanted.parent):  # damaged, or gone since
+        if wanted.parent and not self._has(wanted.parent):  # the parent was damaged, or was removed meanwhile
             return
         store = self._hosts[wanted.fingerprint]
         page, buffer = aligned(codec.HEADER_BYTES), aligned(store.ledger.slot_bytes)
@@ -232,12 +232,12 @@ class _Warming:
 
         until = time.monotonic() + patience(self._spec)
         idle = max(0, self._uses[wanted.key].coldness)
-        rank = 1000 * (idle + 2)  # the life that its last use gave it: seconds are rounded
+        rank = 1000 * (idle + 2)  # its lifetime since its last use; seconds are rounded
         try:
             request = GetRequest(wanted.namespace, wanted.key, page, destination, rank)
             received = self._redis.get(request, until)
         except RefusedError as refusal:
-            if refusal.reason is not Reason.FAILED_CHECK and not refusal.contained:  # of one node of several
+            if refusal.reason is not Reason.FAILED_CHECK and not refusal.contained:  # not of one node only
                 raise
             self._damaged += refusal.reason is Reason.FAILED_CHECK
             return
@@ -260,16 +260,16 @@ class _Warming:
         return store is not None and store.chunk_bytes == header.length
 
     def _room(self, store: ServedStore) -> int:
-        """Return for how many chunks nothing is evicted, here or in a store that would have to give pages.
+        """Return how many chunks can be stored without an eviction, here or in a store that would have to give pages.
 
-        A ledger asks for pages when less than a window of slots is free.
+        A ledger asks for pages when fewer slots than a window are free.
         """
         from pagoda.ledger import admin
 
         return admin.gauges(store.ledger)["free"] - store.ledger.window
 
     def _pace(self, nbytes: int) -> None:
-        """Wait as long as the rate requires after so many bytes. _EndedError: others look up, load or store here."""
+        """Wait as long as the rate requires after so many bytes. _EndedError: engines look up, load or store here."""
         self._due = max(self._due, time.monotonic() - _LOOK_SECONDS) + nbytes / self._rate
         while self._work() == self._before:
             left = self._due - time.monotonic()
@@ -279,7 +279,7 @@ class _Warming:
         raise _EndedError("traffic")
 
     def _work(self) -> int:
-        """Return what the others have done here so far."""
+        """Return a count of what the engines here have done so far."""
         from pagoda.ledger import admin
 
         done = 0

@@ -1,7 +1,7 @@
-"""What `pagoda serve` tells its page: how prompts are hashed and explained, the remote tiers, the set-up.
+"""The options of the page of `pagoda serve`: functions that hash and explain prompts, the remote tiers, the settings.
 
-`serve` calls it. The functions are those of `pagoda explain` and `pagoda stats`, handed down because the server may not
-import the command line.
+`serve` calls it. The functions are those of `pagoda explain` and `pagoda stats`, passed as arguments because the server
+may not import the command line.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def page_options(
 
 
 def _bounded(cut: Callable[[str], Sequence[int]]) -> Callable[[str], Sequence[int]]:
-    """Return what cuts a text of at most 4 Mi characters. Raises ValueError."""
+    """Return a tokenizer for texts of at most 4 Mi characters. It raises ValueError."""
 
     def ids(text: str) -> Sequence[int]:
         if len(text) > _MOST_TEXT:

@@ -13,7 +13,7 @@ from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
 from pagoda.config.sizes import AUTO, parse_size
 from pagoda.errors import ConfigError
-from pagoda.url_parts import place_of, split_url
+from pagoda.url_hosts import place_of, split_url
 
 if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient

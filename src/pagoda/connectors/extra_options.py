@@ -1,4 +1,4 @@
-"""The options that an engine hands to a connector: checked, and which of them do nothing there. Changes nothing.
+"""Checks the options that an engine passes to a connector, and finds those without effect. Changes nothing.
 
 Called by vLLM's and SGLang's connectors.
 """
@@ -15,13 +15,13 @@ from pagoda.errors import ConfigError
 
 
 class ExtraOptions(NamedTuple):
-    """The options that were `given` in a mapping, and `where`, as the engine calls it. All raise ConfigError."""
+    """The options `given` in a mapping, and the engine's name of the mapping. All methods raise ConfigError."""
 
     where: str
     given: Mapping[str, Any]
 
     def refuse_unknown(self, known: Sequence[str], of_engine: Sequence[str]) -> None:
-        """Refuse what is neither `known` here nor read by the engine from the same mapping."""
+        """Refuse options that are neither `known` here nor used by the engine, which has the same mapping."""
         for name in self.given:
             if name not in (*known, *of_engine):
                 raise ConfigError(
@@ -30,14 +30,14 @@ class ExtraOptions(NamedTuple):
                 )
 
     def text(self, name: str) -> str | None:
-        """Return an option that is a text, not an empty one; None: it was not given."""
+        """Return an option that must be a text that is not empty; None: it was not given."""
         value = self.given.get(name)
         if value is not None and (not isinstance(value, str) or not value):
             raise ConfigError(f"{self.where}: {name} = {value!r}: a text that is not empty is needed")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return an option that is true or false."""
+        """Return an option that must be true or false."""
         value = self.given.get(name, default)
         if not isinstance(value, bool):
             raise ConfigError(f"{self.where}: {name} = {value!r}: write true or false")
@@ -45,10 +45,10 @@ class ExtraOptions(NamedTuple):
 
 
 def unused_options(engine: str, given: Mapping[str, Any]) -> str:
-    """Return what to log of options of blending, which an engine whose scheduler counts prefixes cannot use; or "".
+    """Return a log message about options of blending, which an engine that counts prefixes cannot use; or "".
 
-    `given`: the connector's options. Reads the environment and the configuration file as the connector did, with no
-    other errors.
+    `given`: the connector's options. Reads the environment and the configuration file like the connector, with the
+    same errors.
     """
     names = [name for name in option_names() if name.startswith("blend_")]
     origins = load(**{name: given[name] for name in option_names() if name in given}).origins

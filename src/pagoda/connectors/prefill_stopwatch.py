@@ -1,6 +1,6 @@
-"""How fast a model computes prompts: loading must be faster. Measured during normal calls, without a wait.
+"""Measures how fast a model computes prompts, during normal calls, without a wait. Loading must be faster.
 
-The connectors use it, and report what it measures to `Cache.observe_prefill`.
+The connectors use it, and report the times to `Cache.observe_prefill`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST_WAITING = 16  # measurements not yet read; if there are more, the oldest i
 
 
 class Stopwatch:
-    """Time of the CPU, from when the object is made."""
+    """Measures time of the CPU, from the creation of the object."""
 
     def __init__(self) -> None:
         self._began = self._ended = time.perf_counter()
@@ -31,7 +31,7 @@ class Stopwatch:
 
 
 class _EventWatch(Stopwatch):
-    """Time of a CUDA device, between two points of this thread's current stream: calls return before work is done."""
+    """Measures time of a CUDA device between two points of this thread's stream: calls return before work is done."""
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -105,7 +105,7 @@ class PrefillTimes:
             self.read()
 
     def add(self, tokens: int, watch: Stopwatch) -> None:
-        """Stop a watch: since it began, so many tokens were computed, or will be by a device that has not ended yet."""
+        """Stop a watch: in its time so many tokens are computed, perhaps by a device that is still running."""
         watch.stop()
         self._waiting.append((tokens, watch))
 

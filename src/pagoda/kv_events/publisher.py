@@ -83,7 +83,7 @@ class EventPublisher:
                 subscribed |= self._socket.recv(zmq.NOBLOCK).startswith(_SUBSCRIBES)
         return subscribed
 
-    def tell_anew(self) -> Iterator[None]:
+    def report_all(self) -> Iterator[None]:
         """Send, in the first step, that all blocks are cleared; the caller then sends everything again."""
         self.send([BlocksCleared()])
         yield

@@ -24,7 +24,7 @@ from pagoda.ledger import Ledger, Outcome, Present, Reserved
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
 from pagoda.ledger.columns import marks_of
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Event, begin
+from pagoda.signal_safe_threads import Event, begin
 
 log = guarded_logger("pagoda.events")
 
@@ -63,7 +63,7 @@ class Outlet(Protocol):
     def newcomers(self) -> bool:
         """Whether routers have subscribed since the last call, and so have missed earlier events. Never waits."""
 
-    def tell_anew(self) -> Iterator[None]:
+    def report_all(self) -> Iterator[None]:
         """Report step by step that all blocks are cleared, then those in the engine's own memory. All else follows."""
 
     def send(self, events: Sequence[object]) -> None:
@@ -107,7 +107,7 @@ class StoredEvents:
         # still True after a failure: events were lost, and everything is reported again
         self._sending = False
         self._rested = 0.0  # processor time of the thread at its last rest
-        self._anew: Iterator[None] = iter(())  # of `tell_anew`: what is left
+        self._full_report: Iterator[None] = iter(())  # of `report_all`: what is left
         self._thread = threading.Thread(target=self._run, name="pagoda-events", daemon=True)
 
     def start(self) -> None:
@@ -228,7 +228,7 @@ class StoredEvents:
                 if wanted and began >= retold + pause:
                     pause *= 1 if whole else 2
                     retold, whole, wanted, cleared = began, False, False, -1
-                    self._anew = self._outlet.tell_anew()
+                    self._full_report = self._outlet.report_all()
                 # routers take that for these tiers too: report them again
                 if self._outlet.cleared != cleared:
                     cleared = self._outlet.cleared
@@ -250,7 +250,7 @@ class StoredEvents:
     def _round(self) -> bool:
         """Report what has changed. Return whether that was everything: a round is short, and the next one continues."""
         self._sending = True
-        whole = self._for_a_while(self._anew)
+        whole = self._for_a_while(self._full_report)
         self._sending = False
         with self._lock:
             self._follow_weights()
@@ -296,7 +296,7 @@ class StoredEvents:
     def _tell(self, tier: TierDifference, roots: set[bytes], slots: list[int]) -> None:
         """Report some chunks of a tier, in order; their notes are beside the tier, in this process, or in another tier.
 
-        It rests between its steps; a chunk that is removed after `settle` is reported as removed afterwards.
+        It rests between its steps; a chunk that is removed after `classify` is reported as removed afterwards.
         """
         self._rest()
         places = [(slot, tier.ledger.columns.key_of(slot)) for slot in slots]
@@ -309,7 +309,7 @@ class StoredEvents:
             notes = [note or others.get(key) for (_, key), note in zip(places, notes, strict=True)]
         self._rest()
         self._sending = True  # if something fails from here on, it is reported again
-        mine = tier.settle(slots, [self._told_in(tier.medium, note) for note in notes], roots)
+        mine = tier.classify(slots, [self._told_in(tier.medium, note) for note in notes], roots)
         self._rest()
         events = []
         for run in runs(mine, self._groups):

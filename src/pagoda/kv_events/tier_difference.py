@@ -192,7 +192,7 @@ class TierDifference:
         """Return the generation of the chunk that is known in a slot."""
         return int(self._generation[slot])
 
-    def settle(self, slots: list[int], notes: list[ChunkNote | None], roots: set[bytes]) -> list[ChunkNote]:
+    def classify(self, slots: list[int], notes: list[ChunkNote | None], roots: set[bytes]) -> list[ChunkNote]:
         """Note the state of these slots: reported, of another namespace, or without a note. Return the notes to report.
 
         A slot that has another chunk by now, or none, waits for the next round. After all others were reported, a slot

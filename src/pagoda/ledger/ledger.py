@@ -43,7 +43,7 @@ from pagoda.ledger.stores_under_root import discard_idle
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.ledger.upkeep_thread import UpkeepThread, map_learned
 from pagoda.metrics import Reason, guarded_logger
-from pagoda.threads import Condition
+from pagoda.signal_safe_threads import Condition
 
 log = guarded_logger("pagoda")
 

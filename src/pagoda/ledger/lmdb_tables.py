@@ -20,14 +20,16 @@ LMDB is opened without its locks, without sync and without a writable map (see `
 transaction is inside the gate, and ends the transaction before it releases the gate.
 
 A forked child never uses an environment of its parent, whatever call it returns into: all environments are closed in
-the child, and a closed environment refuses every use. So each one is registered here as soon as it is open.
+the child, and a closed environment refuses every use. So each one is registered here as soon as it is open. What a
+child cannot close it can never open, since py-lmdb opens a file once in a process. So a fork waits for the threads that
+have environments open: at the gate of each session (`session`), and at `Tables.opening` for the others.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -152,15 +154,20 @@ class Tables:
         "entries", "slots", "free", "bare", "pending", "reserved", "members", "holds", "pins", "namespaces", "roots",
         "labels", "meta",
     )  # fmt: skip
+    # held by a fork, by a thread that has tables without a gate, from before it opens them until they are closed, and
+    # while a session is added to those that a fork asks
+    opening = threading.RLock()
 
     def __init__(self, path: Path, map_bytes: int, create: bool = False, gate: Gate | None = None) -> None:
-        """Open them. `gate`: their users are inside it, also the caller; None: only this thread uses them.
+        """Open them. `gate`: their users are inside it, also the caller; None: the caller holds `opening`.
 
         Raises LMDB's errors, also in a child that a signal handler has forked since the gate was taken.
         """
         self.most_labels = map_bytes // _BYTES_PER_LABEL
         self._map_bytes = map_bytes
-        self._gate, self._thread = gate, threading.get_ident()
+        self._entered: Callable[[], bool] = self.opening._is_owned if gate is None else gate.entered  # type: ignore[attr-defined]
+        if not self._entered():
+            raise RuntimeError("tables are opened inside their gate or `opening`, for forks to wait for them")
         self._opened: list[lmdb.Environment] = []
         self._forked = False
         reset_in_child(self)
@@ -227,9 +234,8 @@ class Tables:
         code that runs in the child has a reference to it.
         """
         self._forked = True
-        used_here = self._thread == threading.get_ident() if self._gate is None else self._gate.entered()
         for env in self._opened:
-            if used_here:
+            if self._entered():
                 env.close()
             else:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(env))

@@ -71,7 +71,10 @@ class LockFile:
     """
 
     def __init__(self, path: Path, create: bool = True) -> None:
-        """Open the file; FileNotFoundError if it is absent and `create` is False."""
+        """Open the file; FileNotFoundError if it is absent and `create` is False. StoreError if it is another user's.
+
+        Another user could hold a lock of it for ever.
+        """
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         self._fd = -1
         _files.add(self)
@@ -79,6 +82,13 @@ class LockFile:
             forks = _forks
             self._file = FileIO(path, "r+", opener=lambda name, _: os.open(name, flags, 0o600))
             self._fd = self._file.fileno()
+            owner = os.fstat(self._fd).st_uid
+            if owner != os.geteuid():
+                self.close()
+                raise StoreError(
+                    f"{path} belongs to user {owner}, not to user {os.geteuid()}: remove it, and let others make no "
+                    f"files there (chmod go-w {path.parent})"
+                )
             if forks == _forks:  # otherwise a forked child may have a copy that it does not know of
                 return
             self.close()

@@ -31,7 +31,13 @@ def end_scan(ledger: Ledger) -> None:
 
 
 def absorb(ledger: Ledger, first_slot: int, found: Sequence[ScannedChunk | None]) -> None:
-    """Enter what the headers of the next unscanned slots say; None where a slot is empty. At most 64 slots."""
+    """Enter what the headers of the next unscanned slots say; None where a slot is empty. At most 64 slots.
+
+    `st_blocks` also counts the file system's metadata for the slab (ext4), so a few slots without blocks may count as
+    backed: at most as many as the metadata would fill. They get their blocks when they are written, within the limit;
+    on a full disk that write fails, and its chunk is dropped and counted. Where it counts too little (a compressing
+    file system), empty slots are allocated again.
+    """
     whole = ledger.slab_path.stat().st_blocks * 512 >= ledger.slots * ledger.slot_bytes
     ledger.session.write(lambda transaction: _absorb(transaction, first_slot, found, whole))
     if not len(unscanned(ledger)):

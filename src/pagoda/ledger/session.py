@@ -43,7 +43,6 @@ from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLE
 from pagoda.ledger.table_integrity import is_damage
 from pagoda.ledger.transaction import BATCH, Transaction
 from pagoda.metrics import COUNTERS, Reason, guarded_logger
-from pagoda.threads import if_free
 
 log = guarded_logger("pagoda")
 
@@ -55,8 +54,6 @@ _LEAVE_SECONDS = 2.0
 _JOIN_SECONDS = 1.0
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-# held by a fork, which may come from a signal handler: no session is added meanwhile
-_beginning = threading.RLock()
 
 
 class UnavailableError(StoreError):
@@ -79,7 +76,7 @@ class Session:
         self.member = 0
         self.closed = False
         # the directory belongs to another store now: no file in it is opened by path again
-        self.lost = self._told = False
+        self.lost = self._loss_logged = False
         self._damaged = False  # its tables are damaged, and this was logged
         self._counters = map_counters(store.directory / COUNTERS_FILE)
         self._row = np.zeros(WIDTH, np.uint64).data  # once there is a member: its row of the mapped counters
@@ -94,8 +91,8 @@ class Session:
         self._tables: Tables | None = None
         self._publish_from: int | None = 0 if store.sole else None
         # not while another thread forks: the fork could overlook the tables that this opens
-        if_free(_beginning, partial(_sessions.add, self), _FORK_SECONDS)
-        _sessions.add(self)  # in any case, so that a fork during the opening closes it too
+        with Tables.opening:
+            _sessions.add(self)
         self._begin(deadline_seconds)
 
     # ---- transactions
@@ -403,8 +400,8 @@ class Session:
         self.lost = self.lost or not self.store.is_current()
         if not self.lost:
             return
-        if not self._told:
-            self._told = True
+        if not self._loss_logged:
+            self._loss_logged = True
             log.warning(
                 "the directory %s was removed or replaced while it was in use: this process neither finds nor stores "
                 "anything there until it opens the store again",
@@ -555,8 +552,18 @@ def _do_late(work: Callable[[Transaction], object], transaction: Transaction) ->
 class _Forking(threading.local):
     """The sessions that a fork of this thread has closed; two threads may fork at once."""
 
-    sessions: tuple[Session, ...] = ()
-    holds = 0  # how often it holds `_beginning`: a signal handler may fork within a fork
+    def __init__(self) -> None:
+        self.sessions: tuple[Session, ...] = ()
+        # an item for each hold of `Tables.opening`: a signal handler may fork within a fork
+        self.holds: list[bool] = []
+
+    def let_go(self) -> None:
+        """Release `Tables.opening`, if this fork holds it."""
+        if self.holds:
+            try:
+                self.holds.pop()
+            finally:
+                Tables.opening.release()
 
 
 _forking = _Forking()
@@ -564,7 +571,8 @@ _forking = _Forking()
 
 def _before_fork() -> None:
     until = time.monotonic() + _FORK_SECONDS
-    _forking.holds += _beginning.acquire(timeout=_FORK_SECONDS)
+    # built-in functions: no signal handler runs between taking it and recording that
+    _forking.holds.extend(filter(None, map(Tables.opening.acquire, [True], [_FORK_SECONDS])))
     # a signal handler may fork in the middle of a transaction: that session keeps its gate
     _forking.sessions = tuple(session for session in _sessions if not session.gate.entered())
     for session in _forking.sessions:
@@ -574,9 +582,7 @@ def _before_fork() -> None:
 def _after_in_parent() -> None:
     for session in _forking.sessions:
         session.gate.let_go()
-    if _forking.holds:
-        _forking.holds -= 1
-        _beginning.release()
+    _forking.let_go()
 
 
 def _after_in_parent_again() -> None:
@@ -587,8 +593,10 @@ def _after_in_parent_again() -> None:
 
 @call_in_child
 def _reset_in_child() -> None:
-    global _beginning
-    _beginning, _forking.sessions, _forking.holds = threading.RLock(), (), 0
+    _forking.sessions = ()
+    _forking.let_go()
+    if not Tables.opening._is_owned():  # type: ignore[attr-defined]  # by a thread of the parent
+        Tables.opening._at_fork_reinit()  # type: ignore[attr-defined]
     for session in list(_sessions):
         session.after_fork_in_child()
 

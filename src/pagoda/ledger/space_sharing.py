@@ -31,7 +31,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagoda.disk_space import free_bytes
 from pagoda.errors import ClosedError, NoRoomError, StoreError
 from pagoda.file_space import allocate_range, data_ranges, punch
 from pagoda.ledger import hold_pin_remove, queries
@@ -42,6 +41,7 @@ from pagoda.ledger.store_state import COLUMNS, FORMAT, read_state
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches
 from pagoda.metrics import guarded_logger
+from pagoda.store_place import free_bytes
 
 if TYPE_CHECKING:
     from pagoda.ledger.ledger import Ledger

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +23,8 @@ import lmdb
 import msgspec
 
 from pagoda.clock import Clock
-from pagoda.disk_space import free_bytes, other_place, require_free, require_local, require_own, require_umask
 from pagoda.errors import NoRoomError, StoreError
-from pagoda.file_space import allocate, lengthen
+from pagoda.file_space import allocate, lengthen, make_directory
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.lmdb_tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
 from pagoda.ledger.locks import OPEN, LockFile
@@ -54,6 +54,14 @@ from pagoda.ledger.stores_under_root import MAKING, discard, in_use, root_locked
 from pagoda.ledger.table_integrity import checksum, find_damage
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import guarded_logger
+from pagoda.store_place import (
+    free_bytes,
+    other_place,
+    require_free,
+    require_local,
+    require_own,
+    require_umask,
+)
 
 log = guarded_logger("pagoda.ledger.store_directory")
 
@@ -190,7 +198,7 @@ def _prepare(root: Path, create: bool) -> None:
     if create:
         require_umask()
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(root)
         except OSError as error:
             raise StoreError(f"{root} cannot be made ({error.strerror}): {other_place(root)}") from error
     if not root.is_dir():
@@ -229,7 +237,7 @@ def _open_existing(
     if directory.is_symlink():
         raise StoreError(f"{directory} is a symbolic link, which a store cannot be: remove it")
     with contextlib.ExitStack() as undo:
-        locks = undo.enter_context(contextlib.closing(LockFile(directory / LOCKS)))
+        locks = undo.enter_context(closing(LockFile(directory / LOCKS)))
         # Take the shared lock first: so no other process can be the last to leave, and mark the store as clean, while
         # this one changes it.
         if not locks.lock(OPEN, exclusive=False, until=until):
@@ -364,7 +372,7 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
     making.mkdir(mode=0o700)
     try:
         with contextlib.ExitStack() as undo:
-            locks = undo.enter_context(contextlib.closing(LockFile(making / LOCKS)))
+            locks = undo.enter_context(closing(LockFile(making / LOCKS)))
             locks.lock(OPEN, exclusive=False)
             _make_ledger(making, state, scan=state.slots, backed=first)
             if first and spec.slot_bytes:
@@ -395,14 +403,15 @@ def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> 
     for name in sizes.keys() & {COLUMNS, COUNTERS_FILE, PAGE_GUARDS}:
         allocate(directory / name, sizes[name])
     Columns(directory / COLUMNS, state.slots).reset()
-    tables = Tables(directory / TABLES, state.map_bytes, create=True)
-    try:
-        with tables.env.begin(write=True) as txn:
-            unused = 0 if scan == state.slots else state.slots
-            meta = Meta(state.slots, state.first_generation(), unused=unused, scan=scan, backed=backed)
-            txn.put(META_ROW, meta.pack(), db=tables.meta)
-    finally:
-        tables.close()
+    unused = 0 if scan == state.slots else state.slots
+    meta = Meta(state.slots, state.first_generation(), unused=unused, scan=scan, backed=backed)
+    path, size = directory / TABLES, state.map_bytes
+    with (
+        Tables.opening,
+        closing(Tables(path, size, create=True)) as tables,
+        tables.env.begin(write=True) as txn,
+    ):
+        txn.put(META_ROW, meta.pack(), db=tables.meta)
     allocate(directory / TABLES, sizes[TABLES])
 
 
@@ -457,8 +466,7 @@ def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState
 
 def _resize_tables(path: Path, map_bytes: int, slots: int) -> None:
     """Add slots without pages; all reservations are removed, since no living member could write them."""
-    tables = Tables(path, map_bytes)
-    with contextlib.closing(tables), tables.env.begin(write=True) as txn:
+    with Tables.opening, closing(Tables(path, map_bytes)) as tables, tables.env.begin(write=True) as txn:
         transaction = Transaction(txn, tables, NO_MEMBER, lambda _: False, 0)
         for row, value in list(tables.rows(txn, tables.reserved)):
             slot = SLOT_KEY.unpack(row)[0]

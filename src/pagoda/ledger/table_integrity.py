@@ -6,10 +6,10 @@ LMDB has no checksums: a damaged page may cause an error, give a wrong row, or k
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
@@ -78,9 +78,9 @@ def find_damage(directory: Path, state: StoreState, known: bool) -> str | None:
     `known`: the checksum has shown that they are as they were written; otherwise every row is read. May kill the
     process.
     """
+    path, size = directory / TABLES, state.map_bytes
     try:
-        tables = Tables(directory / TABLES, state.map_bytes)
-        with contextlib.closing(tables), tables.env.begin(write=True) as txn:
+        with Tables.opening, closing(Tables(path, size)) as tables, tables.env.begin(write=True) as txn:
             meta = tables.load_meta(txn)
             if meta.slots != state.slots:
                 return f"its tables are of {meta.slots} slots, not {state.slots}"

@@ -21,7 +21,7 @@ from pagoda.ledger.eviction_policy import Evictor
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.space_sharing import SpaceShare
 from pagoda.metrics import guarded_logger
-from pagoda.threads import Event, begin, if_free
+from pagoda.signal_safe_threads import Event, begin, if_free
 
 log = guarded_logger("pagoda")
 

@@ -1,1 +1,1 @@
-"""Read configurations of other caches. `lmcache` translates, by `lmcache_fields` and `lmcache_urls`."""
+"""Reads configurations of other caches. `lmcache` translates them with `lmcache_fields` and `lmcache_urls`."""

@@ -1,6 +1,6 @@
-"""Translates LMCache's configuration (its YAML file or LMCACHE_ variables) into ours, naming all that does not map.
+"""Translates LMCache's configuration (its YAML file or LMCACHE_ variables), and names all fields that do not map.
 
-Field names are those of its documented configurations up to 0.5. Its files are only read; what it stored is neither
+Field names are those of its documented configurations up to 0.5. Its file is only read; its stored chunks are neither
 read nor removed.
 """
 
@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from pagoda.config import Config
 from pagoda.config.did_you_mean import did_you_mean
@@ -26,7 +28,7 @@ _DEFAULT_CPU_GIB = 5.0
 
 
 class Finding(NamedTuple):
-    """One field of LMCache's, what became of it and why, in words without secrets."""
+    """One field of LMCache's, the verdict on it and the reason, without secrets."""
 
     field: str
     verdict: FieldVerdict
@@ -34,19 +36,19 @@ class Finding(NamedTuple):
 
 
 class Translation(NamedTuple):
-    """Our options, and what became of every field."""
+    """The options of PagodaKV, and the finding on every field."""
 
     options: dict[str, object]
     findings: list[Finding]
 
     @property
     def refused(self) -> list[Finding]:
-        """What cannot be honoured: without it, something else would be stored or served."""
+        """The fields that cannot be translated although they change what is stored or served."""
         wrong = (FieldVerdict.NOT_SUPPORTED, FieldVerdict.UNKNOWN)
         return [one for one in self.findings if one.verdict in wrong]
 
     def toml(self, source: str) -> str:
-        """Return the options as a pagoda.toml whose comments say where each came from, and what did not come."""
+        """Return the options as a pagoda.toml, with comments about the origin of each and about the other fields."""
         lines = [f"# From LMCache's configuration ({_comment(source)})."]
         for name, value in self.options.items():
             mapped = (one for one in self.findings if one.verdict is FieldVerdict.MAPPED)
@@ -63,28 +65,19 @@ def read(file: Path) -> dict[str, object]:
     """Return the fields of LMCache's file, YAML or JSON.
 
     Raises:
-        ConfigError: it cannot be read, or PyYAML is missing.
+        ConfigError: the file cannot be read, or PyYAML is not installed.
     """
     try:
         text = file.read_text(encoding="utf-8")
-        fields = json.loads(text) if file.suffix == ".json" else _yaml(text)
+        fields = json.loads(text) if file.suffix == ".json" else msgspec.yaml.decode(text)
+    except ImportError:
+        raise ConfigError("reading YAML needs PyYAML: pip install 'pagodakv[yaml]'") from None
     except (OSError, ValueError) as trouble:
         why = " ".join(str(trouble.strerror if isinstance(trouble, OSError) else trouble).split())
         raise ConfigError(f"{file}: cannot be read: {why}") from None
     if not isinstance(fields, dict) or not fields:
-        raise ConfigError(f"{file}: holds no fields; LMCache's file has lines such as chunk_size: 256")
+        raise ConfigError(f"{file}: has no fields; LMCache's file has lines such as chunk_size: 256")
     return {str(name): value for name, value in fields.items()}
-
-
-def _yaml(text: str) -> object:
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        raise ConfigError("reading YAML needs PyYAML: pip install 'pagodakv[yaml]'") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as trouble:
-        raise ValueError(f"no YAML: {trouble}") from None
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
@@ -95,25 +88,25 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
 
 
 def translate(fields: Mapping[str, object], workers: int = 1, peers: Sequence[str] = ()) -> Translation:
-    """Return what becomes of the fields here. Changes nothing.
+    """Translate the fields. Changes nothing.
 
     Args:
-        fields: by LMCache's names; values as YAML has them, or text.
-        workers: how many workers (ranks) one machine runs: LMCache's sizes are one worker's, ours the machine's.
-        peers: the URLs of the neighbours, for enable_p2p: LMCache's file does not name them.
+        fields: values by LMCache's names, as in YAML, or as text.
+        workers: the number of workers (ranks) on one machine: LMCache's sizes are per worker, ours per machine.
+        peers: the URLs of the neighbours, for enable_p2p, which LMCache's file does not have.
 
     Raises:
-        ConfigError: a field cannot have the value that it has.
+        ConfigError: a field has an invalid value.
     """
     work = _FieldReader(dict(fields), workers, peers)
     work.run()
     translation = Translation(work.options, work.findings)
-    Config(**work.options)  # type: ignore[arg-type]  # it checks them
+    Config(**work.options)  # type: ignore[arg-type]  # checks the options
     return translation
 
 
 class _FieldReader:
-    """One translation under way: fields are taken out one after the other."""
+    """One translation in progress: it takes the fields out one after the other."""
 
     def __init__(self, fields: dict[str, object], workers: int, peers: Sequence[str] = ()) -> None:
         fields = {**_extra(fields.pop("extra_config", None)), **fields}
@@ -152,7 +145,7 @@ class _FieldReader:
         return as_flag(field, self.fields.pop(field)) if field in self.fields else default
 
     def _p2p(self) -> None:
-        """Map LMCache's P2P to neighbours: those that are named, or that say in its look-up server what they have."""
+        """Map LMCache's P2P to neighbours: the given ones, or those that use its look-up server as directory."""
         lookup = str(self.fields.get("lookup_url", ""))
         on = as_flag("enable_p2p", self.fields.get("enable_p2p", False))
         if self._peers and not on:
@@ -161,14 +154,14 @@ class _FieldReader:
             return
         self.flag("enable_p2p", False)
         if self._peers:
-            self.map("enable_p2p", "peers", self._peers, "of --peers; run pagoda serve on every machine")
+            self.map("enable_p2p", "peers", self._peers, "from --peers; run pagoda serve on every machine")
         else:
             self.say(
-                "enable_p2p", FieldVerdict.SAME, "run pagoda serve on every machine, with one token for all"
+                "enable_p2p", FieldVerdict.SAME, "run pagoda serve on every machine, all with the same token"
             )
         if lookup and not 0 < len(self._peers) <= MOST_PEERS:
             url = lookup if "://" in lookup else f"redis://{lookup}"
-            self.map("lookup_url", "lookup", url, "a Redis in which machines say which chunks they have")
+            self.map("lookup_url", "lookup", url, "a Redis in which machines announce their chunks")
             del self.fields["lookup_url"]
         for field in lmcache_fields.BELONGS["enable_p2p"]:
             if (value := self.fields.pop(field, None)) is not None:
@@ -177,7 +170,7 @@ class _FieldReader:
                 self.say(field, FieldVerdict.NOT_NEEDED, text)
 
     def _legacy(self, field: str) -> None:
-        """Replace the older field for one place by those for each place."""
+        """Replace the older field for one place by the fields for each place."""
         if field not in self.fields:
             return
         where, verdict = str(self.fields.pop(field)), FieldVerdict.SAME
@@ -186,7 +179,7 @@ class _FieldReader:
             fields, text = {"local_cpu": True}, "the host tier, as local_cpu: true"
         elif where.startswith("cuda"):  # its oldest default
             fields, verdict = {"local_cpu": True}, FieldVerdict.NOT_NEEDED
-            text = "device memory is the engine's prefix cache's; the host tier takes its place, as local_cpu: true"
+            text = "the engine's prefix cache uses device memory; the host tier is used instead, as local_cpu: true"
         elif where.startswith(("file://", "/", ".")):
             fields, text = {"local_disk": where, "local_cpu": False}, "the disk tier, as local_disk"
             if "max_local_cache_size" in self.fields:
@@ -195,7 +188,7 @@ class _FieldReader:
             fields, text = {"remote_url": where}, "the remote tier, as remote_url"
         else:
             verdict = FieldVerdict.NOT_SUPPORTED
-            text = f"{redacted(where)!r} is no place known here; write {field}: cpu, file:///PATH or redis://HOST:6379"
+            text = f"{redacted(where)!r} is not a known place; write {field}: cpu, file:///PATH or redis://HOST:6379"
         self.fields = {**fields, **self.fields}
         self.say(field, verdict, text)
 
@@ -206,7 +199,7 @@ class _FieldReader:
         gib = as_number(field, self.fields.pop(field)) if given else _DEFAULT_CPU_GIB
         asked = "local_cpu" in self.fields
         if not self.flag("local_cpu", True):
-            self.map("local_cpu", "host_size", 0, "vLLM's processes meet in host memory: give them some")
+            self.map("local_cpu", "host_size", 0, "vLLM's processes share the host tier: set a size")
             if given:
                 self.say(field, FieldVerdict.NOT_NEEDED, "there is no host tier")
             return
@@ -222,24 +215,24 @@ class _FieldReader:
         path = place if isinstance(place, str) else ""
         wrong = ""
         if place is True or (place and not path):
-            wrong = "where is it? write local_disk: file:///PATH"
+            wrong = "the path is missing; write local_disk: file:///PATH"
         elif "," in path:
             wrong = "one disk tier is one directory; join the disks (RAID 0, LVM) and write local_disk: file:///PATH"
         elif path and not gib:
-            wrong = "how large? write max_local_disk_size: GB beside it"
+            wrong = "the size is missing; write max_local_disk_size: GB too"
         if wrong:
             self.say("local_disk", FieldVerdict.NOT_SUPPORTED, wrong)
         elif path:
             directory = os.path.abspath(expanded(path.removeprefix("file://")))
-            self.map("local_disk", "disk_path", directory, "LMCache's files there are left as they are")
+            self.map("local_disk", "disk_path", directory, "LMCache's files there stay as they are")
             self.map("max_local_disk_size", "disk_size", _gib(gib * self._workers), self._times(gib))
             return
         if gib:
-            self.say("max_local_disk_size", FieldVerdict.NOT_NEEDED, "no disk tier came of local_disk")
+            self.say("max_local_disk_size", FieldVerdict.NOT_NEEDED, "local_disk gives no disk tier")
 
     def _times(self, gib: float) -> str:
         if self._workers == 1:
-            return "of one worker; with more on a machine: --workers N"
+            return "for one worker; if a machine runs more: --workers N"
         return f"{gib:g} GiB for each of {self._workers} workers"
 
     def _remote(self) -> None:
@@ -256,7 +249,7 @@ class _FieldReader:
             return
         if codec:
             found += ("&" if "?" in found else "?") + f"codec={codec}"
-        kept = "a password stands in it; ?password_file=PATH keeps it out" if redacted(found) != found else ""
+        kept = "has a password; use ?password_file=PATH instead" if redacted(found) != found else ""
         kept = START_SERVER if own_server else kept
         self.map("remote_url", "remote", found, kept)
         for field in used:
@@ -264,7 +257,7 @@ class _FieldReader:
             self.say(field, FieldVerdict.MAPPED, "remote: in the URL")
 
     def _codec(self, serde: str, wanted: bool, own_server: bool) -> str:
-        """Judge the serde; return the codec that stands for it, or an empty string for the usual one."""
+        """Judge the serde; return its codec, or an empty string for the default."""
         if not wanted:
             if "remote_serde" in self._given:
                 self.say("remote_serde", FieldVerdict.NOT_NEEDED, "there is no remote tier")
@@ -273,12 +266,12 @@ class _FieldReader:
             if "remote_serde" in self._given:
                 self.say("remote_serde", FieldVerdict.SAME, "bytes are stored as they are (codec=raw)")
             return ""
-        if own_server and serde == "cachegen":  # both are in its oldest default
+        if own_server and serde == "cachegen":  # both are in LMCache's oldest default
             text = "cachegen loses precision; bytes are stored as they are, and ?codec=zstd in the URL compresses them"
             self.say("remote_serde", FieldVerdict.NOT_NEEDED, text)
             return ""
-        lossy = "loses precision, which needs a verdict of pagoda quality here"
-        why = lossy if serde in ("cachegen", "kivi") else "is not known here"
+        lossy = "loses precision, which needs a verdict of pagoda quality"
+        why = lossy if serde in ("cachegen", "kivi") else "is not known"
         text = (
             f"{serde} {why}; write remote_serde: naive, or in the URL of the remote tier ?codec=zstd (lossless) "
             "or ?codec=qzstd (lossy)"
@@ -288,24 +281,24 @@ class _FieldReader:
 
 
 def _left_over(field: str) -> tuple[FieldVerdict, str]:
-    """Judge a field that neither the table nor a tier has taken."""
+    """Judge a field that neither the table nor a tier has used."""
     if field in IN_URLS:
-        return FieldVerdict.NOT_NEEDED, "there is no remote tier that it is for"
+        return FieldVerdict.NOT_NEEDED, "there is no remote tier that uses it"
     if field.startswith(lmcache_fields.HISTOGRAM):
         return FieldVerdict.NOT_NEEDED, "metrics have no histograms"
     hint = did_you_mean(field, known_fields()) or "; remove it"
-    return FieldVerdict.UNKNOWN, f"no field of LMCache's that is known here{hint}"
+    return FieldVerdict.UNKNOWN, f"not a known field of LMCache's{hint}"
 
 
 def _extra(extra: object) -> dict[str, object]:
-    """Return the fields in extra_config: they have names of their own."""
+    """Return the fields in extra_config, whose names differ from those of other fields."""
     if isinstance(extra, str):
         try:
             extra = json.loads(extra or "{}")
         except ValueError:
-            raise ConfigError("extra_config: is no JSON object") from None
+            raise ConfigError("extra_config: not a JSON object") from None
     if not isinstance(extra, dict | None):
-        raise ConfigError("extra_config: a mapping of names to values is needed")
+        raise ConfigError("extra_config: must be a mapping of names to values")
     return {str(name): value for name, value in (extra or {}).items()}
 
 
@@ -316,7 +309,7 @@ _PLACES = (
 
 
 def known_fields() -> list[str]:
-    """Return every field that has an answer here, but for histogram_bucket_... and what belongs to one engine."""
+    """Return every known field except histogram_bucket_..."""
     return sorted({*_PLACES, *lmcache_fields.FIELDS, *IN_URLS})
 
 

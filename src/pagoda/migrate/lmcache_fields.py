@@ -1,6 +1,6 @@
-"""What becomes of each field of LMCache's: one table, `FIELDS`. Only those that name a place are judged by `lmcache`.
+"""The translation of each field of LMCache's: one table, `FIELDS`. `lmcache` judges the fields that name a place.
 
-Pure: a rule is given the name of its field and all fields, and returns what becomes of the field here.
+Pure: a rule gets the name of its field and all fields, and returns a judgement of the field.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pagoda.errors import ConfigError
 
 
 class FieldVerdict(StrEnum):
-    """What became of a field; in this order a pagoda.toml says it."""
+    """The verdict on a field; pagoda.toml has them in this order."""
 
     MAPPED = "mapped"
     NOT_SUPPORTED = "not supported"
     UNKNOWN = "unknown"
     ELSEWHERE = "set elsewhere"
     NOT_NEEDED = "not needed"
-    SAME = "same"  # what it says is how things are here
+    SAME = "same"  # PagodaKV behaves as the field says
 
 
 class Judgement(NamedTuple):
-    """What becomes of a field, in words without secrets; with the option of ours that it sets, if any."""
+    """The verdict on a field and the reason, without secrets; with the option that it sets, if any."""
 
     verdict: FieldVerdict
     text: str
@@ -44,17 +44,17 @@ _REMOTE = 'share a store instead: remote = "redis://HOST:6379/0"'
 
 SWITCHES = {
     "enable_p2p": (
-        "machines read each other's chunks through pagoda serve, and the file does not name them: "
-        "name them with --peers http://HOST:7777,http://HOST:7777, or a Redis for all with lookup_url"
+        "machines read each other's chunks through pagoda serve, and the file does not name the machines: "
+        "name them with --peers http://HOST:7777,http://HOST:7777, or write the URL of a Redis as lookup_url"
     ),
-    "enable_pd": f"prefill and decode meet in a store here; use vLLM's own connector for that, or {_REMOTE}",
-    "enable_nixl": f"the older name of enable_pd; use vLLM's own connector for that, or {_REMOTE}",
-    "enable_xpyd": f"belongs to disaggregated prefill; use vLLM's own connector for that, or {_REMOTE}",
-    "enable_controller": "no server controls caches; write enable_controller: false and use pagoda stats, ls, clear",
+    "enable_pd": f"prefill and decode share a store here; use vLLM's own connector for it, or {_REMOTE}",
+    "enable_nixl": f"the older name of enable_pd; use vLLM's own connector for it, or {_REMOTE}",
+    "enable_xpyd": f"belongs to disaggregated prefill; use vLLM's own connector for it, or {_REMOTE}",
+    "enable_controller": "caches have no control server; write enable_controller: false, use pagoda stats, ls, clear",
     "internal_api_server_enabled": "no server is started in engines; write false and use pagoda stats --prometheus",
-    "enable_nixl_storage": "files are the disk tier's here; write local_disk: PATH and max_local_disk_size: GB instead",
+    "enable_nixl_storage": "the disk tier stores files; write local_disk: PATH and max_local_disk_size: GB instead",
 }
-"""Features that may be switched on, and what to write if one is: off, they are off here too."""
+"""Features that can be switched on, and what to write instead. Features that are off are off here too."""
 
 _PARTS = {
     "enable_p2p": (
@@ -83,64 +83,64 @@ _PARTS = {
     ),
 }
 BELONGS = {switch: parts.split() for switch, parts in _PARTS.items()}
-"""Fields that mean something only while their feature is on."""
+"""Fields that have a meaning only while their feature is on."""
 
 WHEN_SET = {
     "gds_path": "chunks go through host memory here; write local_disk: PATH and max_local_disk_size: GB instead",
     "weka_path": "write local_disk: PATH and max_local_disk_size: GB, if the file system is a local one",
     "external_lookup_client": f"look-ups ask the tiers themselves; remove it, and {_REMOTE}",
-    "audit_actual_remote_url": "nothing is audited here; write it as remote_url",
-    "plugin_locations": "code of plugins cannot be taken over; remove it",
-    "runtime_plugin_locations": "code of plugins cannot be taken over; remove it",
-    "storage_plugins": f"code of plugins cannot be taken over; {_REMOTE}",
-    "remote_storage_plugins": f"code of plugins cannot be taken over; {_REMOTE}",
+    "audit_actual_remote_url": "there is no audit; write it as remote_url",
+    "plugin_locations": "plugins of LMCache cannot be used; remove it",
+    "runtime_plugin_locations": "plugins of LMCache cannot be used; remove it",
+    "storage_plugins": f"plugins of LMCache cannot be used; {_REMOTE}",
+    "remote_storage_plugins": f"plugins of LMCache cannot be used; {_REMOTE}",
     "priority_limit": "requests of all priorities are stored; remove it",
-    "store_location": "chunks go down the tiers that are configured; remove it and leave out the other tiers",
-    "retrieve_locations": "all tiers that are configured are asked; remove it and leave out the other tiers",
+    "store_location": "chunks are stored in all configured tiers; remove it and leave out the other tiers",
+    "retrieve_locations": "all configured tiers are asked; remove it and leave out the other tiers",
 }
-"""Fields without which something else would be stored or served, and what to write instead."""
+"""Fields that change what is stored or served, and what to write instead."""
 
 _NOT_NEEDED_NAMES = {
-    "error_handling": "trouble at run time is always a miss, never an error",
-    "use_layerwise": "how copies overlap with computing is not configured",
+    "error_handling": "an error at run time is always a miss",
+    "use_layerwise": "copies always overlap with computing where possible",
     "pre_caching_hash_algorithm": "keys are always blake3, the same in all processes and machines",
-    "reserve_local_cpu_size": "host_size is checked against the memory there is when it is opened",
-    "local_cpu_use_hugepages": "huge pages are asked for wherever the system has them",
+    "reserve_local_cpu_size": "host_size is compared with the available memory when the tier is opened",
+    "local_cpu_use_hugepages": "huge pages are used if the system has them",
     "local_disk_path_sharding": "all processes of a machine share one disk tier",
     "enable_async_loading": "chunks are always loaded in the background",
     (
         "enable_lazy_memory_allocator lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio "
         "lazy_memory_step_ratio lazy_memory_safe_size"
-    ): "host memory is filled in by the background anyway",
+    ): "host memory is always allocated in the background",
     "numa_mode gpu_to_numa_mapping": (
-        "host memory is shared by all processes of the machine; bind it with numactl if need be"
+        "all processes of the machine share host memory; bind it with numactl if necessary"
     ),
-    "py_enable_gc": "Python's garbage collector is left alone",
+    "py_enable_gc": "Python's garbage collector is not changed",
     "lookup_timeout_ms": "no call waits longer than deadline_seconds",
-    "pin_timeout_sec pin_check_interval_sec": "what keeps chunks from eviction ends by itself",
+    "pin_timeout_sec pin_check_interval_sec": "leases, which protect chunks from eviction, expire",
     "enable_kv_events": "vLLM's own --kv-events-config switches events on",
-    "lmcache_instance_id": "nothing is named by engine; pagoda stats shows whose chunks there are",
+    "lmcache_instance_id": "chunks belong to models, not to engines; pagoda stats shows them",
     "cufile_buffer_size gds_backend gds_buffer_size gds_io_threads gds_path_sharding use_gds": (
         "belongs to gds_path"
     ),
-    "save_only_first_rank remote_enable_mla_worker_id_as0": "what all ranks have alike is stored once anyway",
+    "save_only_first_rank remote_enable_mla_worker_id_as0": "KV that all ranks have is always stored once",
     "save_chunk_meta": "every chunk has its header",
     "s3_max_io_concurrency s3_max_inflight_reqs s3_num_io_threads": (
-        "connections=N in the URL of the remote tier says how many there are"
+        "connections=N in the URL of the remote tier sets their number"
     ),
     "s3_prefer_http2": "the store's client decides",
     "pipelined_backend": "stores and loads are always pipelined",
-    "hit_miss_ratio": "nothing is measured against a ratio",
+    "hit_miss_ratio": "there is no such limit",
 }
 NOT_NEEDED = {field: text for fields, text in _NOT_NEEDED_NAMES.items() for field in fields.split()}
-"""Fields whose absence changes nothing of what is stored and served, and why."""
+"""Fields that do not change what is stored and served, and why."""
 
 PLUMBING = ("config_file", "use_experimental", "track_usage", "log_level")
-"""LMCACHE_ variables that are no fields of its configuration."""
+"""LMCACHE_ variables that are not fields of its configuration."""
 
 
 def as_flag(field: str, value: object) -> bool:
-    """Return a switch's value. Raises ConfigError, as those below do."""
+    """Return the value of a switch. Raises ConfigError, like the functions below."""
     text = str(value).strip().lower()
     if text in ("true", "1", "yes", "on"):
         return True
@@ -165,11 +165,11 @@ def _as_whole(field: str, value: object) -> int:
 
 
 def _no_number(field: str, value: object) -> ConfigError:
-    return ConfigError(f"{field}: {value!r} is not the number that is needed")
+    return ConfigError(f"{field}: {value!r} is not a valid number")
 
 
 def as_toml(value: object) -> str:
-    """Return a value as TOML writes it."""
+    """Return a value in TOML's notation."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(as_toml, value))}]"
     if isinstance(value, bool | int | float):
@@ -204,18 +204,18 @@ def _part_of(switch: str, _: str, fields: Mapping[str, object]) -> Judgement:
 
 
 def _blending(field: str, fields: Mapping[str, object]) -> Judgement:
-    """Blending begins with a call here, and after a measurement: the file gives its defaults."""
+    """Judge enable_blending: here a call starts blending, after a measurement. The file only has defaults."""
     if not as_flag(field, fields[field]):
-        return Judgement(_SAME, "off here too, unless a call gives documents")
+        return Judgement(_SAME, "off here too, unless a call passes documents")
     text = (
         "Transformers and own engines blend what is given as documents, with a passing verdict of pagoda quality: "
         "CachedModel.generate(documents=..., question=...); vLLM and SGLang count prefixes only and blend nothing"
     )
-    return Judgement(_ELSEWHERE, text, "blend_recompute", _DEFAULT_SHARE)  # unless the file names another
+    return Judgement(_ELSEWHERE, text, "blend_recompute", _DEFAULT_SHARE)  # unless the file has another share
 
 
 def _with_blending(rule: FieldRule) -> FieldRule:
-    """Return a rule for a field that means something only while blending is on."""
+    """Return a rule for a field that has a meaning only while blending is on."""
 
     def judge(field: str, fields: Mapping[str, object]) -> Judgement:
         on = as_flag("enable_blending", fields.get("enable_blending", False))
@@ -225,7 +225,7 @@ def _with_blending(rule: FieldRule) -> FieldRule:
 
 
 def _first_share(field: str, value: object) -> float:
-    """Return the share of LMCache's list of them: it uses the first one."""
+    """Return the first share of LMCache's list, which is the one that it uses."""
     if isinstance(value, str):
         value = [one for one in value.strip("[] ").split(",") if one.strip()]
     return as_number(field, value[0] if isinstance(value, list | tuple) and value else value)
@@ -243,7 +243,7 @@ def _check_layers(field: str, fields: Mapping[str, object]) -> Judgement:
 
 def _blend_min_tokens(field: str, fields: Mapping[str, object]) -> Judgement:
     least = _as_whole(field, fields[field])
-    text = f"blend_min_tokens = {least} (LMCache 0.5 has this field, and does not use it)"
+    text = f"blend_min_tokens = {least} (LMCache 0.5 has this field, but does not use it)"
     return Judgement(_MAPPED, text, "blend_min_tokens", least)
 
 
@@ -251,17 +251,17 @@ def _policy(field: str, fields: Mapping[str, object]) -> Judgement:
     if (name := str(fields[field]).lower()) in ("lru", "fifo", "arc"):
         return Judgement(_MAPPED, f"policy = {as_toml(name)}", "policy", name)
     known = ", ".join(policies.NAMES)
-    return Judgement(_NOT_SUPPORTED, f"{fields[field]} is none of {known}; write LRU or remove it")
+    return Judgement(_NOT_SUPPORTED, f"{fields[field]} is not one of {known}; write LRU or remove it")
 
 
-_SEPARATED = "documents are given as a list, never found by separators in a text"
+_SEPARATED = "documents are passed as a list, not found by separators in a text"
 
 BLENDING: dict[str, FieldRule] = {
     "blend_recompute_ratio": _mapped("blend_recompute", _first_share),
     "blend_recompute_ratios": _mapped("blend_recompute", _first_share),
     "blend_min_tokens": _blend_min_tokens,
     "blend_check_layers": _check_layers,
-    "blend_thresholds": partial(_always, "LMCache has them, and does not use them"),
+    "blend_thresholds": partial(_always, "LMCache has this field, but does not use it"),
     **{
         field: lambda *_: Judgement(_ELSEWHERE, f"in the call: {_SEPARATED}")
         for field in ("blend_special_str", "blend_separator", "blend_add_special_in_precomp")
@@ -277,7 +277,7 @@ FIELDS: dict[str, FieldRule] = {
     "use_odirect": _mapped("disk_direct", as_flag),
     "disk_io_threads": _mapped("io_threads", _as_whole),
     "save_decode_cache": _by_flag(
-        Judgement(_SAME, "what a model writes is stored unless --no-store-output says otherwise"),
+        Judgement(_SAME, "generated tokens are stored, unless --no-store-output is given"),
         Judgement(
             _ELSEWHERE, "the option store_output of the connector: pagoda vllm --no-store-output serve ..."
         ),
@@ -299,7 +299,7 @@ FIELDS: dict[str, FieldRule] = {
     **{field: partial(_when_set, text) for field, text in WHEN_SET.items()},
     **{field: partial(_always, text) for field, text in NOT_NEEDED.items()},
 }
-"""Every field that no other field is needed for, by its name. Those that set an option of ours come first."""
+"""The rules of all fields that can be judged alone, by name. Fields that set an option come first."""
 
 HISTOGRAM = "histogram_bucket_"
-"""What the names of some more fields begin with; metrics here have no histograms."""
+"""The beginning of the names of more fields; metrics here have no histograms."""

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from urllib.parse import quote
 
 from pagoda.config.remote_urls import parse
-from pagoda.url_parts import split_url
+from pagoda.url_hosts import split_url
 
 _REDIS = 'remote = "redis://HOST:6379/0"'
 _REASONS = {
     "redis-sentinel": 'name the service in the URL: remote = "redis+sentinel://HOST:26379,HOST:26379/SERVICE"',
     "mooncakestore": 'write remote = "mooncake://HOST:50051?segment=SIZE" (its global_segment_size)',
-    "fs": 'a shared file system is no store here; serve it by WebDAV: remote = "http://HOST/PATH/"',
+    "fs": 'a shared file system is not supported; serve it with WebDAV: remote = "http://HOST/PATH/"',
 }
 START_SERVER = "run pagoda serve --listen HOST:PORT --host-size SIZE there instead of LMCache's server"
 _AMAZON = re.compile(r"(?P<bucket>[a-z0-9-]+)\.s3[.-](?P<region>[a-z0-9-]+)\.amazonaws\.com")
@@ -25,14 +25,14 @@ _OURS = ("redis", "rediss", "unix", "gs", "az", "http", "https")
 
 
 class Untranslated(Exception):
-    """No URL here means the same; the message says why, and what to write instead."""
+    """There is no equivalent URL; the message says why, and what to write instead."""
 
 
 def translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
-    """Return the URL of our remote tier and which of `fields` went into it.
+    """Return the URL of the remote tier, and which of `fields` are in it.
 
     Raises:
-        Untranslated: there is no such engine here.
+        Untranslated: there is no equivalent URL.
     """
     try:
         found, used = _translated(url, fields)
@@ -52,13 +52,13 @@ def _translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]
         return f"http://{split_url(url).netloc}?server=pagoda", []
     if scheme in _OURS:
         return url, []
-    unknown = f"this engine is not known here; use Redis, Valkey or an object store: {_REDIS}"
+    unknown = f"this engine is not known; use Redis, Valkey or an object store: {_REDIS}"
     reason = _REASONS.get(scheme, unknown)
     raise Untranslated(f"{scheme}://: {reason}" if scheme != url.lower() else reason)
 
 
 def is_own_server(url: str) -> bool:
-    """Whether a URL names LMCache's own server, as its default configuration does."""
+    """Whether a URL names LMCache's own server, as in its default configuration."""
     return url.lower().startswith("lm://")
 
 
@@ -70,11 +70,11 @@ def _s3(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
     express = "s3express" in host or str(fields.get("s3_enable_s3express", False)).lower() == "true"
     if express:
         line = f'remote = "s3://{bucket}?region={region or "REGION"}&s3_express=true"'
-        raise Untranslated(f"S3 Express has not been tried; if you want to: {line}")
+        raise Untranslated(f"S3 Express was not tested; to try it: {line}")
     if amazon:
         bucket, region = amazon["bucket"], region or amazon["region"]
     elif dot:
-        raise Untranslated(f'which server is it? write remote = "s3://{bucket}?endpoint=https://{server}"')
+        raise Untranslated(f'write the server: remote = "s3://{bucket}?endpoint=https://{server}"')
     prefix = quote(str(fields.get("s3_file_prefix", "")).strip("/"))
     found = f"s3://{bucket}" + (f"/{prefix}" if prefix else "") + (f"?region={region}" if region else "")
     return found, [name for name in _IN_S3 if name in fields]

@@ -17,7 +17,7 @@ from pagoda import codec
 from pagoda.blend.blend_policies import SelectionPolicy, blend_setting
 from pagoda.connectors.transformers import CachedModel
 from pagoda.connectors.transformers.dynamic_cache import dynamic_cache, kv_of_row, room_for
-from pagoda.connectors.transformers.supported_models import ProbedModel
+from pagoda.connectors.transformers.model_checks import ProbedModel
 from pagoda.layout import itemsize
 from pagoda.quality.prompt_lines import QualityPrompt
 from pagoda.quality_verdict import Setting

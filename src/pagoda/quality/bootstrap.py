@@ -44,7 +44,9 @@ def ratio_interval(parts: Numbers, wholes: Numbers, *, confidence: float = 0.95,
         sums = below[prompts].sum(1)
         known = sums != 0  # a draw whose wholes sum to 0 has no ratio
         drawn.append(above[prompts].sum(1)[known] / sums[known])
-    return _interval(float(above.sum() / below.sum()), np.concatenate(drawn), confidence)
+    rest = (1 - confidence) / 2
+    low, high = np.quantile(np.concatenate(drawn), [rest, 1 - rest])
+    return Interval(float(above.sum() / below.sum()), float(low), float(high))
 
 
 def difference_interval(
@@ -69,9 +71,3 @@ def _draws(prompts: int, seed: int) -> Iterator[npt.NDArray[np.int64]]:
         rows = min(left, max(1, _AT_ONCE // prompts))
         yield draw.integers(prompts, size=(rows, prompts))
         left -= rows
-
-
-def _interval(value: float, drawn: Floats, confidence: float) -> Interval:
-    rest = (1 - confidence) / 2
-    low, high = np.quantile(drawn, [rest, 1 - rest])
-    return Interval(value, float(low), float(high))

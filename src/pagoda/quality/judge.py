@@ -64,7 +64,9 @@ def judged(
         result = Result(setting, limit, figures[name], noticed, prompts, *facts, not reasons, reasons)
         over = None
         if setting.feature == "blend" and PLAIN_REUSE in samples and name != PLAIN_REUSE:
-            over = _difference(samples[PLAIN_REUSE], samples[name], facts)
+            reuse, mine = ([one.kl for one in samples[each]] for each in (PLAIN_REUSE, name))
+            tokens = [one.tokens for one in samples[name]]
+            over = difference_interval(reuse, mine, tokens, confidence=facts.confidence, seed=facts.seed)
         rows.append(Judged(name, figures[name], _seconds(samples[name]), result, over))
     return [*rows, *(Judged(name, figures[name], _seconds(samples[name])) for name in controls)]
 
@@ -86,15 +88,6 @@ def figures_of(
         ttft=share([one.seconds for one in samples], [one.seconds for one in exact]),
         bytes=sum(one.stored_bytes for one in samples) / sum(one.exact_bytes for one in samples),
     )
-
-
-def _difference(
-    reuse: Sequence[QualitySample], samples: Sequence[QualitySample], facts: RunFacts
-) -> Interval:
-    return difference_interval(
-        [one.kl for one in reuse], [one.kl for one in samples], [one.tokens for one in samples],
-        confidence=facts.confidence, seed=facts.seed,
-    )  # fmt: skip
 
 
 def _seconds(samples: Sequence[QualitySample]) -> float:

@@ -12,8 +12,8 @@ import torch
 from pagoda.blend.blend_policies import Deviation, SelectionPolicy
 from pagoda.config import Config
 from pagoda.connectors.transformers import CachedModel
+from pagoda.connectors.transformers.model_checks import check_model, probe_model
 from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
-from pagoda.connectors.transformers.supported_models import check_model, probe_model
 from pagoda.layout import KVLayout
 from pagoda.quality.approaches import CONTROLS, Approach, Blend, Codec
 from pagoda.quality.judge import Judged, RunFacts, judged

@@ -12,6 +12,7 @@ import msgspec
 
 from pagoda.errors import ConfigError
 from pagoda.file_lock import lock_file
+from pagoda.file_space import make_directory
 from pagoda.quality_verdict import FORMAT, VERSION, Result, Verdict, VerdictHead, read_verdict
 
 _LOCK_SECONDS = 10.0  # the lock is held only for moments
@@ -43,7 +44,7 @@ def write_verdict(
     results = [one for n, one in enumerate(results) if not _has(results[:n], one)]
     file = Path(os.path.realpath(path))
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(file.parent, 0o755)
         with _alone_in(file.parent):
             check_place(file)
             kept, others = _kept(file, names[0], results)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from pagoda.replay.simulate import SimulatedMatch, SimulatedOutcome, Simulation, TierSpec
 from pagoda.replay.trace import Request
@@ -178,7 +179,7 @@ class _TimedRun:
         self._cold.finish(arrival, cold_start, cold_start + request.input_length / speed)
         start = self._servers.start(arrival)
         self._store_until(start)
-        found = self._simulation.look(request._replace(timestamp_ms=start * 1e3))
+        found = self._simulation.look(replace(request, timestamp_ms=start * 1e3))
         chunk_bytes = request.chunk_tokens * self._engines.token_bytes
         loaded_at, chunks = self._load(found, start, chunk_bytes, request.chunk_tokens / speed)
         tokens = max(min(1, request.input_length), request.input_length - chunks * request.chunk_tokens)

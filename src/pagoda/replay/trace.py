@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import Annotated, BinaryIO, NamedTuple, cast
+from typing import Annotated, BinaryIO, cast
 
 import msgspec
 
@@ -24,18 +24,10 @@ _LATEST_MS = 7.5e12  # the year 2207: a larger number is not in milliseconds
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Request(NamedTuple):
+class Request(msgspec.Struct, frozen=True, gc=False, rename={"timestamp_ms": "timestamp"}):
     """One prompt: its time, the lengths of the prompt and its answer (tokens), and the ids of its chunks."""
 
-    timestamp_ms: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
-    chunk_tokens: int = _CHUNK_TOKENS
-
-
-class _Line(msgspec.Struct, gc=False):
-    timestamp: Annotated[float, msgspec.Meta(ge=0, le=_LATEST_MS)]
+    timestamp_ms: Annotated[float, msgspec.Meta(ge=0, le=_LATEST_MS)]
     input_length: Natural
     output_length: Natural
     hash_ids: tuple[Natural, ...]
@@ -57,23 +49,22 @@ def read_trace(path: Path | str) -> Iterator[Request]:
 
 def format_request(request: Request) -> str:
     """Return one line, without line end, that `read_trace` reads as this request."""
-    line = _Line(*request)
-    return msgspec.json.encode(line).decode()
+    return msgspec.json.encode(request).decode()
 
 
 def _requests(name: str, file: BinaryIO) -> Iterator[Request]:
-    decode = msgspec.json.Decoder(_Line).decode
+    decode = msgspec.json.Decoder(Request).decode
     latest, number = 0.0, 0
     try:
         for text in _unpacked(file):
             number += 1
             if text.isspace():
                 continue
-            line = decode(text)
-            if max(line.hash_ids, default=0) > _LARGEST_ID:
+            request = decode(text)
+            if max(request.hash_ids, default=0) > _LARGEST_ID:
                 raise ValueError("an id in `hash_ids` has more than 64 bits")
-            latest = max(latest, line.timestamp)
-            yield Request(latest, line.input_length, line.output_length, line.hash_ids, line.chunk_tokens)
+            latest = max(latest, request.timestamp_ms)
+            yield msgspec.structs.replace(request, timestamp_ms=latest)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{name}:{number + 1}: what was packed is damaged: {error}") from error
     except ValueError as error:

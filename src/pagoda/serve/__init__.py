@@ -1,15 +1,15 @@
-"""`pagoda serve`: chunks of this machine's stores over HTTP, and what operators look at. Importing it imports nothing.
+"""`pagoda serve`: serves this machine's chunks over HTTP, and a page for operators. This package imports nothing.
 
 server          the aiohttp application, its sockets and its life
-access          who may call: token, cookie, Host header, rates, connections
-blocking_calls  calls that may wait, on threads and never on the event loop
+access          checks who may call: token, cookie, Host header, rates, connections
+blocking_calls  runs calls that may wait on threads, never on the event loop
 chunk_routes    GET, HEAD, PUT and DELETE of a chunk, find
 metrics_routes  GET /metrics
-announcer       tells the directory of neighbours what the stores have
-served_stores   the stores, opened beside the engines; finds a chunk by namespace and key
-operator_routes the page, what it shows as JSON and as a stream of events, login, changes
-live_feed       one sampling for all streams, and none while nobody looks
-overview        everything that the page shows, from the counters of all stores
+announcer       announces the chunks of the stores in the directory of neighbours
+served_stores   opens the stores beside the engines; finds a chunk by namespace and key
+operator_routes the page, its data as JSON and as a stream of events, login, changes
+live_feed       samples the stores once for all streams, only while there is a stream
+overview        all data of the page, from the counters of all stores
 operations      clear, pin, unpin, warm up, explain
-exposition      what stores hold and have counted, in Prometheus' text format (extra `metrics`)
+exposition      contents and counters of the stores in Prometheus' text format (extra `metrics`)
 """

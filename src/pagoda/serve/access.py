@@ -1,6 +1,6 @@
-"""Who may call the server: the token and the page's cookie, the Host header, and how often.
+"""Checks who may call the server, and how often: by the token, the page's cookie and the Host header.
 
-`server` makes one `AccessRules` and puts its `middleware` before all routes. The token is never logged, never in a URL.
+`server` makes one `AccessRules` and puts its `middleware` before all routes. The token is in no log and in no URL.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from aiohttp import web
 
 from pagoda.errors import ConfigError
+from pagoda.file_space import make_directory
 from pagoda.serve_token_file import TOKEN_VARIABLE, default_token_file
 
 COOKIE = "pagoda"
@@ -37,11 +38,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, kw_only=True)
 class ServeLimits:
-    """What clients may cost.
+    """The limits for clients.
 
-    `header_seconds` is for a request's header, `start_seconds` for what follows besides its bytes, and a client that
-    moves fewer than `slowest_bytes_per_second` is disconnected. `buffer_bytes` is for chunks from the disk and from
-    clients. `requests_per_second` is of one client.
+    `header_seconds`: the time for a request's header; `start_seconds`: the time for the rest, without its bytes. A
+    client that is slower than `slowest_bytes_per_second` is disconnected. `buffer_bytes`: memory for chunks from the
+    disk and from clients. `requests_per_second`: the limit of each client.
     """
 
     connections: int = 256
@@ -53,18 +54,24 @@ class ServeLimits:
     requests_per_second: float = 5000.0
 
     def seconds(self, nbytes: int) -> float:
-        """Return how long a client may take for so many bytes."""
+        """Return the time that a client has for so many bytes."""
         return self.start_seconds + nbytes / self.slowest_bytes_per_second
 
 
-def refusal(status: int, reason: str, remedy: str = "") -> web.Response:
-    """Return an answer that refuses a request: JSON with the reason and, for people, what to do."""
+def refusal(status: int, reason: str, remedy: str = "", *, close: bool = False) -> web.Response:
+    """Return an answer that refuses a request: JSON with the reason and the remedy.
+
+    `close`: the connection ends with it, because the rest of the body is not read.
+    """
     body = {"reason": reason, **({"remedy": remedy} if remedy else {})}
-    return web.json_response(body, status=status, headers={"Cache-Control": "no-store"})
+    answer = web.json_response(body, status=status, headers={"Cache-Control": "no-store"})
+    if close:
+        answer.force_close()
+    return answer
 
 
 def break_connection(transport: asyncio.BaseTransport | None) -> None:
-    """End a connection at once; the kernel drops what it has not sent yet, however slowly the client reads."""
+    """End a connection at once, however slowly the client reads: the kernel drops the unsent bytes."""
     if transport is None:
         return
     assert isinstance(transport, asyncio.Transport)
@@ -75,16 +82,16 @@ def break_connection(transport: asyncio.BaseTransport | None) -> None:
 
 
 class AccessRules:
-    """The rules of one server. Of its event loop.
+    """The rules of one server. For its event loop.
 
-    Requests over TCP need the token, those over the Unix socket do not: its directory belongs to the user. `open_paths`
-    are answered without the token; other modules add theirs. `counts` tells how many requests were refused and why.
+    Requests over TCP need the token. Those over the Unix socket do not: only the user can enter its directory. Requests
+    for `open_paths` are answered without the token; other modules add paths. `counts`: refused requests by status.
     """
 
     def __init__(
         self, token: str | None, hosts: Iterable[str], port: int | None, limits: ServeLimits | None = None
     ) -> None:
-        """`token` None: the server listens on a Unix socket only. `hosts`: names that the Host header may have."""
+        """`token` None: the server listens on a Unix socket only. `hosts`: the names that the Host header may have."""
         self._token = token
         self._hosts = {host.lower() for host in hosts}
         self._port = port
@@ -96,7 +103,7 @@ class AccessRules:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer requests that are not allowed; pass on the others."""
+        """Refuse requests that are not allowed; pass on the others."""
         refused = self._refused(request)
         if refused is None:
             return await handler(request)
@@ -104,18 +111,18 @@ class AccessRules:
         return refused
 
     def _refused(self, request: web.Request) -> web.Response | None:
-        if self._token is None:  # the Unix socket; a browser reaches it where its port is forwarded
+        if self._token is None:  # the Unix socket; a browser reaches it by a forwarded port
             if request.path == "/healthz" or self.is_host(request.headers.get("Host", "")):
                 return None
             return refusal(421, "other_host", "write Host: localhost")
         client, has_token = request.remote or "", self.has_token(request)
-        # Other users of a machine have the same address on loopback: what they waste is not taken from who may call.
+        # On loopback, other users of the machine have the same address; they must not use up the limit of allowed ones.
         if not self._requests.allows(f"{client} {has_token or self.has_cookie(request)}"):
             return refusal(429, "too_many_requests")
-        if request.path == "/healthz":  # tells nothing, and probes call it by any name
+        if request.path == "/healthz":  # it has no data, and probes call it by any name
             return None
         if has_token and request.path not in self.open_paths:
-            return None  # by whatever name it calls this machine: no page of another name knows the token
+            return None  # any Host header is allowed: no page of another name knows the token
         if not self.is_host(request.headers.get("Host", "")):
             return refusal(421, "other_host", "start the server with --allow-host NAME")
         if request.path in self.open_paths or self.has_cookie(request):
@@ -127,7 +134,7 @@ class AccessRules:
         return answer
 
     def is_host(self, host: str) -> bool:
-        """Return whether a Host header names this server: a page of another name (DNS rebinding) may not call it."""
+        """Return whether a Host header names this server: pages of other names (DNS rebinding) may not call it."""
         name, port = host, ""
         if not host.endswith("]") and ":" in host:
             name, _, port = host.rpartition(":")
@@ -149,22 +156,22 @@ class AccessRules:
         return own if request.method in ("GET", "HEAD") else own and origin is not None
 
     def lets_in(self, request: web.Request) -> bool:
-        """Return whether a request may see what is behind the token."""
+        """Return whether a request may see data that needs the token."""
         return self._token is None or self.has_token(request) or self.has_cookie(request)
 
     def cookie_for(self, request: web.Request, text: str) -> str | None:
-        """Return the page's cookie if `text` is the token, else None. Others of this address lock nobody out."""
+        """Return the page's cookie if `text` is the token, else None. Wrong tokens do not block other users."""
         if self.is_token(text):
             return self.cookie()
         self._wrong_tokens.allows(request.remote or "")
         return None
 
     def is_token(self, text: str) -> bool:
-        """Return whether `text` is the token; takes the same time whatever it is."""
+        """Return whether `text` is the token, in the same time for any text."""
         return self._token is not None and _equal(text, self._token)
 
     def cookie(self) -> str:
-        """Return the value of the page's cookie: it changes with the token and does not tell it."""
+        """Return the value of the page's cookie: it changes with the token and does not reveal it."""
         assert self._token is not None
         return hmac.new(self._token.encode(), b"PagodaKV page cookie 1", hashlib.sha256).hexdigest()
 
@@ -175,11 +182,11 @@ def _equal(a: str, b: str) -> bool:
 
 
 class RateLimit:
-    """At most `rate` events a second of each client, and `burst` at once. Of one thread; remembers a bounded number."""
+    """Allows `rate` events per second of each client, and `burst` at once. Remembers few clients; for one thread."""
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # (what was left, when)
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by client: events left, and when
 
     def allows(self, client: str) -> bool:
         """Count one event; return whether it is within the limit."""
@@ -196,9 +203,9 @@ class RateLimit:
 
 
 def read_token(file: Path | None) -> str:
-    """Return the token: of `file`, of the variable, or of the user's own file, which is made if it does not exist.
+    """Return the token of `file`, of the variable, or of the user's file, which is created if it does not exist.
 
-    Raises ConfigError for a file that cannot be read or that other users can, and for a token that is too short.
+    Raises ConfigError if the file cannot be read, if other users can read it, and for a token that is too short.
     """
     if file is None and (given := os.environ.get(TOKEN_VARIABLE)) is not None:
         return _checked(given, TOKEN_VARIABLE)
@@ -225,12 +232,12 @@ def default_socket() -> Path:
 
 
 def private_directory(path: Path) -> None:
-    """Make a directory that only this user can enter. Raises ConfigError if another user can."""
+    """Create a directory that only this user can enter. Raises ConfigError if other users can."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path)
         status = path.lstat()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be made: {error.strerror}; choose another path") from None
+        raise ConfigError(f"{path}: cannot be created: {error.strerror}; choose another path") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
             f"{path}: must be a directory of this user with mode 0700: chmod it or choose another"
@@ -249,14 +256,14 @@ def _checked(text: str, place: str) -> str:
 
 def _make_token(path: Path) -> None:
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path.parent)
         fresh = path.with_name(f".{path.name}-{os.getpid()}")
         with open(fresh, "x", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
             file.write(secrets.token_urlsafe(32) + "\n")
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(fresh, path)  # another server may have been first: then its token counts
+            os.link(fresh, path)  # if another server was first, its token is used
         except FileExistsError:
             pass
         finally:

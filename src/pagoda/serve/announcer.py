@@ -1,7 +1,7 @@
-"""Tells a directory which chunks the stores of this machine have, so that other machines find them.
+"""Announces in a directory which chunks the stores of this machine have, so that other machines find them.
 
-`server` starts one `Announcer` if the option `lookup` is set. It reads the mapped columns of the stores and asks no
-ledger, so engines notice nothing; what it says are hints (`pagoda.tiers.remote.peer_directory`).
+`server` starts one `Announcer` if the option `lookup` is set. It reads the mapped columns of the stores and takes no
+lock of a ledger, so engines do not wait. Announcements are hints (`pagoda.tiers.remote.peer_directory`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pagoda.errors import ClosedError, StoreError
 from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.serve.served_stores import ServedStore, ServedStores
-from pagoda.threads import NO_THREAD, Event, begin
+from pagoda.signal_safe_threads import NO_THREAD, Event, begin
 from pagoda.tiers.remote.peer_directory import PERIOD_SECONDS, PeerDirectory, PeerDirectoryConnection
 
 _ROUND_SECONDS = 1.0
-_ROUNDS = PERIOD_SECONDS // 3  # in these every chunk is announced again, a part in each
-_MOST_KEYS = 20_000  # in one round; the others follow in the next ones
+_ROUNDS = PERIOD_SECONDS // 3  # in so many rounds every chunk is announced again, a part in each
+_MOST_KEYS = 20_000  # in one round; more keys follow in the next rounds
 _CALL_SECONDS = 5.0
 _END_SECONDS = 1.0
 
@@ -33,26 +33,26 @@ _logger = guarded_logger("pagoda.serve")
 
 
 class Announcer:
-    """One thread that announces new chunks each second, and all of them a few times in a period, until `close`."""
+    """A thread that announces new chunks each second, and all chunks a few times per period, until `close`."""
 
     def __init__(
         self, directory: PeerDirectory, url: Callable[[str], str], stores: ServedStores, counts: Counter[str]
     ) -> None:
-        """Start. `url` returns where other machines reach this one, from its address towards the directory.
+        """Start. `url` returns the URL of this server for other machines, from its address towards the directory.
 
-        StoreError: no thread can be started. `counts` gets "announced" and "announce_failures".
+        Counts "announced" and "announce_failures" in `counts`. Raises StoreError if no thread can be started.
         """
         self._directory, self._url, self._stores, self._counts = directory, url, stores, counts
-        self._told: weakref.WeakKeyDictionary[ServedStore, NDArray[np.uint64]] = weakref.WeakKeyDictionary()
+        self._sent: weakref.WeakKeyDictionary[ServedStore, NDArray[np.uint64]] = weakref.WeakKeyDictionary()
         self._connection: PeerDirectoryConnection | None = None
         self._ended = Event()
         self._log = RateLimitedLog()
         self._thread = threading.Thread(target=self._run, name="pagoda-announcer", daemon=True)
         if not begin(self._thread):
-            raise StoreError(f"other machines are not told what is here: {NO_THREAD}")
+            raise StoreError(f"chunks are not announced to other machines: {NO_THREAD}")
 
     def close(self) -> None:
-        """Stop, soon, and wait for it. Hints that were given end by themselves."""
+        """Stop soon, and wait for the end. Announced hints expire."""
         self._ended.set()
         if (connection := self._connection) is not None:
             connection.abort()
@@ -64,18 +64,18 @@ class Announcer:
             number += 1
             try:
                 self._announce(number)
-            except Exception as error:  # noqa: BLE001  # a background thread: it goes on with the next round
+            except Exception as error:  # noqa: BLE001  # a background thread: it continues with the next round
                 if self._connection is not None:
                     self._connection.close()
                     self._connection = None
                 if not self._ended.is_set():
                     self._counts["announce_failures"] += 1
                     said = f"{type(error).__name__}: {error}"
-                    text = f"{self._directory.address}: {said}: other machines may not find what is new here"
+                    text = f"{self._directory.address}: {said}: other machines may not find new chunks of this one"
                     self._log.warn(_logger, Reason.IO_ERROR, text)
 
     def _announce(self, number: int) -> None:
-        """Announce what is new, and this round's part of the rest."""
+        """Announce the new chunks, and this round's part of the others."""
         until = time.monotonic() + _CALL_SECONDS
         if self._connection is None:
             connection = self._directory.connection()
@@ -86,17 +86,17 @@ class Announcer:
             with contextlib.suppress(ClosedError), store.using():
                 slots, generations, keys = self._due(store, number, left)
                 self._connection.announce(keys, url, until)
-                self._told[store][slots] = generations
+                self._sent[store][slots] = generations
                 self._counts["announced"] += len(keys)
                 left -= len(keys)
 
     def _due(
         self, store: ServedStore, number: int, most: int
     ) -> tuple[NDArray[np.int64], NDArray[np.uint64], list[bytes]]:
-        """Return slots to announce, new ones first, with their generations and keys. A torn row is a wrong hint."""
+        """Return the slots to announce, new ones first, with generations and keys. A torn row is only a wrong hint."""
         columns = store.ledger.columns
         generations = columns.generation.copy()
-        told = self._told.setdefault(store, np.zeros_like(generations))
+        told = self._sent.setdefault(store, np.zeros_like(generations))
         ready = columns.last_use != NOT_READY
         new = np.flatnonzero(ready & (generations != told))
         turn = np.arange(number % _ROUNDS, columns.slots, _ROUNDS)

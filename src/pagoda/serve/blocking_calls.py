@@ -1,4 +1,4 @@
-"""Calls that may wait (a ledger, a disk, a checksum), on threads and never on the event loop."""
+"""Runs calls that may wait (for a ledger, a disk, a checksum) on threads, never on the event loop."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import ParamSpec, TypeVar
 
 from aiohttp import web
 
-from pagoda.threads import Pool
+from pagoda.signal_safe_threads import Pool
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-_EXIT_SECONDS = 0.25  # after `close`, for calls that run: whatever they do can be interrupted
+_EXIT_SECONDS = 0.25  # the time that running calls have after `close`; they can be interrupted anywhere
 
 
 class OverloadedError(Exception):
-    """More calls wait for a thread than may."""
+    """Too many calls wait for a thread."""
 
 
 class BlockingCallPool:
-    """A bounded number of threads, with a bounded number of calls that wait for them. `run` is of the event loop."""
+    """A bounded number of threads, and of calls that wait for them. Call `run` on the event loop."""
 
     def __init__(self, threads: int = 8, most_waiting: int = 256) -> None:
         self._most = threads + most_waiting
@@ -34,15 +34,15 @@ class BlockingCallPool:
             raise OverloadedError
         try:
             future = self._pool.submit(call, *args, **kwargs)
-        except RuntimeError as error:  # no thread starts
+        except RuntimeError as error:  # no thread can be started
             raise OverloadedError from error
         called = asyncio.wrap_future(future)
-        # also if nobody waits any more
+        # take the exception, even if the request has ended
         called.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(called)
 
     def close(self) -> None:
-        """End the threads; calls that have not begun are cancelled."""
+        """End the threads; cancel the calls that have not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,8 +1,8 @@
-"""The chunks over HTTP: GET, HEAD, PUT and DELETE /v1/NAMESPACE/KEY, POST /v1/NAMESPACE/find, PUT /v1/NAMESPACE.
+"""Chunks over HTTP: GET, HEAD, PUT and DELETE /v1/NAMESPACE/KEY, POST /v1/NAMESPACE/find, PUT /v1/NAMESPACE.
 
 NAMESPACE and KEY are 64 hexadecimal digits. The value of a chunk is a header page and the payload, as in every remote
-store; whoever reads it verifies both. A GET takes a lease on the chunk, which ends by time, whatever happens to the
-client or to this process. Bytes in memory go from the slot to the socket inside the kernel.
+store; the reader verifies both. A GET takes a lease on the chunk, which expires even if the client or this process
+dies. Bytes in memory are copied from the slot to the socket inside the kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -34,13 +33,12 @@ COUNTS: web.AppKey[Counter[str]] = web.AppKey("counts", Counter)
 LIMITS: web.AppKey[ServeLimits] = web.AppKey("limits", ServeLimits)
 READ_ONLY: web.AppKey[bool] = web.AppKey("read_only", bool)
 
-MOST_KEYS = 4096  # in one find
+MOST_KEYS = 4096  # of one find
 _KEY_BYTES = 32
 _MOST_LABEL_BYTES = 4096
-_PIECE_BYTES = 8 << 20  # is sent before the lease is renewed and the generation compared
-_WRITE_BYTES = 1 << 20  # is handed to a socket that cannot send from a file
-_BUFFER_SECONDS = 5.0  # a request waits for a buffer
-T = TypeVar("T", bound=web.StreamResponse)
+_PIECE_BYTES = 8 << 20  # after each piece the lease is renewed and the generation compared
+_WRITE_BYTES = 1 << 20  # the size of a write to a socket that cannot send from a file
+_BUFFER_SECONDS = 5.0  # how long a request waits for a buffer
 _SendPiece = Callable[[web.StreamResponse, int, int], Awaitable[None]]
 
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -48,7 +46,7 @@ _LABELS = re.compile(r"[a-z_]{1,32}")
 
 
 def add_routes(app: web.Application) -> None:
-    """Add the routes of this module. The application has its stores, calls, counts and whether it is read-only."""
+    """Add the routes of this module. The application must have STORES, CALLS, COUNTS, LIMITS and READ_ONLY."""
     app[_BUFFERS] = BufferPool(app[LIMITS].buffer_bytes)
     app.router.add_route("HEAD", "/v1/{namespace}/{key}", _head)
     app.router.add_route("GET", "/v1/{namespace}/{key}", _get)
@@ -59,7 +57,7 @@ def add_routes(app: web.Application) -> None:
 
 
 class BufferPool:
-    """Page-aligned buffers for chunks, of a bounded size together. Of the event loop."""
+    """Page-aligned buffers for chunks, with a limit of their total size. For the event loop."""
 
     def __init__(self, nbytes: int) -> None:
         self._most = self._left = nbytes
@@ -68,7 +66,7 @@ class BufferPool:
 
     @contextlib.asynccontextmanager
     async def buffer(self, nbytes: int) -> AsyncIterator[Bytes]:
-        """Lend a buffer of `nbytes`. Raises OverloadedError if too many are lent for some seconds."""
+        """Yield a buffer of `nbytes`. Raises OverloadedError if there is no space for it for some seconds."""
         if nbytes > self._most:
             raise OverloadedError
         await self._take(nbytes)
@@ -95,7 +93,7 @@ _BUFFERS: web.AppKey[BufferPool] = web.AppKey("buffers", BufferPool)
 
 
 def _named(request: web.Request, part: str) -> bytes:
-    """Return the namespace or the key of a URL. Raises HTTPBadRequest if it is none."""
+    """Return the namespace or the key in a URL. Raises HTTPBadRequest if it is invalid."""
     text = request.match_info[part]
     if not _HEX.fullmatch(text):
         raise web.HTTPBadRequest(reason="Bad Name")
@@ -150,7 +148,7 @@ async def _get(request: web.Request) -> web.StreamResponse:
 
 
 async def _send_slot(request: web.Request, found: LocatedChunk, page: bytes) -> web.StreamResponse:
-    """Send a chunk straight from its slot, inside the kernel; with TLS from a view of the slot."""
+    """Send a chunk directly from its slot, inside the kernel; with TLS, from a view of the slot."""
     store, transport = found.store, request.transport
     if transport is None:
         raise ConnectionResetError
@@ -170,7 +168,7 @@ async def _send_slot(request: web.Request, found: LocatedChunk, page: bytes) -> 
 async def _send_buffer(
     request: web.Request, found: LocatedChunk, page: bytes, payload: Bytes
 ) -> web.StreamResponse:
-    """Send a chunk from memory of this process; it is all sent when this returns."""
+    """Send a chunk from this process's memory; all of it is sent when this returns."""
     view = payload[: found.store.chunk_bytes].data
 
     async def send(response: web.StreamResponse, at: int, count: int) -> None:
@@ -194,27 +192,21 @@ async def _send_pieces(
             count = min(most, total - at)
             async with asyncio.timeout(limits.seconds(count)):
                 await send(response, at, count)
-            # the reader would notice, by the checksum; it need not read the rest
+            # the reader would find the wrong checksum; this saves it the rest
             if found.store.in_memory and not found.renew():
                 return _aborted(request, response, "evicted_while_sent")
         await response.write_eof()
     except TimeoutError:
         return _aborted(request, response, "slow_readers")
-    return _sent(request, found, response)
-
-
-def _aborted(request: web.Request, response: web.StreamResponse, why: str) -> web.StreamResponse:
-    """Break the connection: what was announced cannot be sent."""
-    request.app[COUNTS][why] += 1
-    break_connection(request.transport)
+    request.app[COUNTS].update(sent_chunks=1, sent_bytes=total)
+    found.store.ledger.count({"loaded_chunks": 1, "loaded_bytes": total})
     return response
 
 
-def _sent(request: web.Request, found: LocatedChunk, response: web.StreamResponse) -> web.StreamResponse:
-    counts, nbytes = request.app[COUNTS], found.store.chunk_bytes
-    counts["sent_chunks"] += 1
-    counts["sent_bytes"] += nbytes
-    found.store.ledger.count({"loaded_chunks": 1, "loaded_bytes": nbytes})
+def _aborted(request: web.Request, response: web.StreamResponse, why: str) -> web.StreamResponse:
+    """Break the connection: the announced bytes cannot be sent."""
+    request.app[COUNTS][why] += 1
+    break_connection(request.transport)
     return response
 
 
@@ -236,28 +228,28 @@ async def _put(request: web.Request) -> web.Response:
     namespace, key = _named(request, "namespace"), _named(request, "key")
     stores, calls, length = request.app[STORES], request.app[CALLS], request.content_length
     if request.app[READ_ONLY]:
-        return _closing(refusal(403, "read_only"))
+        return refusal(403, "read_only", close=True)
     if length is None or length <= HEADER_BYTES:
-        return _closing(refusal(411 if length is None else 422, "failed_check", "send a whole value"))
+        return refusal(411 if length is None else 422, "failed_check", "send a whole value", close=True)
     page = np.empty(HEADER_BYTES, np.uint8)
     if not await _read_body(request, page):
-        return _closing(refusal(408, "late"))
+        return refusal(408, "late", close=True)
     header = codec.parse(page)
     if header is None or not is_value_of(header, namespace, key, length):
-        return _closing(refusal(422, "failed_check", "the header is not of this key, or is damaged"))
+        return refusal(422, "failed_check", "the header is not of this key, or is damaged", close=True)
     try:
         store = await calls.run(stores.room_for, header)
     except NoRoomError as error:
-        return _closing(refusal(507, "full", str(error)))
+        return refusal(507, "full", str(error), close=True)
     if store is None:
         remedy = "start an engine here, or the server with --host-size, to make a store for this layout"
-        return _closing(refusal(507, "no_store", remedy))
+        return refusal(507, "no_store", remedy, close=True)
     if header.length != store.chunk_bytes:
-        return _closing(refusal(413, "too_large", f"a chunk has {store.chunk_bytes} bytes here"))
+        return refusal(413, "too_large", f"a chunk has {store.chunk_bytes} bytes here", close=True)
     with store.using():
         async with request.app[_BUFFERS].buffer(store.ledger.slot_bytes) as buffer:
             if not await _read_body(request, buffer[: length - HEADER_BYTES]):
-                return _closing(refusal(408, "late"))
+                return refusal(408, "late", close=True)
             status, reason = await calls.run(
                 _store, stores, store, header, page, buffer, length - HEADER_BYTES
             )
@@ -268,7 +260,7 @@ async def _put(request: web.Request) -> web.Response:
 def _store(
     stores: ServedStores, store: ServedStore, header: codec.Header, page: Bytes, stored: Bytes, nbytes: int
 ) -> tuple[int, str]:
-    """Verify what arrived in `stored` and store it; return the status and the reason. On a thread."""
+    """Verify the bytes in `stored` and store them; return the status and the reason. Runs on a thread."""
     is_new, reason = stores.put_value(store, header, page, stored[:nbytes])
     if reason is None:
         return (201, "stored") if is_new else (200, "present")
@@ -284,10 +276,10 @@ async def _delete(request: web.Request) -> web.Response:
 
 
 async def _label(request: web.Request) -> web.Response:
-    """Take what people may read of a namespace, as `Namespace.fields()` gives it: a JSON object of texts."""
+    """Take the readable fields of a namespace, as `Namespace.fields()` returns them: a JSON object of texts."""
     namespace = _named(request, "namespace")
     if request.app[READ_ONLY]:
-        return _closing(refusal(403, "read_only"))
+        return refusal(403, "read_only", close=True)
     try:
         fields = msgspec.json.decode(await small_body(request, _MOST_LABEL_BYTES), type=dict[str, str])
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -301,7 +293,7 @@ async def _label(request: web.Request) -> web.Response:
 
 
 async def _read_body(request: web.Request, buffer: Bytes) -> bool:
-    """Fill `buffer` from the body. False if the client is too slow, or ends it early."""
+    """Fill `buffer` from the body. Return False if the client is too slow, or ends the body early."""
     at = 0
     try:
         async with asyncio.timeout(request.app[LIMITS].seconds(buffer.nbytes)):
@@ -329,9 +321,3 @@ async def small_body(request: web.Request, most: int) -> bytes:
         text = f"send at most {most} bytes"
         raise web.HTTPRequestEntityTooLarge(most, len(body), reason="Too Large", text=text)
     return bytes(body)
-
-
-def _closing(answer: T) -> T:
-    """Make the connection end with this answer: what is left of the body is not read."""
-    answer.force_close()
-    return answer

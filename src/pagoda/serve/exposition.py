@@ -1,18 +1,19 @@
 """Prometheus' exposition of the stores of a machine: `pagoda stats --prometheus` and `GET /metrics` of `pagoda serve`.
 
-`FAMILIES` is the interface: dashboards and alert rules name these metrics, so a name stays what it is. `make docs`
-writes docs/reference/metrics.md from it. Needs prometheus-client (extra `metrics`); calls nothing that waits.
+`FAMILIES` is the interface: dashboards and alert rules name these metrics, so names do not change. `make docs` writes
+docs/reference/metrics.md from it. It needs prometheus-client (extra `metrics`), and never waits.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -21,9 +22,9 @@ from pagoda.metrics import LOAD_BUCKETS, TIER_KINDS, Reason
 from pagoda.tiers.remote.store_client import Usage
 
 MOST_NAMESPACES = 50
-"""Namespaces with a series of their own, those with most chunks; the others are counted together as "other"."""
+"""The number of namespaces with a separate series: those with most chunks. The others are counted as "other"."""
 MODEL_CHARS = 80
-"""The most of a model's name that a label has."""
+"""The longest part of a model's name in a label."""
 
 COUNTED: Mapping[str, str] = {
     "lookups": "Calls of `lookup` and `retrieve` that were counted.",
@@ -44,7 +45,7 @@ COUNTED: Mapping[str, str] = {
     "failed_checks": "Chunks whose bytes or entry were damaged. No such chunk was served.",
     "prefill_tokens": "Tokens that engines computed, as they reported with the time that it took.",
 }
-"""What each counter counts. Those of reasons and of load times have a name for each value; their families do."""
+"""The help of each counter. Counters of reasons and load times are not here: their families have the help."""
 
 _GAUGES = {
     "slots": "Slots of the store; each has space for one chunk.",
@@ -60,7 +61,7 @@ _GAUGES = {
 
 
 class MetricFamily(NamedTuple):
-    """One metric as Prometheus sees it: counters without the `_total` of their samples."""
+    """One metric of Prometheus; the name of a counter is without the `_total` of its samples."""
 
     name: str
     kind: str  # counter, gauge or histogram
@@ -115,36 +116,24 @@ FAMILIES: tuple[MetricFamily, ...] = (
 )  # fmt: skip
 
 
-class Exposition(NamedTuple):
-    """What one exposition is made of."""
+@dataclass(frozen=True)
+class Exposition(Collector):
+    """The data of one exposition, as a collector of prometheus-client."""
 
     stores: Sequence[StoreStats]
     unreadable: Sequence[str] = ()  # directories of stores that could not be read
-    remotes: Mapping[str, Usage | None] = {}  # by the name of the tier; None: it gave no answer
-    served: Mapping[str, int] = {}  # what `pagoda serve` has counted since its start
-
-
-class StoreCollector(Collector):
-    """A collector of prometheus-client that calls `read` for each scrape; it keeps nothing between two scrapes."""
-
-    def __init__(self, read: Callable[[], Exposition]) -> None:
-        self._read = read
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that registering reads no store."""
-        return ()
+    remotes: Mapping[str, Usage | None] = field(default_factory=dict)  # by tier; None: it did not answer
+    served: Mapping[str, int] = field(default_factory=dict)  # the counts of `pagoda serve` since its start
 
     def collect(self) -> Iterator[Metric]:
-        """Read the stores once and yield each family that has samples. Raises what `read` raises."""
-        return (metric for metric in _metrics(self._read()) if metric.samples)
+        """Yield each family that has samples."""
+        return (metric for metric in _metrics(self) if metric.samples)
 
 
 def exposition(found: Exposition, accept: str = "") -> tuple[bytes, str]:
-    """Return what was read, and its media type: the one that `accept` (HTTP's header) prefers, by default text."""
-    registry = CollectorRegistry()
-    registry.register(StoreCollector(lambda: found))
+    """Return the exposition and its media type: the one that `accept` (HTTP's header) prefers, by default text."""
     encode, media_type = choose_encoder(accept)
-    return encode(registry), media_type
+    return encode(found), media_type
 
 
 def _metrics(found: Exposition) -> Iterator[Metric]:
@@ -201,7 +190,7 @@ def _loads(stores: Sequence[StoreStats]) -> Metric:
 
 
 def _namespaces(stores: Sequence[StoreStats]) -> Mapping[tuple[str, ...], int]:
-    """Return the chunks by labels: of the namespaces that have most over all stores, and of all others together."""
+    """Return the chunks by labels: those of the largest namespaces over all stores, and of all others together."""
     total: Tally[bytes] = Tally()
     for store in stores:
         total.update({row.root: row.chunks for row in store.namespaces})

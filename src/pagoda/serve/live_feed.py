@@ -1,7 +1,7 @@
-"""The stream of overviews: one sampling for all readers, and none while nobody looks.
+"""The stream of overviews: the stores are sampled once for all readers, and only while there are readers.
 
-`operator_routes` calls it. It calls `Overview.take` on a thread, so that a slow store does not delay the event loop; a
-reader that does not take what it is sent is dropped.
+`operator_routes` calls it. It calls `Overview.take` on a thread, so that a slow store does not delay the event loop. A
+reader that is too slow is dropped.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pagoda.serve.overview import Overview
 
 MOST_READERS = 16
 PERIOD_SECONDS = 1.0
-_BACKLOG = 4  # events that wait for one reader; one that has more is dropped
-_PATIENCE_SECONDS = 5.0  # for one sampling; then readers are told, and the next waits until it has ended
-_FRESH_SECONDS = 0.5  # how old an overview may be that answers a single question
+_BACKLOG = 4  # the most events that wait for one reader; then it is dropped
+_PATIENCE_SECONDS = 5.0  # for one sample; then readers get an error, and the next sample waits for its end
+_FRESH_SECONDS = 0.5  # the highest age of an overview that answers a single request
 
 Event = bytes | None  # None: the reader was too slow, or the server ends
 
 
 class TooManyReaders(Exception):
-    """As many streams as are allowed are open; the message says what to do."""
+    """The most allowed streams are open; the message says what to do."""
 
 
 class LiveFeed:
@@ -37,13 +37,13 @@ class LiveFeed:
         self._sampler: asyncio.Task[None] | None = None
         self._taking: asyncio.Future[dict[str, object]] | None = None
         self._latest: dict[str, object] = {}
-        # times of the loop: when the reading began that is under way, and the latest; when something was changed
+        # times of the loop: the begin of the present and of the latest sample; the last change of the stores
         self._taking_at = self._latest_at = self._changed_at = float("-inf")
 
     async def latest(self) -> Mapping[str, object]:
-        """Return an overview of this moment, or of a moment ago, but not of before a change.
+        """Return an overview that is at most half a second old, and newer than the last change.
 
-        TimeoutError if the stores do not answer.
+        Raises TimeoutError if the stores do not answer.
         """
         oldest = max(self._changed_at, asyncio.get_running_loop().time() - _FRESH_SECONDS)
         while self._latest_at < oldest:
@@ -51,16 +51,14 @@ class LiveFeed:
         return self._latest
 
     def changed(self) -> None:
-        """Note that an operation has changed the stores: what was read before is no answer any more."""
+        """Note that an operation has changed the stores: older samples are no longer returned."""
         self._changed_at = asyncio.get_running_loop().time()
 
     @asynccontextmanager
     async def reader(self) -> AsyncIterator[asyncio.Queue[Event]]:
         """Open a stream: a queue of events, the first with the history. Raises TooManyReaders."""
         if len(self._readers) >= MOST_READERS:
-            raise TooManyReaders(
-                f"{MOST_READERS} streams are open: close one of the pages that show this server"
-            )
+            raise TooManyReaders(f"{MOST_READERS} streams are open: close one of this server's pages")
         queue: asyncio.Queue[Event] = asyncio.Queue(_BACKLOG)
         self._readers.add(queue)
         try:
@@ -73,7 +71,7 @@ class LiveFeed:
             self._readers.discard(queue)
 
     def close(self) -> None:
-        """End all streams and the sampling."""
+        """End all streams and the sampler."""
         for queue in self._readers:
             _end(queue)
         if self._sampler is not None:
@@ -92,10 +90,8 @@ class LiveFeed:
                 except TimeoutError:
                     trouble = f"the stores have not answered for {_PATIENCE_SECONDS:g} s: look for a stopped process"
                 except OverloadedError:
-                    trouble = (
-                        "the stores are not looked at: too many requests wait for a thread of this server"
-                    )
-                except Exception as error:  # noqa: BLE001  # a boundary: a stream that ends looks like one that rests
+                    trouble = "the stores are not read: too many requests wait for a thread of this server"
+                except Exception as error:  # noqa: BLE001  # a boundary: readers would not see that the stream ended
                     trouble = f"the stores cannot be shown: {type(error).__name__}: {error}"
                 shown = {**self._latest, "troubles": [trouble], "sample": None} if trouble else self._latest
                 event = _event(shown)
@@ -109,7 +105,7 @@ class LiveFeed:
             self._sampler = None
 
     async def _take(self) -> None:
-        """Renew the latest overview; callers at the same time share one reading. TimeoutError."""
+        """Take a new overview; concurrent callers share one sample. Raises TimeoutError."""
         if self._taking is None:
             self._taking_at = asyncio.get_running_loop().time()
             self._taking = asyncio.ensure_future(self._calls.run(self._overview.take))

@@ -1,6 +1,6 @@
-"""`GET /metrics`: what the stores of the machine hold and have counted, for Prometheus.
+"""`GET /metrics`: contents and counters of the machine's stores, for Prometheus.
 
-`server` calls `add_routes`; the text is made by `exposition`. One thread reads at a time, at most once a second.
+`server` calls `add_routes`; `exposition` makes the text. The stores are read by one thread, at most once per second.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from aiohttp import web
@@ -22,11 +23,11 @@ from pagoda.serve.chunk_routes import COUNTS
 from pagoda.serve.exposition import Exposition, exposition
 
 _FRESH_SECONDS = 1.0
-_STORES_SECONDS = 1.0  # for all that other processes hold; Prometheus waits ten seconds
+_STORES_SECONDS = 1.0  # to wait for all locks that other processes hold; Prometheus waits ten seconds
 
 
 class StoreScrape:
-    """Reads all stores for scrapers. Of the event loop: scrapes at the same time share one reading."""
+    """Reads all stores for scrapers. For the event loop: concurrent scrapes share one reading."""
 
     def __init__(self, find_stores: Callable[[], Sequence[Path]]) -> None:
         self._find_stores = find_stores
@@ -41,12 +42,12 @@ class StoreScrape:
                 self._last = await request.app[CALLS].run(self._read)
                 self._read_at = time.monotonic()
         counts = request.app[COUNTS]
-        found = self._last._replace(served=counts)
+        found = replace(self._last, served=counts)
         body, media_type = exposition(found, request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": media_type, "Cache-Control": "no-store"})
 
     def _read(self) -> Exposition:
-        """Read every store; one that cannot be read is named, and the others are read."""
+        """Read every store; name those that cannot be read."""
         stores: list[StoreStats] = []
         unreadable: list[str] = []
         deadline = Deadline(_STORES_SECONDS)

@@ -1,7 +1,7 @@
-"""What an operator does by the page: clear, pin, unpin, warm up, explain. Each waits for ledgers: call it on a thread.
+"""The operations of the page: clear, pin, unpin, warm up, explain. Each waits for ledgers: call it on a thread.
 
-`operator_routes` calls `Operations`. It calls `ledger.admin`, and for prompts the functions of `PromptTools`, which the
-command line gives: they are those of `pagoda explain` and `pagoda pin`.
+`operator_routes` calls `Operations`. It calls `ledger.admin`, and for prompts the functions in `PromptTools`, which the
+command line passes: they are those of `pagoda explain` and `pagoda pin`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ OWNER = "pagoda"
 
 
 class PromptTools(NamedTuple):
-    """What the server knows to do with a prompt."""
+    """Functions that the server uses for prompts."""
 
     keys: Callable[[TokenIds, Sequence[Ledger]], Mapping[bytes, Sequence[bytes]]]
-    """Of each namespace that a store knows: the keys of the prompt's chunks. Raises PagodaError."""
+    """Returns the keys of the prompt's chunks for each namespace that a store knows. Raises PagodaError."""
     explain: Callable[[TokenIds, Sequence[Ledger]], Sequence[Mapping[str, object]]]
-    """Of each namespace: model, namespace, lines for people, and answers of the tiers. Raises PagodaError."""
+    """Returns for each namespace: model, namespace, lines for people, answers of the tiers. Raises PagodaError."""
     tokenize: Callable[[str], Sequence[int]] | None = None
-    """None: there is no tokenizer, so prompts are token ids."""
+    """None: there is no tokenizer, so prompts must be token ids."""
 
 
 class Operations:
@@ -41,14 +41,14 @@ class Operations:
         self._prompts = prompts
 
     def clear(self, asked: Mapping[str, object]) -> dict[str, object]:
-        """Remove the chunks of one namespace (`namespace`: 64 hex digits), or with `everything` true all."""
+        """Remove the chunks of one namespace (`namespace`: 64 hex digits), or all with `everything`: true."""
         everything, name = asked.get("everything") is True, asked.get("namespace")
         root = _namespace(name) if not everything else None
         chunks = sum(admin.clear(ledger, root) for ledger in self._ledgers())
         return {"chunks": chunks, "said": f"{chunks:,} chunks were removed"}
 
     def pin(self, asked: Mapping[str, object]) -> dict[str, object]:
-        """Keep what the local tiers have of a prompt from eviction."""
+        """Protect the chunks of a prompt in the local tiers from eviction."""
         owner, ledgers, pinned = _owner(asked), self._ledgers(), 0
         keys = self._prompts.keys(self._tokens(asked), ledgers)
         for ledger in ledgers:
@@ -61,7 +61,7 @@ class Operations:
         return {"chunks": pinned, "said": said}
 
     def unpin(self, asked: Mapping[str, object]) -> dict[str, object]:
-        """End the pins of an owner: on one prompt, or without a prompt on everything."""
+        """End the pins of an owner: those of one prompt, or without a prompt all of them."""
         owner, ledgers = _owner(asked), self._ledgers()
         keys: list[bytes] | None = None
         if "tokens" in asked or "text" in asked:
@@ -70,19 +70,19 @@ class Operations:
         return {"chunks": ended, "said": f"{ended:,} chunks are no longer pinned by {owner}"}
 
     def warm(self, asked: Mapping[str, object]) -> dict[str, object]:
-        """Bring the chunks of a prompt from the disk up to host memory, as far as they are stored in a row."""
+        """Load the leading chunks of a prompt from the disk into host memory, up to the first missing one."""
         warmed, why = 0, ""
         for root, keys in self._prompts.keys(self._tokens(asked), self._ledgers()).items():
             for key in keys:
                 outcome = self._warm_one(root, key)
                 if isinstance(outcome, Reason):
-                    why = "" if outcome is Reason.ABSENT else f"; it ended because of {outcome.value}"
+                    why = "" if outcome is Reason.ABSENT else f"; the reason for the end: {outcome.value}"
                     break
                 warmed += outcome
-        return {"chunks": warmed, "said": f"{warmed:,} chunks were brought up to host memory{why}"}
+        return {"chunks": warmed, "said": f"{warmed:,} chunks were loaded into host memory{why}"}
 
     def explain(self, asked: Mapping[str, object]) -> dict[str, object]:
-        """Say how many leading tokens of a prompt each tier would serve, and why not more."""
+        """Return how many leading tokens of a prompt each tier would serve, and why not more."""
         tokens = self._tokens(asked)
         return {
             "asked_tokens": len(tokens),
@@ -90,7 +90,7 @@ class Operations:
         }
 
     def _warm_one(self, root: bytes, key: bytes) -> int | Reason:
-        """Return 1 if the chunk was brought up, 0 if it was there, or why it could not be."""
+        """Return 1 if the chunk was loaded, 0 if it was in memory already, or why it could not be loaded."""
         found = self._stores.locate(root, key)
         if isinstance(found, Reason):
             return found
@@ -131,7 +131,7 @@ class Operations:
 def _owner(asked: Mapping[str, object]) -> str:
     owner = asked.get("owner", OWNER)
     if not isinstance(owner, str) or not owner or len(owner) > 100 or not owner.isprintable():
-        raise ValueError('"owner" must be a name of one line, of at most 100 characters')
+        raise ValueError('"owner" must be one line of at most 100 characters')
     return owner
 
 

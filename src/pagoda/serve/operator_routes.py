@@ -1,8 +1,8 @@
-"""The operator's routes: the page and its files, what it shows as JSON and as a stream of events, login, the changes.
+"""The operator's routes: the page and its files, its data as JSON and as a stream of events, login, the changes.
 
-`server.make_app` adds them. Answers come from `LiveFeed` and `Operations`; the latter run on a thread, one at a time.
-`AccessRules` has checked the token; here a request that a browser sends for another site's page is refused, also on
-a Unix socket, which people reach through a forwarded port.
+`server.make_app` adds them. Answers come from `LiveFeed` and `Operations`; operations run on a thread, one at a time.
+`AccessRules` has checked the token. This module refuses requests that a browser sends for another site's page, also on
+a Unix socket, which browsers reach through a forwarded port.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
+import msgspec
 from aiohttp import web
 
 from pagoda.errors import PagodaError
@@ -29,8 +29,8 @@ from pagoda.serve.overview import Overview, RemoteUsage
 
 MOST_BODY_BYTES = 8 << 20  # a million token ids
 _MOST_LOGIN_BYTES = 4096
-_SEND_SECONDS = 5.0  # for one event; a reader that is slower is dropped
-_WORK_SECONDS = 60.0  # how long a request waits for its operation, which goes on all the same
+_SEND_SECONDS = 5.0  # for one event; a slower reader is dropped
+_WORK_SECONDS = 60.0  # how long a request waits for its operation, which continues afterwards
 _COOKIE_SECONDS = 12 * 3600
 _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "html": "text/html"}
 _POLICY = (
@@ -49,7 +49,7 @@ _Operation = Callable[[Mapping[str, object]], Mapping[str, object]]
 
 @dataclass(frozen=True, kw_only=True)
 class PageOptions:
-    """What the page is told by the command line; see `Overview` and `Operations`."""
+    """The options of the page from the command line; see `Overview` and `Operations`."""
 
     prompts: PromptTools
     remotes: Callable[[], Sequence[RemoteUsage]] = tuple
@@ -61,12 +61,12 @@ class OperatorRoutes:
     """The routes of one server. `add_to` adds them to an application, whose end closes the streams."""
 
     def __init__(self, options: PageOptions, access: AccessRules, app: web.Application) -> None:
-        """Prepare; `app` has its stores, calls and whether it is read-only: then every change is refused."""
+        """Prepare; `app` must have STORES, CALLS and READ_ONLY. If it is read-only, every change is refused."""
         stores = app[STORES]
 
         def ledgers() -> Sequence[Ledger]:
-            """Return the ledgers of all stores, also of those that were made a moment ago."""
-            with contextlib.suppress(PagodaError, OSError):  # the server looks again, and logs it
+            """Return the ledgers of all stores, also of those that were just created."""
+            with contextlib.suppress(PagodaError, OSError):  # the server scans again, and logs the error
                 stores.scan()
             return [store.ledger for store in stores.stores()]
 
@@ -80,7 +80,7 @@ class OperatorRoutes:
         self._feed = LiveFeed(overview, app[CALLS])
         self._operations = Operations(stores, options.prompts)
         self._access = access
-        self._people = BlockingCallPool(threads=1, most_waiting=8)  # chunks do not wait for what people ask
+        self._people = BlockingCallPool(threads=1, most_waiting=8)  # chunks do not wait for operations
         self._read_only = app[READ_ONLY]
         self._working = asyncio.Semaphore(1)
         folder = files("pagoda.serve").joinpath("page")
@@ -92,7 +92,7 @@ class OperatorRoutes:
         self._form, self._form_policy = _login_form(folder.joinpath("login.html").read_text(), css)
 
     def add_to(self, app: web.Application) -> None:
-        """Add the routes; `/` and `/login` are open, and tell nothing without the token."""
+        """Add the routes; `/` and `/login` are open, and show nothing without the token."""
         self._access.open_paths |= {"/", "/login"}
         router, work = app.router, self._operations
         router.add_get("/", self._own(self._index))
@@ -112,7 +112,7 @@ class OperatorRoutes:
         app.on_shutdown.append(close)
 
     def _own(self, handler: Handler) -> Handler:
-        """Refuse a change that a browser sends for a page of another site."""
+        """Return a handler that refuses a change that a browser sends for a page of another site."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             headers = request.headers
@@ -125,7 +125,7 @@ class OperatorRoutes:
 
         return handle
 
-    # ---- what can be seen
+    # ---- reading
 
     async def _index(self, request: web.Request) -> web.Response:
         if self._access.lets_in(request):
@@ -165,13 +165,13 @@ class OperatorRoutes:
         except TimeoutError:
             if not response.prepared:
                 return refusal(503, "deadline", "look for a stopped process: the stores do not answer")
-            if request.transport is not None:  # what it did not take is not kept for it
+            if request.transport is not None:  # drop the events that the reader did not take
                 request.transport.abort()
         except ConnectionError:  # the page was closed
             pass
         return response
 
-    # ---- what can be changed
+    # ---- changes
 
     async def _log_in(self, request: web.Request) -> web.StreamResponse:
         """Take the token, as JSON or from the form, and set the cookie of the page."""
@@ -179,7 +179,7 @@ class OperatorRoutes:
         is_form = request.content_type == "application/x-www-form-urlencoded"
         cookie = self._access.cookie_for(request, _token_in(body, is_form))
         if cookie is None:
-            wrong = "this is not the token, or there were too many wrong ones: wait a while"
+            wrong = "this is not the token, or there were too many wrong tokens: wait a moment"
             return self._login_page(wrong) if is_form else refusal(401, "token", wrong)
         response = web.json_response({"ok": True})
         if is_form:
@@ -198,10 +198,10 @@ class OperatorRoutes:
             if request.content_type != "application/json":
                 return refusal(415, "content_type", "send application/json")
             try:
-                asked = json.loads(await small_body(request, MOST_BODY_BYTES))
+                asked = msgspec.json.decode(
+                    await small_body(request, MOST_BODY_BYTES), type=dict[str, object]
+                )
             except (ValueError, RecursionError):
-                asked = None
-            if not isinstance(asked, dict):
                 return refusal(400, "not_json", "send one JSON object")
             try:
                 async with asyncio.timeout(_WORK_SECONDS), self._working:
@@ -212,7 +212,7 @@ class OperatorRoutes:
                 return refusal(
                     503,
                     "deadline",
-                    f"it took more than {_WORK_SECONDS:g} s: look at the page, then ask again",
+                    f"it takes more than {_WORK_SECONDS:g} s: look at the page, then try again",
                 )
             except PagodaError as trouble:
                 return refusal(503, "store_unavailable", str(trouble))
@@ -223,22 +223,25 @@ class OperatorRoutes:
         return handle
 
 
+class _Login(msgspec.Struct):
+    """The JSON of a login."""
+
+    token: str
+
+
 def _token_in(body: bytes, is_form: bool) -> str:
     from urllib.parse import parse_qs
 
-    text = body.decode("utf-8", "replace")
     if is_form:
-        return parse_qs(text).get("token", [""])[0]
+        return parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0]
     try:
-        found = json.loads(text)
+        return msgspec.json.decode(body, type=_Login).token
     except (ValueError, RecursionError):
         return ""
-    token = found.get("token") if isinstance(found, dict) else None
-    return token if isinstance(token, str) else ""
 
 
 def _login_form(form: str, css: str) -> tuple[bytes, str]:
-    """Return a page that needs no other file, because those need the token, and the policy that allows its style."""
+    """Return a page with its style inside, because other files need the token, and the policy that allows the style."""
     digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
     policy = _POLICY.replace("style-src 'self'", f"style-src 'sha256-{digest}'").replace(
         "img-src 'self'", "img-src data:"

@@ -1,7 +1,7 @@
-"""Everything that the operator's page shows, as one dict: tiers, hits, what was saved, misses, namespaces, pins.
+"""All data of the operator's page as one dict: tiers, hits, savings, misses, namespaces, pins.
 
-`live_feed` calls `Overview.take` on a thread, once for all readers. It calls `StoreStats.of`; all figures are from
-the counters that the engines of this machine share. What they cannot tell is None, with words that say what to do.
+`live_feed` calls `Overview.take` on a thread, once for all readers. It calls `StoreStats.of`; all figures come from
+the counters that the engines of this machine share. An unknown figure is None, with a text that says what to do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagoda.errors import PagodaError
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.ledger.store_stats import StoreStats
 from pagoda.metrics import TIER_KINDS, by_reason
-from pagoda.threads import begin
+from pagoda.signal_safe_threads import begin
 
 if TYPE_CHECKING:
     from pagoda.ledger import Ledger
@@ -32,27 +32,27 @@ MOST_SAMPLES = 300
 MOST_NAMESPACES = 50
 MOST_PINS = 50
 MOST_REQUESTS = 20
-_REMOTES_SECONDS = 30.0  # between two questions to the remote tiers
-_REMOTES_PATIENCE_SECONDS = 0.2  # then an overview has what they said before
-_STORES_SECONDS = 1.0  # for all that other processes hold
+_REMOTES_SECONDS = 30.0  # the pause between two questions to the remote tiers
+_REMOTES_PATIENCE_SECONDS = 0.2  # to wait for them; then an overview has their earlier answers
+_STORES_SECONDS = 1.0  # to wait for all locks that other processes hold
 _TITLES = {"host": "host memory", "disk": "disk", "remote": "remote tiers"}
 
 
 class RemoteUsage(NamedTuple):
-    """How full the engine of one remote tier is, in bytes (None: it does not say), or why it gave no answer."""
+    """How full one remote tier is, in bytes (None: unknown), or why it did not answer."""
 
     tier: str
     address: str
     used_bytes: int | None
     limit_bytes: int | None
     error: str
-    warnings: Sequence[str] = ()  # about how it is set up
+    warnings: Sequence[str] = ()  # about its settings
 
 
 class LatelyAsked:
-    """What remote tiers said last: the local stores do not wait for one that is slow or away. For one thread.
+    """The last answers of remote tiers, so that local stores do not wait for slow ones. For one thread.
 
-    `ask` may wait; it runs on a thread of its own, once in `every_seconds` at most.
+    `ask` may wait: it runs on a separate thread, at most once in `every_seconds`.
     """
 
     def __init__(self, ask: Callable[[], Sequence[RemoteUsage]], every_seconds: float) -> None:
@@ -62,7 +62,7 @@ class LatelyAsked:
         self._asking: threading.Thread | None = None
 
     def known(self, patience_seconds: float) -> Sequence[RemoteUsage]:
-        """Return what was said; ask again if it is time, and wait a moment for the answer."""
+        """Return the last answers; ask again if `every_seconds` are over, and wait so long for the new ones."""
 
         def ask() -> None:
             self._said = self._ask()
@@ -77,7 +77,7 @@ class LatelyAsked:
 
 
 class Sample(TypedDict):
-    """What happened between two moments, `seconds` apart, the later one at `time`."""
+    """The events of a period of `seconds` that ended at `time`."""
 
     time: float
     seconds: float
@@ -89,12 +89,12 @@ class Overview:
     """Makes the overviews of one server, and keeps the last samples. Used by one thread at a time.
 
     Args:
-        ledgers: returns the stores as they are now, host tiers first; raises nothing.
-        remotes: returns what the remote tiers say; it may wait, on a thread of its own, and is called every half
-            minute at most.
-        settings: names and values that stay the same, for people.
-        gpu_price: of an hour of an engine's GPUs, in any currency; None: not known.
-        tokenizer: whether questions may be asked as text.
+        ledgers: returns the present stores, host tiers first; raises nothing.
+        remotes: returns the answers of the remote tiers; it may wait, because it runs on a separate thread, at most
+            every half minute.
+        settings: constant names and values, for people.
+        gpu_price: the price per hour of an engine's GPUs, in any currency; None: not known.
+        tokenizer: whether prompts may be text.
     """
 
     ledgers: Callable[[], Sequence[Ledger]]
@@ -145,7 +145,7 @@ class Overview:
         }
 
     def _sample(self, now: float, stores: Sequence[StoreStats]) -> Sample | None:
-        """Return, and keep, what happened since the last call; a store that was not there then adds nothing."""
+        """Return and keep the sample since the last call; stores that are new since then add nothing."""
         known = {store.directory: store for store in stores}
         before, self._before = self._before, (now, known)
         if before is None or now <= before[0]:
@@ -180,7 +180,7 @@ def _local_tiers(stores: Sequence[StoreStats], totals: Mapping[str, int]) -> lis
 
 
 def _remote_tiers(remotes: Sequence[RemoteUsage], hit_tokens: int) -> list[dict[str, object]]:
-    """Return one row for each remote tier. Engines count the hits of all of them together."""
+    """Return one row for each remote tier. Engines count the hits of all remote tiers together."""
     return [
         {
             "kind": "remote",
@@ -197,7 +197,7 @@ def _remote_tiers(remotes: Sequence[RemoteUsage], hit_tokens: int) -> list[dict[
 
 
 def _saved(stores: Sequence[StoreStats], gpu_price: float | None) -> dict[str, object]:
-    """Return what the hits saved: each store's at the speed that the engines of this store reported."""
+    """Return what the hits saved: those of each store at the speed that the engines of this store reported."""
     compute_seconds = load_seconds = 0.0
     known_tokens = unknown_tokens = 0
     for store in stores:
@@ -211,29 +211,31 @@ def _saved(stores: Sequence[StoreStats], gpu_price: float | None) -> dict[str, o
             unknown_tokens += count["hit_tokens"]
     if not known_tokens:
         remedy = (
-            "no engine has reported yet how fast it computes; an engine of your own calls cache.observe_prefill"
+            "no engine has reported its speed; your own engine must call cache.observe_prefill"
             if unknown_tokens
             else "nothing has hit yet"
         )
         unknown = dict.fromkeys(("engine_seconds", "first_token_seconds", "money"))
         return unknown | dict.fromkeys(("engine_words", "first_token_words", "money_words"), remedy)
-    rest = f"; not {unknown_tokens:,} tokens of engines that do not report their speed" * bool(unknown_tokens)
+    rest = f"; without {unknown_tokens:,} tokens of engines that report no speed" * bool(unknown_tokens)
     money_words = (
-        "start the server with --gpu-price" if gpu_price is None else f"at {gpu_price:g} an hour of an engine"
+        "start the server with --gpu-price"
+        if gpu_price is None
+        else f"at {gpu_price:g} per hour of an engine"
     )
     speed = f"{known_tokens:,} tokens at {known_tokens / compute_seconds:,.0f} tokens/s, as engines reported{rest}"
     return {
         "engine_seconds": compute_seconds,
         "engine_words": f"an estimate: {speed}",
         "first_token_seconds": compute_seconds - load_seconds,
-        "first_token_words": "an estimate: the time to compute what hit, less the time it took to load",
+        "first_token_words": "an estimate: the time to compute the hit tokens, minus the time to load them",
         "money": compute_seconds / 3600 * gpu_price if gpu_price is not None else None,
         "money_words": money_words,
     }
 
 
 def _namespaces(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
-    """Return the namespaces of all stores, those with most bytes first. Of a salt, `fields` has only a digest."""
+    """Return the namespaces of all stores, largest first. `fields` has only a digest of a salt."""
     fields: dict[bytes, dict[str, str]] = {}
     chunks: dict[bytes, Tally[str]] = {}
     size: Tally[bytes] = Tally()
@@ -254,7 +256,7 @@ def _namespaces(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
 
 
 def _requests(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
-    """Return the last requests, the newest first, with what is known of their namespaces (of a salt only a digest)."""
+    """Return the last requests, newest first, with the known fields of their namespaces (only a digest of a salt)."""
     last = sorted(chain.from_iterable(store.requests for store in stores), key=lambda one: -one.time)
     fields = {row.root[:NAMESPACE_BYTES]: row.fields for store in stores for row in store.namespaces}
     return [
@@ -264,7 +266,7 @@ def _requests(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
 
 
 def _pins(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
-    """Return who pinned how much in each tier, most first."""
+    """Return the pinned chunks by owner and tier, most first."""
     rows = [(chunks, store.tier, owner) for store in stores for owner, chunks in store.pins.items()]
     rows.sort(key=lambda row: -row[0])
     return [{"tier": tier, "owner": owner, "chunks": chunks} for chunks, tier, owner in rows]

@@ -1,7 +1,7 @@
-"""The stores that the server serves: found under the known roots, opened beside the engines, looked up by namespace.
+"""The stores of the server: it finds them under the known roots, and opens them beside the engines.
 
-`server` makes one `ServedStores`; `chunk_routes` calls it on the threads for blocking calls, because the ledger may let
-a call wait. No call here waits longer than its deadline.
+`server` makes one `ServedStores`; `chunk_routes` calls it on the threads for blocking calls, because a call may wait
+for the ledger, until its deadline.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from pagoda.tiers import Chunk, HostTier
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.remote_tier import STORE_ID
 
-LEASE_SECONDS = 10.0  # of a chunk that is being sent; renewed with each piece
-_LEDGER_SECONDS = 1.0  # for one call of a ledger
-_FIND_SECONDS = 0.25  # for all look-ups of one request
-_MOST_HEADERS = 2048  # of 4 KiB each
+LEASE_SECONDS = 10.0  # of a chunk that is being sent; renewed after each piece
+_LEDGER_SECONDS = 1.0  # the deadline of one call of a ledger
+_FIND_SECONDS = 0.25  # the deadline of all look-ups of one request
+_MOST_HEADERS = 2048  # 4 KiB each
 _MOST_LABELS = 1024
 _RUN_SECONDS = 5.0  # chunks of one namespace that arrive, or are read, within this time count as one run
 _MOST_RUNS = 1024
-_MOST_STORES = 64  # then no more are made
+_MOST_STORES = 64  # with so many stores, the server creates no more
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -46,7 +46,7 @@ _logger = guarded_logger("pagoda.serve")
 
 
 class HostRoom(NamedTuple):
-    """Where the server makes host stores for chunks of a layout that has none here, and how large they may be."""
+    """Where the server creates host stores for new layouts, and how large they may be."""
 
     path: Path
     size_bytes: int
@@ -54,27 +54,27 @@ class HostRoom(NamedTuple):
 
 
 class LocatedChunk(NamedTuple):
-    """A chunk that may be read: `slot` of `store` had it, as `generation`. It has a lease."""
+    """A chunk that may be read from `slot` of `store`, where it had this `generation`. It has a lease."""
 
     store: ServedStore
     slot: int
     generation: int
 
     def renew(self) -> bool:
-        """Renew the lease; return whether the slot still has this chunk, so whether bytes read before are its own."""
+        """Renew the lease; return whether the slot still has this chunk. If so, bytes read before belong to it."""
         ledger, where = self.store.ledger, (np.array([self.slot]), np.array([self.generation], np.uint64))
         ledger.lease(*where, LEASE_SECONDS)
         return bool(ledger.still_valid(*where)[0])
 
 
 class ServedStore:
-    """One store that exists, opened beside the processes that use it. Thread-safe.
+    """One existing store, opened beside the processes that use it. Thread-safe.
 
     `close` takes effect when the last `using` has ended. `file` is a descriptor of the slab, for sendfile.
     """
 
     def __init__(self, directory: Path, ledger: Ledger, slab: MemorySlab | FileSlab) -> None:
-        """Take over `ledger` and `slab`, which belong together."""
+        """Take over `ledger` and its `slab`."""
         self.directory = directory
         self.ledger = ledger
         self.slab = slab
@@ -90,14 +90,14 @@ class ServedStore:
 
     @classmethod
     def open(cls, directory: Path, deadline_seconds: float) -> ServedStore | None:
-        """Open the store of a directory; None if it has no bytes that may be served. Raises StoreError.
+        """Open the store of a directory; return None if its chunks may not be served. Raises StoreError.
 
-        The size of a payload is not known of a store that only older versions had alone: the next engine tells it.
+        The payload size of a store that only older versions have used is unknown until the next engine opens it.
         """
         state = read_state(directory)
         if state is not None and (state.private or not state.chunk_bytes):
             return None
-        if lossy_codec_of(directory):  # its slots have no payloads that could be sent
+        if lossy_codec_of(directory):  # its slots have encoded payloads, which may not be sent
             return None
         ledger = Ledger.attach(directory, deadline_seconds=deadline_seconds)
         try:
@@ -118,7 +118,7 @@ class ServedStore:
         return slot * self.ledger.slot_bytes + (0 if self.in_memory else HEADER_BYTES)
 
     def host_tier(self, chunk_tokens: int) -> HostTier:
-        """Return the tier that stores chunks here; only of a store in memory."""
+        """Return the tier that stores chunks here; only for a store in memory."""
         assert isinstance(self.slab, MemorySlab)
         if self._host_tier is None:
             layout = KVLayout(chunk_tokens, self.chunk_bytes, self.fingerprint)
@@ -126,12 +126,12 @@ class ServedStore:
         return self._host_tier
 
     def is_current(self) -> bool:
-        """Return whether the directory still has this very store."""
+        """Return whether the directory still has this store, not another one."""
         return self.ledger.session.store.is_current()
 
     @contextlib.contextmanager
     def using(self) -> Iterator[ServedStore]:
-        """Keep the store open during a request. Raises ClosedError once it is to be closed."""
+        """Keep the store open during a request. Raises ClosedError after `close`."""
         with self._lock:
             if self._closing:
                 raise ClosedError(f"the store at {self.directory} is closed")
@@ -144,7 +144,7 @@ class ServedStore:
             self._close_if_idle()
 
     def close(self) -> None:
-        """Close the store, now or when its last user has ended. Other processes go on using it."""
+        """Close the store, now or when its last user has ended. Other processes keep using it."""
         self._closing = True
         self._close_if_idle()
 
@@ -159,28 +159,28 @@ class ServedStore:
 
 
 class ServedStores:
-    """All stores that are served. Thread-safe; `scan` opens and closes them, the other calls only look.
+    """All stores that are served. Thread-safe; only `scan`, `room_for` and `end` change which stores these are.
 
-    The header of a chunk is computed once for a (store, slot, generation) and kept: generations are never reused.
+    The header of a chunk is computed once per (store, slot, generation) and kept: generations are never reused.
     """
 
     def __init__(self, find: Callable[[], Sequence[Path]], host: HostRoom | None = None) -> None:
-        """`find` returns the directories of the stores that exist, host tier first. `host`: where to make new ones."""
+        """`find` returns the directories of the existing stores, host tier first. `host`: where to create new ones."""
         self._find, self._host = find, host
         self._stores: dict[Path, ServedStore] = {}
-        self._lock = threading.Lock()  # of what follows; held for moments
+        self._lock = threading.Lock()  # for the next three; held only briefly
         self._scanning = threading.Lock()  # held while stores are opened or closed
         self._headers: OrderedDict[tuple[bytes, int, int], bytes] = OrderedDict()
         self._labels: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         self._runs: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
-        self._lossy: set[Path] = set()  # which are not served, and were logged
+        self._lossy: set[Path] = set()  # stores that are not served, and were logged
         self._ending = False
         self._log = RateLimitedLog()
 
     # ---- which stores there are ----------------------------------------------------------------------------------
 
     def scan(self) -> None:
-        """Open the stores that are new, close those that are gone. Waits a second in all for stores that are held."""
+        """Open new stores, close removed ones. Waits for the locks of other processes, a second in total."""
         with self._scanning:
             deadline = Deadline(_LEDGER_SECONDS)
             there = [Path(os.path.realpath(path)) for path in self._find()]
@@ -201,7 +201,7 @@ class ServedStores:
     def _opened(self, path: Path, deadline_seconds: float) -> ServedStore | None:
         if (lossy := lossy_codec_of(path)) and path not in self._lossy:
             self._lossy.add(path)
-            why = "of such engines only what is in host memory is served, under the keys of approximate KV"
+            why = "of such engines only chunks in host memory are served, under the keys of approximate KV"
             _logger.warning("%s is not served: its codec %s is lossy; %s", path, lossy, why)
         try:
             return ServedStore.open(path, deadline_seconds)
@@ -210,11 +210,11 @@ class ServedStores:
             return None
 
     def stores(self) -> list[ServedStore]:
-        """Return the stores that are open, host tier first."""
+        """Return the open stores, host tier first."""
         return list(self._stores.values())
 
     def end(self) -> list[ServedStore]:
-        """Serve and open no store any more; return those that are to be closed."""
+        """Stop serving; return the stores, which the caller must close."""
         self._ending = True
         with self._scanning:
             before, self._stores = self._stores, {}
@@ -223,7 +223,7 @@ class ServedStores:
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def locate(self, namespace: bytes, key: bytes) -> LocatedChunk | Reason:
-        """Return where a chunk is, with a lease on it, or why it is not found. Does not change recency."""
+        """Return where a chunk is, with a lease, or why it is not found. Does not change recency."""
         reason, deadline = Reason.ABSENT, Deadline(_LEDGER_SECONDS)
         for store in self.stores():
             match = store.ledger.match_prefix(
@@ -239,11 +239,11 @@ class ServedStores:
     def find(self, namespace: bytes, keys: Sequence[bytes]) -> int:
         """Return how many leading keys are stored, in all stores together. Does not change recency.
 
-        Neighbours ask all neighbours about every prompt, and read from one: only what is read was of use.
+        Neighbours ask all neighbours about every prompt, but read from one: only reads count as uses.
         """
         until = time.monotonic() + _FIND_SECONDS
         at, before = 0, -1
-        # again while a store continues another's run
+        # repeat while one store continues the run of another
         while before < at < len(keys) and time.monotonic() < until:
             before = at
             for store in self.stores():
@@ -257,9 +257,9 @@ class ServedStores:
         return at
 
     def locate_with_header(self, namespace: bytes, key: bytes) -> tuple[LocatedChunk, bytes] | Reason:
-        """Do what `locate` does, for a reader, and `header_of` if the chunk is in memory: one step on a thread.
+        """Locate a chunk for a reader; if it is in memory, return its header page too. One step on a thread.
 
-        It raises the recency of the chunk, that of a run's head above that of its tail.
+        It raises the recency of the chunk; the head of a run gets a higher recency than its tail.
         """
         found = self.locate(namespace, key)
         if isinstance(found, Reason):
@@ -275,7 +275,7 @@ class ServedStores:
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def header_of(self, namespace: bytes, key: bytes, found: LocatedChunk) -> bytes | Reason:
-        """Return the header page of a chunk in memory: its fields, and the checksum of what is in its slot."""
+        """Return the header page of a chunk in memory: its fields, and the checksum of the bytes in its slot."""
         name = found.store.ledger.store_id, found.slot, found.generation
         with self._lock:
             page = self._headers.get(name)
@@ -285,7 +285,7 @@ class ServedStores:
             slab = found.store.slab
             assert isinstance(slab, MemorySlab)
             sealed = self._sealed(namespace, key, found, slab.view(found.slot))
-            # Only now is it certain that the checksum is of this chunk's bytes, and not of the next one's in the slot.
+            # Only this proves that the checksum is of this chunk's bytes, not of the next chunk's in the slot.
             if sealed is None or not found.renew():
                 return Reason.EVICTED
             page = sealed
@@ -333,7 +333,7 @@ class ServedStores:
     # ---- storing and removing ------------------------------------------------------------------------------------
 
     def room_for(self, header: codec.Header) -> ServedStore | None:
-        """Return the host store of a header's layout, made now if the server may. StoreError, NoRoomError."""
+        """Return the host store of a header's layout; create it if the server may. StoreError, NoRoomError."""
         for store in self.stores():
             if store.in_memory and store.fingerprint == header.fingerprint:
                 return store
@@ -356,9 +356,9 @@ class ServedStores:
     def put_value(
         self, store: ServedStore, header: codec.Header, page: Bytes, stored: Bytes, stamp: int | None = None
     ) -> tuple[bool, Reason | None]:
-        """Verify a value, its header page and all bytes after it, and do what `put` does."""
+        """Verify a value (its header page and all bytes after it) and store it like `put`."""
         payload = stored if header.codec == "raw" else aligned(store.ledger.slot_bytes)
-        # as encoded bytes say themselves; a wrong one fails
+        # the encoded bytes have it at this place; a wrong value fails the check
         word_bytes = int(stored[1]) if stored.nbytes > 1 else 0
         if codec.restore(page, stored, header, word_bytes, payload) is not None:
             return False, Reason.FAILED_CHECK
@@ -367,7 +367,7 @@ class ServedStores:
     def put(
         self, store: ServedStore, header: codec.Header, payload: Bytes, stamp: int | None = None
     ) -> tuple[bool, Reason | None]:
-        """Store a verified chunk. Return whether it is new; and why it is not stored, if so. `stamp`: its recency."""
+        """Store a verified chunk. Return whether it is new, and if it is not stored, why. `stamp`: its recency."""
         namespace, key = header.namespace, header.key
         tier = store.host_tier(max(1, header.tokens))
         if tier.find([key], start=header.position, namespace=namespace):
@@ -380,7 +380,7 @@ class ServedStores:
         return done.ok, done.reason
 
     def _stamp(self, store: ServedStore, namespace: bytes) -> int:
-        """Return the recency of a chunk that arrives or is read: one for a run, so that its tail is evicted first."""
+        """Return the recency of a chunk that arrives or is read: one per run, so that its tail is evicted first."""
         now, run = time.monotonic(), store.ledger.store_id + namespace
         with self._lock:
             until, stamp = self._runs.get(run, (0.0, 0))
@@ -390,7 +390,7 @@ class ServedStores:
         return stamp
 
     def label(self, namespace: bytes, fields: Mapping[str, str]) -> None:
-        """Remember what people may read of a namespace; the stores get it with its next chunk. Never of a salt."""
+        """Remember the readable fields of a namespace, without its salt. Stores get them with its next chunk."""
         with self._lock:
             _keep(self._labels, namespace, dict(fields), _MOST_LABELS)
 
@@ -407,7 +407,7 @@ class ServedStores:
 
 
 def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
-    """Keep a value as the latest, and no more than the latest `most`."""
+    """Add a value as the latest; keep only the latest `most`."""
     kept[key] = value
     kept.move_to_end(key)
     while len(kept) > most:
@@ -415,13 +415,13 @@ def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
 
 
 def lossy_codec_of(store: Path) -> str:
-    """Return the lossy codec of a store's chunks; empty: they are what engines have computed. Pure."""
+    """Return the lossy codec of a store's chunks; empty: they are exactly as engines have computed them. Pure."""
     name = store.name.partition(".")[2]
     return name if name in codec.LOSSY else ""
 
 
 def is_value_of(header: codec.Header, namespace: bytes, key: bytes, length: int) -> bool:
-    """Return whether a header describes a value of this key and of `length` bytes, in a codec that is known."""
+    """Return whether a header describes a value of this key with `length` bytes."""
     expected = codec.Expected(store_id=STORE_ID, slot=0, epoch=0, namespace=namespace, key=key)
     stored = length - HEADER_BYTES
     return (

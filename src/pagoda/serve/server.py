@@ -1,4 +1,4 @@
-"""The server: an aiohttp application on one socket, the threads for calls that may wait, and its life.
+"""The server: an aiohttp application on one socket, its start and its end.
 
 `pagoda serve` calls `serve`. A new group of routes gets a module with an `add_routes(app)`, which `make_app` calls.
 """
@@ -53,12 +53,12 @@ T = TypeVar("T")
 ACCESS: web.AppKey[AccessRules] = web.AppKey("access", AccessRules)
 
 _SCAN_SECONDS = 2.0
-_LINGERING_SECONDS = 2.0  # for the rest of a body that is not read
+_LINGERING_SECONDS = 2.0  # to drop the rest of a body that is not read
 _READ_BYTES = 256 << 10
-_LOCK_SECONDS = 5.0  # for another server that starts
-# for requests that run when the server is to stop, and once more after their cancellation
+_LOCK_SECONDS = 5.0  # to wait for another server that starts
+# for requests that still run at the end, and again after their cancellation
 _SHUTDOWN_SECONDS = 0.7
-# for the stores then: what another process holds for long is left to the end of this one
+# to close the stores then; a store that another process holds for longer is closed by the end of this process
 _CLOSING_SECONDS = 0.7
 
 _logger = guarded_logger("pagoda.serve")
@@ -66,7 +66,7 @@ _logger = guarded_logger("pagoda.serve")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What `pagoda serve` is to do. `listen`: (host, port), or None for the Unix socket at `socket_path`."""
+    """The options of the server. `listen`: (host, port), or None for the Unix socket at `socket_path`."""
 
     find_stores: Callable[[], Sequence[Path]]
     listen: tuple[str, int] | None = None
@@ -78,15 +78,15 @@ class ServeOptions:
     certificate: Path | None = None
     certificate_key: Path | None = None
     directory: PeerDirectory | None = None
-    """Where to announce what the stores have, and that it is to be had at `advertise` or where the server listens."""
+    """The directory for announcements: which chunks are at `advertise`, or at the address of the server."""
     advertise: str | None = None
     page: PageOptions | None = None
-    """None: without the operator's page and its routes."""
+    """None: the server has no page for operators."""
     limits: ServeLimits = field(default_factory=ServeLimits)
 
 
 def make_app(options: ServeOptions, access: AccessRules) -> web.Application:
-    """Return the application with all its routes; its stores are opened when it starts."""
+    """Return the application with all its routes. It opens its stores when it starts."""
     app = web.Application(middlewares=[_in_time, _failures, access.middleware])
     app[ACCESS] = access
     app[LIMITS] = options.limits
@@ -104,14 +104,13 @@ def make_app(options: ServeOptions, access: AccessRules) -> web.Application:
 
 
 async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM. `ready` is called with the URL once requests are answered. Raises ConfigError."""
+    """Serve until SIGINT or SIGTERM. Calls `ready` with the URL when it answers requests. Raises ConfigError."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     listening = _listen(options)
-    access = AccessRules(
-        options.token if options.listen else None, _hosts(options), _port(listening), options.limits
-    )
+    token, port = (options.token, int(listening.getsockname()[1])) if options.listen else (None, None)
+    access = AccessRules(token, _hosts(options), port, options.limits)
     app = make_app(options, access)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
     try:
@@ -129,7 +128,7 @@ async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
             await stop.wait()
         finally:
             sweeping.cancel()
-            if options.listen is None:  # while it listens: later the path may be the next server's
+            if options.listen is None:  # while it still listens: later the path may belong to the next server
                 options.socket_path.unlink(missing_ok=True)
             server.close()
             if announcer is not None:
@@ -140,7 +139,7 @@ async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
 
 
 def url_of(options: ServeOptions, listening: socket.socket) -> str:
-    """Return where clients reach the server."""
+    """Return the URL of the server."""
     if options.listen is None:
         return f"unix:{options.socket_path}"
     host, port = listening.getsockname()[:2]
@@ -148,7 +147,7 @@ def url_of(options: ServeOptions, listening: socket.socket) -> str:
 
 
 def _advertised(options: ServeOptions, listening: socket.socket, own_host: str) -> str:
-    """Return where other machines reach the server; `own_host`: this machine's address, if it listens on all."""
+    """Return the URL of the server for other machines. `own_host`: this machine's address, if it listens on all."""
     if options.advertise is not None:
         return options.advertise
     url = urlsplit(url_of(options, listening))
@@ -159,7 +158,7 @@ def _advertised(options: ServeOptions, listening: socket.socket, own_host: str) 
 
 
 def _listen(options: ServeOptions) -> socket.socket:
-    """Return a socket that listens: no other server gets the address. ConfigError with the remedy."""
+    """Return a listening socket, of which no other server has the address. Raises ConfigError with the remedy."""
     where = f"unix:{options.socket_path}" if options.listen is None else ":".join(map(str, options.listen))
     try:
         if options.listen is None:
@@ -180,7 +179,7 @@ def _listen(options: ServeOptions) -> socket.socket:
 def _unix_socket(path: Path) -> socket.socket:
     private_directory(path.parent)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with _locked(path.parent):  # between two servers that start, one would remove the socket of the other
+    with _locked(path.parent):  # otherwise one of two starting servers could remove the socket of the other
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(path.lstat().st_mode):
                 raise ConfigError(f"unix:{path}: is not a socket: choose another path")
@@ -190,7 +189,7 @@ def _unix_socket(path: Path) -> socket.socket:
                     raise ConfigError(
                         f"unix:{path}: another pagoda serve listens there: stop it or choose another path"
                     )
-            path.unlink()  # of a server that was killed
+            path.unlink()  # the socket of a killed server
         listening.bind(str(path))
         listening.listen()
     os.chmod(path, 0o600)
@@ -208,10 +207,6 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def _port(listening: socket.socket) -> int | None:
-    return None if listening.family == socket.AF_UNIX else int(listening.getsockname()[1])
 
 
 def _hosts(options: ServeOptions) -> list[str]:
@@ -245,19 +240,19 @@ async def _accept(
 
 
 class _Connection(RequestHandler):
-    """A connection that knows since when it waits: for (the rest of) a request's header, or to close. None: not."""
+    """A connection with the time since which it waits for the rest of a request's header, or for its close."""
 
     __slots__ = ("is_broken", "late_since", "used", "wire")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self.late_since: float | None = time.monotonic()
+        self.late_since: float | None = time.monotonic()  # None: it does not wait
         self.used = time.monotonic()  # when something arrived
         self.is_broken = False
-        # the other reference is dropped at a close, which waits for what is not sent yet
+        # aiohttp drops its reference at a close, which waits until all is sent
         self.wire = transport
         if transport.get_extra_info("sslcontext") is None:
-            # A drain waits until all is sent and the buffer may be used again. TLS encrypts, so copies, at once.
+            # So a drain waits until all is sent, and the buffer can be reused. TLS makes an encrypted copy at once.
             transport.set_write_buffer_limits(0)
         super().connection_made(transport)
 
@@ -268,24 +263,24 @@ class _Connection(RequestHandler):
         super().data_received(data)
 
     def log_exception(self, *args: object, exc_info: BaseException | None = None, **_: object) -> None:
-        """Log why a request could not be handled, now and then: strangers send bad ones as often as they like."""
+        """Log why a request could not be handled, with a limited rate: anyone can send many bad requests."""
         expected = isinstance(exc_info, HttpProcessingError)
         text = repr(exc_info) if expected else "".join(traceback.format_exception(exc_info))
         _log.warn(_logger, Reason.IO_ERROR, f"a request could not be handled: {text.strip()}")
 
     @property
     def may_end(self) -> bool:
-        """Whether it has no request, or its client has left, and `end` would make room for another."""
+        """Whether it has no request, or its client has left, so that `end` makes room for another connection."""
         return not self.is_broken and (self._current_request is None or self.wire.is_closing())
 
     def end(self) -> None:
-        """End it at once."""
+        """End the connection at once."""
         self.is_broken = True
         break_connection(self.wire)
 
 
 class _Handshake(asyncio.Protocol):
-    """A connection whose TLS handshake has not ended. One that fails is not told so, and is forgotten `until` then."""
+    """A connection during its TLS handshake. asyncio does not report a failure: it counts only until `until`."""
 
     def __init__(self, make: Callable[[], _Connection], seconds: float) -> None:
         self._make = make
@@ -300,17 +295,17 @@ class _Handshake(asyncio.Protocol):
 
 
 class Connections:
-    """The connections of a server: a bounded number, and none that waits long for a header, a handshake or a reader."""
+    """The connections of a server: their number is bounded, and so is their wait for a header or a handshake."""
 
     def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, limits: ServeLimits) -> None:
         self._server, self._loop, self.limits = server, loop, limits
         self._handshakes: weakref.WeakSet[_Handshake] = weakref.WeakSet()
 
     def make(self, tls: bool) -> asyncio.Protocol:
-        """Return the protocol of a new connection. If there are too many, the one that is idle for longest ends.
+        """Return the protocol of a new connection. If there are too many, end the connection that is idle for longest.
 
-        One whose client has left counts until the event loop has closed it: after many have left at once it is such a
-        one that ends. Raises ConnectionRefusedError if none may end: then asyncio closes the new one.
+        A connection whose client has left counts until the event loop has closed it; it may be the one to end. Raises
+        ConnectionRefusedError if no connection may end: then asyncio closes the new one.
         """
         now = time.monotonic()
         handshakes = sum(one.until > now for one in self._handshakes)
@@ -340,7 +335,7 @@ class Connections:
         )
 
     async def abort_late_ones(self) -> None:
-        """Abort, again and again, connections whose request header is late, or whose client keeps them from closing."""
+        """Abort, in a loop, connections whose request header is late, or whose close waits for the client."""
         while True:
             await asyncio.sleep(self.limits.header_seconds / 10)
             now = time.monotonic()
@@ -360,15 +355,15 @@ _log = RateLimitedLog()
 
 @web.middleware
 async def _in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Note that the header has arrived, and send the answer: a client that does not read it is disconnected.
+    """Note that the header has arrived, and send the answer; disconnect a client that does not read it.
 
-    A client that leaves in the middle is counted and no error.
+    A client that leaves during a request is counted; it is not an error.
     """
     if isinstance(request.protocol, _Connection):
         request.protocol.late_since = None
     try:
         answer = await handler(request)
-        if isinstance(answer, web.Response):  # the others were sent
+        if isinstance(answer, web.Response):  # other answers are sent already
             try:
                 async with asyncio.timeout(request.app[LIMITS].seconds(answer.content_length or 0)):
                     await answer.prepare(request)
@@ -377,7 +372,7 @@ async def _in_time(request: web.Request, handler: Handler) -> web.StreamResponse
                 request.app[COUNTS]["slow_readers"] += 1
                 break_connection(request.transport)
         return answer
-    except (ConnectionError, asyncio.SendfileNotAvailableError):  # the latter: before the first byte
+    except (ConnectionError, asyncio.SendfileNotAvailableError):  # the latter only before the first byte
         request.app[COUNTS]["clients_gone"] += 1
         break_connection(request.transport)
         return web.Response()
@@ -385,7 +380,7 @@ async def _in_time(request: web.Request, handler: Handler) -> web.StreamResponse
 
 @web.middleware
 async def _failures(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer a request that fails with its reason."""
+    """Turn exceptions into answers with their reasons."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -401,11 +396,10 @@ async def _failures(request: web.Request, handler: Handler) -> web.StreamRespons
 
 def _refused(error: web.HTTPException) -> web.Response:
     remedy = error.text or "" if error.status == 413 else ""
-    answer = refusal(error.status, error.reason.lower().replace(" ", "_"), remedy)
+    unread = error.status in (408, 413)  # the rest of the body
+    answer = refusal(error.status, error.reason.lower().replace(" ", "_"), remedy, close=unread)
     if "Allow" in error.headers:
         answer.headers["Allow"] = error.headers["Allow"]
-    if error.status in (408, 413):  # the rest of the body is not read
-        answer.force_close()
     return answer
 
 
@@ -422,8 +416,8 @@ async def _open_stores(app: web.Application) -> AsyncIterator[None]:
             await asyncio.sleep(_SCAN_SECONDS)
             try:
                 await calls.run(stores.scan)
-            except Exception as error:  # noqa: BLE001  # a boundary: the server looks again
-                _log.warn(_logger, Reason.IO_ERROR, f"looking for stores failed: {error}")
+            except Exception as error:  # noqa: BLE001  # a boundary: the server scans again later
+                _log.warn(_logger, Reason.IO_ERROR, f"the search for stores failed: {error}")
 
     task = asyncio.create_task(rescan())
     yield
@@ -431,7 +425,7 @@ async def _open_stores(app: web.Application) -> AsyncIterator[None]:
     with contextlib.suppress(asyncio.CancelledError):
         await task
     calls.close()
-    closing = BlockingCallPool()  # all threads of the other one may wait for a store that is held
+    closing = BlockingCallPool()  # all threads of the first pool may be waiting for a locked store
     with contextlib.suppress(TimeoutError, OverloadedError):
         async with asyncio.timeout(_CLOSING_SECONDS):
             await asyncio.gather(*[closing.run(store.close) for store in await closing.run(stores.end)])

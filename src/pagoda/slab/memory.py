@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from pagoda.errors import ClosedError, StoreError
 from pagoda.fork import reset_in_child
+from pagoda.signal_safe_threads import Event, start_thread
 from pagoda.slab import pinned
 from pagoda.slab.cuda_driver import Driver
 from pagoda.slab.linux_mmap import Memory, collapse_huge_pages, map_shared, populate
-from pagoda.threads import Event, start_thread
 
 PAGE_BYTES = 4096
 _PIECE_BYTES = 64 << 20  # bytes per populate call, a few tens of ms, so that close() never waits long

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from pagoda.fork import call_in_child, reset_in_child
 from pagoda.metrics import guarded_logger
+from pagoda.signal_safe_threads import NO_THREAD, Event, begin
 from pagoda.slab.cuda_driver import ALREADY_GONE, Driver, DriverError
 from pagoda.slab.linux_mmap import collapse_huge_pages, populate
-from pagoda.threads import NO_THREAD, Event, begin
 
 # At about 0.1 s per GiB a piece takes some 25 ms. `close` waits no longer than that for a piece, and neither do other
 # calls of the driver, which has one lock for all calls (NVIDIA/TensorRT-LLM#17773 uses pieces of 1 GiB for that

@@ -3,7 +3,7 @@
 Modules, in the order in which a save reaches them:
 
 - `base`: the Tier protocol, chunks and results
-- `blocking`: put and get of every tier, which copy and wait, on top of save and load
+- `put_and_load`: put and get of every tier, which copy and wait, on top of save and load
 - `host`: the host tier, a ledger and a slab in memory
 - `disk`: the disk tier, a ledger and a slab in a file, and its workers, one per thread
 - `remote`: remote tiers; it lists its own modules

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pagoda.keys import Namespace
 from pagoda.metrics import Reason
-from pagoda.threads import Answer
+from pagoda.signal_safe_threads import Answer
 
 Bytes = npt.NDArray[np.uint8]
 _T = TypeVar("_T")

@@ -25,8 +25,8 @@ from pagoda.keys import Namespace
 from pagoda.layout import SLOT_ALIGN, KVLayout, itemsize
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
+from pagoda.signal_safe_threads import NO_THREAD, Condition, Event
 from pagoda.slab import FileSlab, address, aligned
-from pagoda.threads import NO_THREAD, Condition, Event
 from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker
@@ -84,7 +84,7 @@ class DiskTier(QueuedTier):
         self.chunk_bytes = layout.chunk_bytes
         self.slot_bytes = layout.slot_bytes
         self.ledger = ledger
-        self.stamp = ledger.stamp
+        self.stamp, self._last_clear = ledger.stamp, ledger.last_clear
         self.deadline_seconds = deadline_seconds
         self._breaker = CircuitBreaker(clock or Clock())
         self._store = DiskStore(ledger, slab, layout, codec_name, self._breaker, io_threads, durable)

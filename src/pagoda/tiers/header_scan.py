@@ -11,7 +11,7 @@ from pagoda import codec
 from pagoda.fork import call_in_child
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, ScannedChunk, rebuild
-from pagoda.threads import Event
+from pagoda.signal_safe_threads import Event
 from pagoda.tiers.base import Bytes
 
 BATCH_SLOTS = 64

@@ -22,11 +22,11 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
 from pagoda.ledger.store_state import FORMAT
 from pagoda.metrics import Reason
+from pagoda.signal_safe_threads import Condition
 from pagoda.slab import MemorySlab
-from pagoda.threads import Condition
 from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future, follows, runs
-from pagoda.tiers.blocking import BlockingCalls
+from pagoda.tiers.put_and_load import BlockingCalls
 
 
 class HostTier(BlockingCalls):

@@ -23,9 +23,9 @@ from pagoda.clock import Deadline
 from pagoda.finalizers import close_when_dropped
 from pagoda.fork import reset_in_child
 from pagoda.metrics import Reason
-from pagoda.threads import Condition, Event, begin, complete
+from pagoda.signal_safe_threads import Condition, Event, begin, complete
 from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, completed_future, running_future
-from pagoda.tiers.blocking import BlockingCalls
+from pagoda.tiers.put_and_load import BlockingCalls
 
 _FEWEST = 2  # the background thread and one I/O thread, which are started first
 

@@ -1,7 +1,7 @@
-"""`pagoda demo`: one prompt answered by three processes, computed, from host memory and from disk.
+"""`pagoda demo`: three processes answer one prompt: computed, from host memory and from disk.
 
 - `demo_command`: the command, and what it prints
-- `demo_run`: the three processes, one after the other, and what they prove together
-- `demo_child`: what one of them does
-- `demo_prompts`: the text that is asked about
+- `demo_run`: runs the three processes one after the other, and compares their answers
+- `demo_child`: one of these processes
+- `demo_prompts`: the text of the prompt
 """

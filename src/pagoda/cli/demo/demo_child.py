@@ -1,7 +1,7 @@
-"""One process of the demo: build the model, ask the questions, say how it went as JSON lines on stdout.
+"""One process of the demo: build the model, ask the questions, report the result as JSON lines on stdout.
 
 Run as `python -m pagoda.cli.demo.demo_child` with a task (JSON) on stdin. Each process builds the same model again, so
-all that it reuses is from the cache's own memory and files.
+everything that it reuses comes from the memory and the files of the cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Size:
-    """How large the demo is; the defaults are a Llama of about 60 million parameters."""
+    """The sizes of the demo. The default model is a Llama of about 60 million parameters."""
 
     hidden: int = 768
     layers: int = 9
@@ -41,14 +41,14 @@ class Size:
     document_tokens: int = 4096
     new_tokens: int = 48
     chunk_tokens: int = 256
-    rounds: int = 7  # of the race between a host hit and handing over the same KV
+    rounds: int = 7  # of the comparison of a host hit with handing over the same KV
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one process is to do."""
+    """The task of one process."""
 
-    process: str  # "cold": compute, store, controls · "host": race too · "disk"
+    process: str  # "cold": compute, store, run the controls · "host": compare the times too · "disk"
     host_path: str
     disk_path: str
     size: Size
@@ -57,11 +57,11 @@ class Task:
 
 @dataclass
 class DemoAnswer:
-    """One question, answered."""
+    """The answer to one question."""
 
     prompt_tokens: int
     tokens: list[int]
-    seconds: float  # to the first token, looking for KV included
+    seconds: float  # to the first token, with the look-up
     by_tier: dict[str, int] = field(default_factory=dict)
     text: str = ""
     reason: str = ""  # why no more was reused
@@ -69,7 +69,7 @@ class DemoAnswer:
 
 @dataclass
 class DemoOutcome:
-    """What one process found."""
+    """The results of one process."""
 
     answers: list[DemoAnswer]
     parameters: int = 0
@@ -80,14 +80,14 @@ class DemoOutcome:
 
 @dataclass
 class Said:
-    """One line that a process prints: what it does now, why it refuses the model, or what it found."""
+    """One line that a process prints: its present step, why it refuses the model, or its results."""
 
     step: str = ""
     refused: str = ""
     outcome: DemoOutcome | None = None
 
 
-# What is used of Transformers, whose own types promise less (and are not there where it is not installed).
+# The used parts of Transformers. Its own types say less, and it may not be installed.
 
 
 class _Tokenizer(Protocol):
@@ -108,7 +108,7 @@ class _Asker:
     def __init__(self, task: Task, step: Callable[[str], None]) -> None:
         import torch
 
-        from pagoda.connectors.transformers.supported_models import check_model, probe_model
+        from pagoda.connectors.transformers.model_checks import check_model, probe_model
 
         self.task, self.step = task, step
         step("building the model")
@@ -120,23 +120,23 @@ class _Asker:
         asked, other = documents()
         self.prompts = [self.prompt(asked, question) for question in QUESTIONS]
         self.other = self.prompt(other, QUESTIONS[0])
-        step("warming up")  # threads and buffers of torch are made on first use: not what is measured
+        step("warming up")  # torch makes threads and buffers at the first use, which must not be measured
         self.ask(torch.full((1, 64), 32), self.empty(), new_tokens=2)
 
     def prompt(self, text: str, question: str) -> torch.Tensor:
-        """Return [1, tokens]: as many tokens of the document as fit, and the question."""
+        """Return [1, tokens]: as many tokens of the document as the model takes, and the question."""
         import torch
 
         ids = self.tokenizer.encode(text[: self.room * 16])[: self.room]
         return torch.tensor([ids + self.tokenizer.encode(question)])
 
     def empty(self) -> KVCache:
-        """Return a KV cache with nothing in it."""
+        """Return an empty KV cache."""
         kv: KVCache = import_module("transformers").DynamicCache(config=self.model.config)
         return kv
 
     def ask(self, ids: torch.Tensor, kv: KVCache, new_tokens: int | None = None) -> DemoAnswer:
-        """Generate without PagodaKV, from whatever is in `kv`; fills it."""
+        """Generate without PagodaKV, starting from the KV in `kv`; fills `kv`."""
         return self._timed(ids, self.model.generate, new_tokens, past_key_values=kv)
 
     def ask_cached(self, cached: CachedModel, ids: torch.Tensor, new_tokens: int | None = None) -> DemoAnswer:
@@ -172,7 +172,7 @@ class _Asker:
 
 
 def _random(size: Size) -> tuple[_Model, _Tokenizer]:
-    """A Llama with random weights, the same in every process."""
+    """Return a Llama with random weights, the same in every process, and its tokenizer."""
     import torch
 
     transformers = import_module("transformers")
@@ -203,7 +203,7 @@ def _real(name: str) -> tuple[_Model, _Tokenizer]:
 
 
 def _open(asker: _Asker) -> CachedModel:
-    """Open the cache; its tiers have room for a few prompts of this size."""
+    """Open the cache; its tiers have space for a few prompts of this size."""
     from pagoda.config import Config
     from pagoda.connectors.transformers import CachedModel
 
@@ -217,13 +217,13 @@ def _open(asker: _Asker) -> CachedModel:
         disk_size=room,
         disk_path=task.disk_path,
         deadline_seconds=60.0,
-        worth_it=False,  # what is shown is reuse, even where a pause of the machine made it look slow once
+        worth_it=False,  # always reuse, even after the machine was slow once
     )
     return CachedModel(asker.model, config)
 
 
 def _cold(asker: _Asker) -> DemoOutcome:
-    """Compute everything, without PagodaKV; then store it. The controls show that the KV decides the text."""
+    """Compute everything without PagodaKV; then store it. The controls show that the text depends on the KV."""
     answers, caches = [], []
     for number, ids in enumerate(asker.prompts):
         asker.step(f"question {number + 1}: computing {ids.shape[1]:,} tokens")
@@ -236,11 +236,11 @@ def _cold(asker: _Asker) -> DemoOutcome:
             cached.store(ids, kv)
         if not cached.cache.flush(120.0):
             raise SystemExit("the disk tier did not take the KV within two minutes")
-    asker.step("control: the same question over zeroed KV")
+    asker.step("control: the same question with zeroed KV")
     documents_end = asker.room
     zeroed = [[plane.zero_() for plane in layer] for layer in _planes(caches[0], documents_end)]
     outcome.controls["zeroed"] = _text_over(asker, zeroed) != answers[0].tokens
-    asker.step("control: the same question over another prompt's KV")
+    asker.step("control: the same question with another prompt's KV")
     other = asker.empty()
     asker.ask(asker.other, other, new_tokens=1)
     outcome.controls["other"] = _text_over(asker, _planes(other, documents_end)) != answers[0].tokens
@@ -248,10 +248,10 @@ def _cold(asker: _Asker) -> DemoOutcome:
 
 
 def _host(asker: _Asker) -> DemoOutcome:
-    """Ask again; then race a host hit against handing over a clone of the same KV."""
+    """Ask again; then compare a host hit with handing over a clone of the same KV."""
     with _open(asker) as cached:
         outcome = _asked(asker, cached)
-        asker.step("host hit against a clone of the same KV from a dict")
+        asker.step("comparing a host hit with a clone of the same KV")
         ids = asker.prompts[0]
         with cached.prefix(ids) as prefix:
             if not prefix.columns:
@@ -284,12 +284,12 @@ def _disk(asker: _Asker) -> DemoOutcome:
 
 
 def _planes(kv: KVCache, tokens: int) -> list[list[torch.Tensor]]:
-    """Clones of K and V of the leading tokens."""
+    """Return clones of K and V of the leading tokens."""
     return [[plane[:, :, :tokens].clone() for plane in (layer.keys, layer.values)] for layer in kv.layers]
 
 
 def _cache_of(asker: _Asker, planes: list[list[torch.Tensor]]) -> KVCache:
-    """A KV cache over these very tensors: nothing is copied, which no other way to hand them over does."""
+    """Return a KV cache that uses these tensors without a copy: the fastest way to hand them over."""
     from pagoda.connectors.transformers.dynamic_cache import dynamic_cache
 
     kv: KVCache = dynamic_cache(asker.model, asker.probed, planes, [], planes[0][0].shape[2])
@@ -312,14 +312,14 @@ def _clone_seconds(asker: _Asker, kept: list[list[torch.Tensor]]) -> float:
 
 
 def _end_with_the_parent() -> None:
-    """Wait for the end of stdin: the process that started this one has its outcome, or has ended."""
-    while os.read(0, 1):  # not through sys.stdin: its lock would be in the way of a normal exit
+    """End this process at the end of stdin: its parent has the results, or has ended."""
+    while os.read(0, 1):  # not by sys.stdin: its lock would block a normal exit
         pass
     os._exit(130)
 
 
 def main() -> int:
-    """Do the task on stdin; returns the exit code."""
+    """Do the task on stdin; return the exit code."""
     task = msgspec.json.decode(sys.stdin.readline(), type=Task)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
 
@@ -332,7 +332,7 @@ def main() -> int:
     except (OSError, ValueError) as trouble:
         if task.model is None:
             raise
-        tell(Said(refused=str(trouble).strip().splitlines()[0]))  # not to be had, or its KV cannot be cut
+        tell(Said(refused=str(trouble).strip().splitlines()[0]))  # not loadable, or its KV cannot be cut
         return 1
     outcome.parameters = sum(parameter.numel() for parameter in asker.model.parameters())
     tell(Said(outcome=outcome))

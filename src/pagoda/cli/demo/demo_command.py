@@ -1,4 +1,4 @@
-"""`pagoda demo`: a prompt answered cold, from host memory by another process, and from disk after memory is wiped."""
+"""`pagoda demo`: answers a prompt cold, in a second process from host memory, and in a third one from disk."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def demo(
     host_path: Path = Path("/dev/shm"),
     disk_path: Path | None = None,
 ) -> int:
-    """Show a prompt served from memory and from disk: same text, much sooner.
+    """Serve a prompt from memory and from disk: the same text, much sooner.
 
-    Nothing of it is left afterwards.
+    The demo removes what it has stored.
 
     Args:
         model: A real model instead of a random one.
-        host_path: Where host memory is: the demo makes its own directory there.
-        disk_path: Where the disk is: the demo makes its own directory there.
+        host_path: A directory in memory; the demo creates a directory in it.
+        disk_path: A directory on disk; the demo creates a directory in it.
     """
     import tempfile
 
@@ -41,7 +41,7 @@ def demo(
     try:
         shown = _ran(Size(), model, host_path, disk_path or Path(tempfile.gettempdir()), as_json)
     except KeyboardInterrupt:
-        printing.note("interrupted; the demo left nothing behind")
+        printing.note("interrupted; the demo has removed what it had stored")
         return INTERRUPTED
     if as_json:
         printing.print_json(shown.as_json())
@@ -51,7 +51,7 @@ def demo(
 
 
 def _ran(size: Size, model: str | None, host_in: Path, disk_in: Path, as_json: bool) -> Shown:
-    """Run the processes under a progress bar."""
+    """Run the processes, and show a progress bar."""
     from pagoda.cli.demo.demo_run import run_demo
 
     with printing.progress(as_json) as bars:
@@ -67,23 +67,24 @@ def _ran(size: Size, model: str | None, host_in: Path, disk_in: Path, as_json: b
 
 def _print(shown: Shown, model: str | None) -> None:
     what = model or f"a Llama of {shown.outcomes['cold'].parameters / 1e6:.0f} million random weights"
-    title = (
-        f"{what}, fp32: two questions about the same {shown.cold[0].prompt_tokens:,} tokens, a process a tier"
-    )
+    title = f"{what}, fp32: two questions about the same {shown.cold[0].prompt_tokens:,} tokens, one process per tier"
     printing.print_dicts(title, _rows(shown))
     print(_chart(shown))
     ratio = f"{shown.outcomes['host'].host_vs_handover:.2f}x"
     printing.print_text(
-        f"host hit against handing generate a clone of the same KV: {ratio} the time to first token"
+        f"a host hit takes {ratio} the time to first token of handing generate a clone of the same KV"
     )
-    controls = {name: _changes(differs) for name, differs in shown.outcomes["cold"].controls.items()}
+    controls = {
+        name: "changes" if differs else "DOES NOT CHANGE"
+        for name, differs in shown.outcomes["cold"].controls.items()
+    }
     printing.print_text(
         f"controls: zeroed KV {controls['zeroed']} the text, another prompt's KV {controls['other']} it; "
         f"at least {shown.distinct_tokens} different tokens in {len(shown.cold[0].tokens)}"
     )
     if model is None:
         noise = f"{shown.cold[0].text[:12]!r}..."
-        printing.print_text(f"random weights write noise ({noise}): what counts is that it is the same")
+        printing.print_text(f"random weights write noise ({noise}); the test is that the noise is the same")
 
 
 def _rows(shown: Shown) -> list[dict[str, object]]:
@@ -106,7 +107,7 @@ def _rows(shown: Shown) -> list[dict[str, object]]:
 
 
 def _chart(shown: Shown, width: int = 60) -> str:
-    """Bars of the time to first token, in one scale."""
+    """Return bars of the time to first token, all with one scale."""
     seconds = {name: shown.ttft(name) for name in _FROM}
     longest = max(value for value in seconds.values() if value == value)
     lines = ["time to first token"]
@@ -115,7 +116,3 @@ def _chart(shown: Shown, width: int = 60) -> str:
         figure = "not served" if value != value else f"{value:.3f} s"
         lines.append(f"  {_FROM[name]:>8} {bar} {figure}")
     return "\n".join(lines)
-
-
-def _changes(differs: bool) -> str:
-    return "changes" if differs else "DOES NOT CHANGE"

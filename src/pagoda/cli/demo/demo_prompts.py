@@ -1,4 +1,4 @@
-"""What the demo asks about: real text that comes with Python, and a byte-level tokenizer for it."""
+"""The prompts of the demo: real text that comes with Python, and a byte-level tokenizer for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SUBJECT = "specialnames"  # "Special method names" of the language reference
 
 
 class ByteTokenizer:
-    """One token a byte: ids are bytes. Immutable."""
+    """Makes one token per byte: ids are bytes. Immutable."""
 
     vocabulary = 256
 
@@ -19,12 +19,12 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of bytes; what is no UTF-8 is shown as a replacement character."""
+        """Return the text of bytes; bytes that are not UTF-8 become a replacement character."""
         return bytes(ids).decode(errors="replace")
 
 
 def documents() -> tuple[str, str]:
-    """Return the text that is asked about, and another one for the control. Changes nothing.
+    """Return the text of the questions, and another one for the control. Changes nothing.
 
     Both are from the Python documentation and have more than 100,000 characters.
     """

@@ -1,4 +1,4 @@
-"""The three processes of the demo, one after the other, and what they prove together."""
+"""Runs the three processes of the demo one after the other, and compares their answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROCESSES = ("cold", "host", "disk")
 
 @dataclass(frozen=True)
 class Shown:
-    """What the three processes found."""
+    """The results of the three processes."""
 
     outcomes: dict[str, DemoOutcome]
 
@@ -37,13 +37,13 @@ class Shown:
 
     @property
     def identical(self) -> bool:
-        """Whether every process gave the very tokens of the cold one."""
+        """Whether every process gave the same tokens as the cold one."""
         wanted = [answer.tokens for answer in self.cold]
         return all([answer.tokens for answer in each.answers] == wanted for each in self.outcomes.values())
 
     @property
     def distinct_tokens(self) -> int:
-        """The fewest different tokens in an answer: one that repeats itself would prove little."""
+        """The fewest different tokens in an answer: an answer that repeats itself would prove little."""
         return min(len(set(answer.tokens)) for answer in self.cold)
 
     @property
@@ -58,7 +58,7 @@ class Shown:
         return statistics.mean(from_there) if from_there else float("nan")
 
     def as_json(self) -> dict[str, object]:
-        """Return all of it in plain types."""
+        """Return all results as plain values."""
         race = self.outcomes["host"]
         return {
             "identical": self.identical,
@@ -82,13 +82,13 @@ class Shown:
 def run_demo(
     size: Size, model: str | None, host_in: Path, disk_in: Path, step: Callable[[str, str], None]
 ) -> Shown:
-    """Run the processes with stores of their own under `host_in` and `disk_in`, removed afterwards whatever happens.
+    """Run the processes with new stores under `host_in` and `disk_in`, which are always removed afterwards.
 
-    `step(process, what)` is called as they go. Raises UsageError for a model that cannot be had or cached, FailedError
-    with the last words of a process that failed.
+    `step(process, what)` is called at each step. Raises UsageError for a model that cannot be loaded or cached,
+    FailedError with the last line of a process that failed.
     """
     outcomes = {}
-    # both are an interruption, also where a shell had SIGINT ignored
+    # both signals interrupt the demo, even if the shell had SIGINT ignored
     stops = dict.fromkeys((signal.SIGINT, signal.SIGTERM), _interrupt)
     with handling(stops), _own_directory(host_in, "host") as host, _own_directory(disk_in, "disk") as disk:
         for process in PROCESSES:
@@ -106,7 +106,7 @@ def _interrupt(*_: object) -> None:
 
 @contextlib.contextmanager
 def _own_directory(parent: Path, tier: str) -> Iterator[Path]:
-    """A root for a tier under `parent`, removed and struck out of the register of tiers at the end."""
+    """Yield a root for a tier under `parent`; at the end, remove it and its entry in the register of tiers."""
     try:
         made = Path(tempfile.mkdtemp(prefix="pagoda-demo-", dir=parent))
     except OSError as trouble:
@@ -119,7 +119,7 @@ def _own_directory(parent: Path, tier: str) -> Iterator[Path]:
 
 
 def _run(task: Task, step: Callable[[str], None]) -> DemoOutcome:
-    """Run one process to its end; it never outlives this call."""
+    """Run one process to its end. It never outlives this call."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "pagoda.cli.demo.demo_child"],
@@ -127,7 +127,7 @@ def _run(task: Task, step: Callable[[str], None]) -> DemoOutcome:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            # threads that spin hinder each other on a busy machine
+            # on a busy machine, spinning threads slow each other down
             env={"OMP_WAIT_POLICY": "passive", **os.environ},
         )
         try:
@@ -161,7 +161,7 @@ def _followed(process: subprocess.Popen[str], task: Task, step: Callable[[str], 
 
 
 def _ended(process: subprocess.Popen[str]) -> None:
-    """End the process: one that is done ends by itself, another when its stdin ends, the rest is killed."""
+    """End the process: it ends when it is done or when its stdin ends; otherwise it is killed."""
     try:
         process.communicate(timeout=10.0)
     except subprocess.TimeoutExpired:

@@ -11,7 +11,7 @@ _PICKLED = {"auto": (".bin", ".pt"), "hf": (".bin", ".pt"), "npcache": (".bin",)
 _FORMATS = {*_SAFETENSORS, *_PICKLED}
 _SUFFIXES = (".safetensors", ".bin", ".pt")
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-# how media become a model's input
+# settings of how media become a model's input
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _INDEX = ".safetensors.index.json"
 _REMEDY = "give the checkpoint's hash as `weights`, an option of the connector"

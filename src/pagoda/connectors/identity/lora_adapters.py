@@ -1,4 +1,4 @@
-"""Name LoRA adapters by the content of their files, because a name or a path may be used again for another adapter."""
+"""Names LoRA adapters by the content of their files, because a name or a path may be reused for another adapter."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pagoda.connectors.identity.weight_digests import file_digest
 _CONFIG = "adapter_config.json"
 # the first is what vLLM reads
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-_MOST = 65_536  # adapters remembered; further ones are not named, so that no adapter is forgotten and then named again
+_MOST = 65_536  # adapters to remember; more are not named: to forget one and name it again would be wrong
 
 _Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
 class Adapters:
-    """The adapters this process has met. Thread-safe; files are read at the first sight of an adapter only.
+    """The adapters that this process has met. Thread-safe; an adapter's files are read only the first time.
 
     vLLM keeps an adapter in memory under its number, independent of its name and path, and may read its files again
-    at any time. So if the files or the path change after a number was first met, it is unknown which weights are in
-    use. Then that number is not named until it has its first files and path again.
+    at any time. So if the files or the path of a number have changed since it was first met, the used weights are
+    unknown. Then that number is not named until it has its first files and path again.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Adapters:
         self._digests: dict[_Stamp, str] = {}
 
     def name(self, lora_request: Any) -> str | None:
-        """Return 32 hex characters that name the adapter's content, None if it cannot be told; "" for no adapter."""
+        """Return 32 hex characters that name the adapter's content; None: unknown; "": no adapter."""
         if lora_request is None:
             return ""
         try:
@@ -78,7 +78,7 @@ _ADAPTERS = Adapters()
 
 
 def lora_name(lora_request: Any) -> str | None:
-    """Return what names the content of a request's LoRA adapter: "" = no adapter, None = it cannot be named.
+    """Return a name of the content of a request's LoRA adapter: "" = no adapter, None = it cannot be named.
 
     With None nothing may be stored or loaded for the request: the files cannot be read, or were changed since this
     process first met the adapter. Reads the files once for each adapter, afterwards only their sizes and times.

@@ -9,11 +9,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-# fields of a model's config that do not affect a forward pass; all other fields distinguish models
-_VOLATILE = (
-    "_attn_implementation",
-    "_attn_implementation_internal",
-    "_commit_hash",
+VOLATILE = (
     "_name_or_path",
     "output_attentions",
     "output_hidden_states",
@@ -21,6 +17,8 @@ _VOLATILE = (
     "transformers_version",
     "use_cache",
 )
+"""Fields of a model's config that do not affect a forward pass; all other fields distinguish models."""
+_OF_FILES = (*VOLATILE, "_attn_implementation", "_attn_implementation_internal", "_commit_hash")
 
 
 def plain(value: Any, where: str = "a setting") -> Any:
@@ -57,15 +55,15 @@ def _plain_object(value: Any, where: str) -> Any:
     if callable(getattr(value, "to_dict", None)):  # a config inside a config
         return plain(stable(value.to_dict()), where)
     raise ValueError(
-        f"{where} is a {type(value).__qualname__}, which has no stable text, so KV computed with it cannot be told"
-        " apart: leave that setting out, or run without the connector"
+        f"{where} is a {type(value).__qualname__}, which has no stable text, so KV computed with it cannot be"
+        " identified: leave that setting out, or run without the connector"
     )
 
 
 def stable(value: Any) -> Any:
-    """Return a model's config, as types of JSON, without what does not affect a forward pass."""
+    """Return a model's config, as types of JSON, without fields that do not affect a forward pass."""
     if isinstance(value, Mapping):
-        return {name: stable(each) for name, each in value.items() if name not in _VOLATILE}
+        return {name: stable(each) for name, each in value.items() if name not in _OF_FILES}
     return [stable(each) for each in value] if isinstance(value, list | tuple) else value
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from pagoda.threads import Pool
+from pagoda.signal_safe_threads import Pool
 
 WHOLE_BYTES = 64 << 20  # a file up to this size is read whole
 _EDGE_BYTES = 1 << 20
@@ -41,8 +41,8 @@ def file_digest(path: Path, budget_bytes: int = _FILE_BYTES) -> str:
 
     A file up to 64 MiB is read completely. Of a larger one: the first and the last MiB, and pieces at even distances;
     in a safetensors file also the whole header and pieces of *every* tensor (all bytes of small ones). So every
-    tensor that was trained, scaled or replaced is noticed. An edit of a few numbers inside a tensor of a large file
-    may not be noticed: no training does that; after such an edit, set `weights` to a new name.
+    tensor that was trained, scaled or replaced changes the digest. An edit of a few numbers inside a tensor of a large
+    file may not change it: no training does that; after such an edit, set `weights` to a new name.
     """
     found = blake3(derive_key_context="PagodaKV one weight file")
     with open(path, "rb", buffering=0) as file:

@@ -1,6 +1,6 @@
 """SGLang: PagodaHiCache, a storage of its HiCache. docs/how-to/sglang.md says how to name it to SGLang.
 
-hicache          PagodaHiCache: SGLang's interface, each call made one of a cache
+hicache          PagodaHiCache: SGLang's interface; it turns calls into calls of a cache
 pool_pages       the pages of a host pool of SGLang as planes of bytes, and their format
 storage_options  the options in --hicache-storage-backend-extra-config
 engine_facts     everything except the tokens that the KV depends on

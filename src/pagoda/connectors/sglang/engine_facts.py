@@ -21,7 +21,7 @@ from pagoda.keys import Namespace
 
 _REMEDY = "give the checkpoint's hash as `weights` in --hicache-storage-backend-extra-config"
 _CONFIGS = ("config.json", "hf_quant_config.json")
-# settings of SGLang's ServerArgs that change what KV is computed for the same tokens, or may
+# settings of SGLang's ServerArgs that change, or may change, the KV of the same tokens
 _SETTINGS = (
     "attention_backend", "context_length", "cp_strategy", "custom_weight_loader", "decode_attention_backend",
     "deepep_dispatcher_output_dtype", "device", "disable_hybrid_swa_memory", "dllm_algorithm", "dtype",
@@ -43,14 +43,14 @@ _SETTINGS = (
     "speculative_draft_window_size", "speculative_enable_w4a4_mxfp4_megamoe", "trust_remote_code",
     "weight_version",
 )  # fmt: skip
-# those that are the path of a file or a directory, which is named by its content
+# settings that are the path of a file or a directory, which is named by its content
 _FILES = (
     "decrypted_config_file", "decrypted_draft_config_file", "dllm_algorithm_config", "kt_weight_path",
     "modelopt_checkpoint_restore_path", "quantization_param_path", "uno_lora_path",
 )  # fmt: skip
 
-# SGLang has more than 700 environment variables. Those whose name has one of these words change values or bytes
-# of KV, or may: precisions, layouts of pools, attention that is an approximation, other code for a model.
+# SGLang has more than 700 environment variables. Those with one of these words in their name change, or may change,
+# values or bytes of KV: precisions, layouts of pools, approximate attention, other code for a model.
 _ENVIRONMENT = re.compile(
     "^(SGL|FLASHINFER|USE|DEEP_).*(ATTENTION|ATTN|BF16|DSA|DSV4|DTYPE|FP16|FP32|FP4|FP8|HND|IGNORED_LAYERS|INDEX|INT8|"
     "LAYOUT|MLA|MODEL_ARCH|MODEL_PACKAGE|MXFP|QUANT|ROPE|SOFTMAX|SPARSE|TOPK)"
@@ -58,7 +58,7 @@ _ENVIRONMENT = re.compile(
 
 
 class EngineFacts(NamedTuple):
-    """What is the same for all pools of an engine. `values`: names all that changes the values of KV, but for ranks."""
+    """The facts of all pools of an engine. `values`: everything that changes the values of KV, except ranks."""
 
     model: str
     values: str
@@ -123,7 +123,7 @@ def _server_args() -> Any:
 
 
 def _weights(args: Any, options: StorageOptions) -> object:
-    """Return what names the checkpoints: the model's, and a draft's, whose KV is in pools of the same keys."""
+    """Return a name of the checkpoints: the model's, and a draft's, whose KV is in pools with the same keys."""
     if options.weights is not None:
         return ["given", options.weights]
     if args is None:
@@ -141,7 +141,7 @@ def _digest(args: Any, model: str, revision: str | None, load_format: str) -> st
     directory = snapshot(model, revision, args.download_dir)
     if directory is None:
         raise ConfigError(f"{model}: no directory and no snapshot in the hub's cache here; {_REMEDY}")
-    model_config = SimpleNamespace(  # not given, SGLang decides by the model
+    model_config = SimpleNamespace(  # without enable_multimodal SGLang decides by the model
         multimodal_config=args.enable_multimodal is not False or None,
         trust_remote_code=args.trust_remote_code,
     )
@@ -171,7 +171,7 @@ def _content(setting: str, path: str) -> str:
 
 
 def _adapters(listed: Any) -> str:
-    """Return what names the content of the adapters of the command line: SGLang's keys name only their paths.
+    """Return a name of the content of the command line's adapters: SGLang's keys have only their paths.
 
     An adapter that is loaded later has a random name in SGLang's keys.
     """

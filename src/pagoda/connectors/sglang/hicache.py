@@ -1,4 +1,4 @@
-"""PagodaHiCache: SGLang's L3. Pages go straight between SGLang's host pools and the slots of the shared host tier."""
+"""PagodaHiCache: SGLang's L3. It copies pages directly between SGLang's host pools and slots of the host tier."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from pagoda.transfer.pages_kv import PagesKV
 log = guarded_logger("pagoda.sglang")
 T = TypeVar("T")
 
-_MOST_LOOKS = 256  # at windows of a pool in one question
-# pools of which all tensor-parallel ranks hold the same
+_MOST_LOOKS = 256  # the most windows of a pool that one question examines
+# pools that are the same in all tensor-parallel ranks
 _REPLICATED = ("MLATokenToKVPoolHost", "DSAIndexerPoolHost")
 
 
@@ -40,7 +40,7 @@ class _Pool(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Pages of one prompt that follow each other: their place in a pool's cache, and the options that name them."""
+    """Consecutive pages of one prompt: their position in a pool's cache, and the options that name them."""
 
     pool: _Pool
     first: int
@@ -56,7 +56,7 @@ class PagodaHiCache(HiCacheStorage):
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
-        """Read the options. `kwargs`: what SGLang passes besides, nothing so far."""
+        """Read the options. `kwargs`: other arguments of SGLang, which passes none so far."""
         extra = storage_config.extra_config
         if extra is None:
             extra = storage_config.extra_config = {}
@@ -65,13 +65,13 @@ class PagodaHiCache(HiCacheStorage):
         watch_weights()
         if storage_config.tp_rank == 0 and (unused := unused_options("SGLang", extra)):
             log.warning(unused)
-        extra["interface_v1"] = 1  # SGLang reads it after this: pages are copied without a detour
+        extra["interface_v1"] = 1  # SGLang reads it afterwards, and copies pages without a buffer
         self._storage = storage_config
         self._registered: dict[str, Any] = {}
         self._pools: dict[str, _Pool] = {}
-        self._ready = False  # once all pools of the start are registered
+        self._ready = False  # True after all pools of the start were registered
         self._engine: EngineFacts | None = None  # read once, for all pools
-        self._cleared = ""  # a random text once the storage was cleared
+        self._cleared = ""  # a random text after the storage was cleared
         self._lines = RateLimitedLog()
         self._said_no_prefix = False
         self._metrics = StorageMetrics()
@@ -81,25 +81,25 @@ class PagodaHiCache(HiCacheStorage):
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the cache of the KV's pool. Raises ConfigError or StoreError, which say what to do.
 
-        Of the three calls of an attachment this is the one whose failure SGLang takes back: after a later one it takes
-        the storage for attached, and refuses another until it is detached.
+        Of the three calls of an attachment, SGLang handles only a failure of this one: after a later one it considers
+        the storage as attached, and refuses another storage until it is detached.
         """
         self.mem_pool_host = mem_pool_host
         self._registered[str(PoolName.KV)] = mem_pool_host
         self._open(str(PoolName.KV), mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take note of a pool; one that comes late is stored if it can be."""
+        """Remember a pool; a pool that is registered late is stored if possible."""
         name = str(host_pool_name)
         self._registered[name] = host_pool
         if self._ready and name not in self._pools:
             try:
                 self._open(name, host_pool)
-            except Exception as trouble:  # noqa: BLE001  # a boundary: the engine runs already
+            except Exception as trouble:  # noqa: BLE001  # a boundary: the engine is already running
                 self._failed(Reason.IO_ERROR, f"pages of the pool {name!r} are not stored: {trouble}")
 
     def on_host_pools_registered(self) -> None:
-        """Open the caches of the other pools. Raises as `register_mem_pool_host`; then none stays open."""
+        """Open the caches of the other pools. Raises like `register_mem_pool_host`, after it has closed all caches."""
         try:
             for name, pool in self._registered.items():
                 if name not in self._pools:
@@ -132,23 +132,23 @@ class PagodaHiCache(HiCacheStorage):
     # ---- pages of the KV
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Return how many leading pages are stored, in any tier; keep them for a moment."""
+        """Return how many leading pages are stored, in any tier; protect them from eviction for a moment."""
         return self._guarded(lambda: self._stored(str(PoolName.KV), keys, extra_info), 0)
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Fill pages of SGLang's pool with the leading pages that are stored; say which. Only those are right."""
+        """Fill pages of SGLang's pool with the leading stored pages; return for each page whether it was filled."""
         return self._get(str(PoolName.KV), keys, host_indices, extra_info)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Store pages: in the host tier when this returns, in the lower tiers some time later.
 
-        If SGLang does not say what they follow, what many prompts begin with seems unused, because it is in SGLang's
-        own pools, and is evicted first. Then no prompt hits after a restart.
+        If SGLang does not name the pages before them, the common beginning of many prompts seems unused, because it
+        is in SGLang's own pools, and it is evicted first. Then no prompt hits after a restart.
         """
         if not self._said_no_prefix and getattr(extra_info, "prefix_keys", None) is None:
             self._said_no_prefix = True
             log.warning(
-                "SGLang does not say which pages follow which: what many prompts begin with is evicted first. Set "
+                "SGLang does not name the pages before a page: the common beginning of prompts is evicted first. Set "
                 "hicache_storage_pass_prefix_keys to true in --hicache-storage-backend-extra-config"
             )
         return self._set(str(PoolName.KV), keys, host_indices, extra_info)
@@ -156,19 +156,19 @@ class PagodaHiCache(HiCacheStorage):
     # ---- pages of several pools
 
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Return how long a prefix is usable with all pools, which shorter ones are too, and what each pool has."""
+        """Return the longest prefix that is usable with all pools, the shorter ones, and the hits of each pool."""
         nothing = PoolTransferResult(0, {}, [])
         return self._guarded(lambda: self._usable(keys, pool_transfers or [], extra_info), nothing)
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """Do as `batch_get_v1` for each pool."""
+        """Do the same as `batch_get_v1` for each pool."""
         return {
             one.name: self._get(str(one.name), one.keys or [], one.host_indices, extra_info)
             for one in transfers
         }
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """Do as `batch_set_v1` for each pool."""
+        """Do the same as `batch_set_v1` for each pool."""
         return {
             one.name: self._set(str(one.name), one.keys or [], one.host_indices, extra_info)
             for one in transfers
@@ -179,7 +179,7 @@ class PagodaHiCache(HiCacheStorage):
         hits, usable = ({PoolName.KV: kv} if kv else {}), set(range(1, kv + 1))
         for transfer in transfers:
             if not usable:
-                break  # what was not asked for gets no number: SGLang would take 0 for an answer
+                break  # a pool that was not asked gets no number: SGLang would consider 0 an answer
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue  # never decides a hit
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -195,15 +195,15 @@ class PagodaHiCache(HiCacheStorage):
         return PoolTransferResult(max(usable, default=0), hits, sorted(usable))
 
     def _ends(self, name: str, keys: Sequence[str], window: int, extra_info: Any) -> set[int]:
-        """Return prefixes whose last `window` pages a pool has, the longest first, as far as a bounded search finds.
+        """Return prefixes of which a pool has the last `window` pages, as far as a bounded search finds them.
 
-        A look is at the pages of the window that are not known to be there. Of these it finds the first that is
-        missing, and no window that has this page can be whole.
+        Each look-up asks for the unknown pages of a window, from the longest prefix on. It finds the first missing
+        page, and no window with this page can be complete.
         """
         pool = self._pools.get(name)
         deadline = Deadline(pool.cache.config.deadline_seconds if pool is not None else 0.0)
         found: set[int] = set()
-        end = known = len(keys)  # pages [known, end) are there
+        end = known = len(keys)  # pages [known, end) are stored
         looks = 0
         while end > 0:
             begin = max(0, end - window)
@@ -225,7 +225,7 @@ class PagodaHiCache(HiCacheStorage):
     def _stored(
         self, name: str, keys: Sequence[str], extra_info: Any, *, after: int = 0, counted: bool = True
     ) -> int:
-        """Return how many leading pages a pool's cache has; `after`: pages between the known prefix and these."""
+        """Return how many leading pages a pool's cache has; `after`: the pages between the known prefix and these."""
         run = self._run(name, keys, extra_info, after)
         if run is None:
             return 0
@@ -252,7 +252,7 @@ class PagodaHiCache(HiCacheStorage):
         self, what: str, work: Callable[[_Run, PagesKV], tuple[int, Reason | None, str]], name: str,
         keys: Sequence[str], host_indices: Any, extra_info: Any, took: tuple[list[int], list[float]],
     ) -> list[bool]:  # fmt: skip
-        """Copy pages by `work`, which returns how many leading ones, and why not more; say which."""
+        """Copy pages with `work`, which returns how many leading pages it copied, and why not more; return which."""
 
         def copy() -> list[bool]:
             began = time.perf_counter()
@@ -275,7 +275,7 @@ class PagodaHiCache(HiCacheStorage):
         return self._guarded(copy, [False] * len(keys))
 
     def _run(self, name: str, keys: Sequence[str], extra_info: Any, after: int = 0) -> _Run | None:
-        """Return the run that these keys name; None if there is nothing to ask for. Raises ValueError for odd keys.
+        """Return the run of these keys; None if there is nothing to ask for. Raises ValueError for invalid keys.
 
         A key of SGLang is a hash of all tokens up to the end of its page, of the request's salt and its adapter.
         """
@@ -294,17 +294,17 @@ class PagodaHiCache(HiCacheStorage):
             return None
         prefix = getattr(extra_info, "prefix_keys", None) or ()
         size, first = pool.pages.layout.chunk_tokens, len(prefix) + after
-        before = prefix[-1:] if not after else ()  # what is evicted before its head would be lost
+        before = prefix[-1:] if not after else ()  # names the parent, so that tails are evicted before heads
         slots = pool.cache.slots
         assert slots is not None
-        version = self._cleared + weights.version  # once: another thread may clear
+        version = self._cleared + weights.version  # read once, because another thread may clear
         root = slots.namespace(weights_version=version or None)
         derived = derive_keys([key.encode() for key in (*before, *keys)], root)
         begin = first - len(before)
         options: CallOptions = {
             "keys": [((begin + i) * size, (begin + i + 1) * size, key) for i, key in enumerate(derived)],
             "start_tokens": first * size,
-            "any_position": True,  # when SGLang asks for pages, it does not always name the whole prefix
+            "any_position": True,  # SGLang does not always name the whole prefix of the pages
         }
         if version:
             options["weights_version"] = version
@@ -318,7 +318,7 @@ class PagodaHiCache(HiCacheStorage):
             return miss
 
     def _failed(self, reason: Reason, message: str) -> None:
-        """Count and log what the caches do not see."""
+        """Count and log failures that the caches do not see."""
         for pool in list(self._pools.values())[:1]:
             if pool.cache.slots is not None:
                 pool.cache.slots.count_dropped(reason, 1)
@@ -329,38 +329,38 @@ class PagodaHiCache(HiCacheStorage):
     def clear(self) -> None:
         """Make all earlier pages misses for this engine.
 
-        They stay for other engines; `pagoda clear` removes them. What this engine stores from now on, it alone finds.
+        They stay for other engines; `pagoda clear` removes them. Only this engine finds what it stores from now on.
         """
         self._cleared = secrets.token_hex(16)
 
     def get_stats(self) -> Any:
-        """Return the pages and the speed in GB/s of each call since the last time, in SGLang's form."""
+        """Return the pages and the speed in GB/s of each call since the last time, in SGLang's format."""
         taken, self._metrics = self._metrics, StorageMetrics()
         return taken
 
     def close(self) -> None:
-        """Write what waits for the lower tiers, as far as some seconds allow, and end. Idempotent."""
+        """Write waiting chunks to the lower tiers, for some seconds at most, and close the caches. Idempotent."""
         pools, self._pools = self._pools, {}
         for pool in pools.values():
             pool.cache.close()
 
     def exists(self, key: str) -> bool:
-        """Say whether the first page of a prompt is stored. SGLang asks by `batch_exists`."""
+        """Return whether the first page of a prompt is stored. SGLang uses `batch_exists`."""
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         """Return None: SGLang uses `batch_get_v1`, because this storage sets interface_v1."""
 
     def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> list[None]:
-        """Return None for each key, as `get`."""
+        """Return None for each key, like `get`."""
         return [None] * len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Return False, as `get`: nothing is stored this way."""
+        """Return False: nothing is stored by this call, see `get`."""
         return False
 
     def batch_set(
         self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Return False, as `set`."""
+        """Return False, like `set`."""
         return False

@@ -1,7 +1,7 @@
-"""The pages of one host pool of SGLang: where their bytes are, as planes, and what they are.
+"""The pages of one host pool of SGLang: planes over their bytes, and their format.
 
-SGLang tells a storage only the address of each piece of a page. In all its formats the pieces of page n are n times a
-distance behind those of page 0, so they are planes of pages, which `PagesKV` copies.
+SGLang gives a storage only the address of each piece of a page. In all its formats the pieces of page n are n times a
+fixed distance after those of page 0, so they form planes of pages, which `PagesKV` copies.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pagoda.transfer.pages_kv import PagesKV
 
 
 class PoolPages:
-    """The pages of one pool, which is kept alive. Immutable, so thread-safe as `PagesKV` is.
+    """The pages of one pool, which this object keeps alive. Immutable and thread-safe, like `PagesKV`.
 
-    `page_tokens`: tokens of a page of the engine, of which a pool of states has one slot. `facts`: everything else that
-    decides the bytes of a page. Raises ConfigError for a pool without pages of a fixed size and place.
+    `page_tokens`: the tokens of a page of the engine; a pool of states has one slot per page. `facts`: everything else
+    that decides the bytes of a page. Raises ConfigError for a pool without pages of a fixed size at regular addresses.
     """
 
     def __init__(self, name: str, pool: Any, page_tokens: int, facts: dict[str, object]) -> None:
@@ -53,7 +53,7 @@ class PoolPages:
         self._kv = PagesKV(planes, self.layout, block_tokens=page_tokens, block_table=[])
 
     def _places(self, name: str, page: int) -> tuple[list[int], list[int]]:
-        """Return address and length of each piece of a page. Raises ConfigError if SGLang cannot tell."""
+        """Return address and length of each piece of a page. Raises ConfigError if SGLang does not know them."""
         import torch
 
         first = page * self._slots_per_page
@@ -70,7 +70,7 @@ class PoolPages:
         return [int(address) for address in found[0]], [int(size) for size in found[1]]
 
     def kv(self, host_indices: Any, first: int, pages: int) -> PagesKV:
-        """Return the transfer of so many pages, which are those from page `first` of a prompt on.
+        """Return the transfer of so many pages of a prompt, from page `first` on.
 
         `host_indices`: SGLang's numbers of slots in the pool, a tensor. Raises ValueError if they are not these pages.
         """
@@ -81,11 +81,11 @@ class PoolPages:
         rows = slots.reshape(pages, each)
         numbers, odd = np.divmod(rows[:, 0], each)
         if odd.any() or (rows != rows[:, :1] + np.arange(each)).any():
-            raise ValueError("slots of a page are not side by side in the pool")
+            raise ValueError("the slots of a page are not adjacent in the pool")
         return self._kv.with_table(cast("Sequence[int]", np.concatenate([np.full(first, -1), numbers])))
 
 
-# attributes of pools, as far as they have them, that decide what a byte of a page means
+# attributes of pools that decide the meaning of a page's bytes; a pool may lack some of them
 _SHAPE = (
     "page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim", "v_head_dim", "kv_lora_rank",
     "qk_rope_head_dim", "kv_cache_dim", "head_group_num", "num_mamba_layers", "temporal_dtype", "conv_dtype",
@@ -94,7 +94,7 @@ _SHAPE = (
 
 
 def _plane(address: int, stride: int, size: int, count: int) -> Bytes:
-    """Return `count` pages of `size` bytes, `stride` bytes apart, from `address` on; the caller keeps the memory."""
+    """Return `count` pages of `size` bytes, `stride` bytes apart, from `address` on; the caller owns the memory."""
     memory = (ctypes.c_uint8 * (stride * (count - 1) + size)).from_address(address)
     return np.lib.stride_tricks.as_strided(
         np.frombuffer(memoryview(memory), np.uint8), (count, size), (stride, 1)

@@ -1,4 +1,4 @@
-"""The options in `--hicache-storage-backend-extra-config`: every option of `Config` and a few that only this has."""
+"""The options in `--hicache-storage-backend-extra-config`: all options of `Config`, and a few of this connector."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pagoda.errors import ConfigError
 
 TESTED = ("0.5.23",)  # SGLang changes this interface in any release
 _OWN = ("weights", "salt", "allow_untested_sglang")
-# what SGLang reads from the same mapping; it takes the last five out before a storage sees it
+# options that SGLang reads from the same mapping; it removes the last five before a storage sees it
 OF_SGLANG = (
     "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "prefetch_threshold",
     "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
 )  # fmt: skip
 _WHERE = "--hicache-storage-backend-extra-config"
-# of a call: SGLang ends itself if a thread of its storage is still in one 10 s after a flush began
+# the longest call: SGLang ends itself if a call of its storage is still running 10 s after a flush began
 _MOST_SECONDS = 4.0
 
 
@@ -27,8 +27,8 @@ _MOST_SECONDS = 4.0
 class StorageOptions:
     """The options of one storage. Immutable: threads may share it.
 
-    `weights` names the checkpoint instead of the digest of its files; None = read the files. `salt` keeps tenants apart
-    (a secret). `allow_untested_sglang`: run with an SGLang that was not tested with this release.
+    `weights` names the checkpoint instead of the digest of its files; None = read the files. `salt` separates tenants
+    (a secret). `allow_untested_sglang`: run with a version of SGLang that was not tested with this release.
     """
 
     config: Config
@@ -56,7 +56,7 @@ def read_options(extra_config: Mapping[str, Any]) -> StorageOptions:
 
 
 def check_config(config: Config) -> None:
-    """Raise ConfigError for a configuration that cannot stand under SGLang. Changes nothing."""
+    """Raise ConfigError for a configuration that does not work under SGLang. Changes nothing."""
     if config.host_size == 0:
         raise ConfigError(
             "host_size = 0: pages pass through the host tier to the tiers below; set host_size, such as '8GiB'"

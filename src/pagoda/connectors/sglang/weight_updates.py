@@ -1,7 +1,7 @@
-"""Whether the weights of an SGLang engine were updated in memory: SGLang does not tell its storages (decision 0044).
+"""Detects updates of an SGLang engine's weights in memory: SGLang does not report them to storages (decision 0044).
 
-A storage lives in the process of SGLang's scheduler, as the model does. So the methods of SGLang that change weights,
-and the one that empties its caches, are wrapped once per process. `PagodaHiCache` asks here before each of its calls.
+A storage runs in the process of SGLang's scheduler, like the model. So the methods of SGLang that change weights, and
+the one that empties its caches, are wrapped once per process. `PagodaHiCache` calls this module before each call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UPDATES = (
 
 
 class WeightsInMemory(NamedTuple):
-    """What is known of the weights. `version`: "" names those of the files, a random text those after an update.
+    """The state of the weights. `version`: "" for those of the files, a random text after an update.
 
     `flushed`: SGLang has no KV of earlier weights.
     """
@@ -38,40 +38,40 @@ _now = WeightsInMemory()
 
 
 def weights_in_memory() -> WeightsInMemory:
-    """Return what is known of the weights of this process's engine now. Thread-safe."""
+    """Return the present state of the weights of this process's engine. Thread-safe."""
     return _now
 
 
 def watch_weights() -> None:
-    """Wrap the methods of SGLang that a storage must know of. Idempotent."""
+    """Wrap the methods of SGLang whose calls a storage must know. Idempotent."""
     if getattr(HiCacheController.reset, "__wrapped__", None) is not None:
         return
     for name in _UPDATES:
-        setattr(WeightUpdater, name, _before(getattr(WeightUpdater, name), _changed))
-    WeightUpdater.end_weight_update = _before(WeightUpdater.end_weight_update, _written_by_others)
-    HiCacheController.reset = _flushes(HiCacheController.reset)
+        setattr(WeightUpdater, name, _watched(getattr(WeightUpdater, name), before=_changed))
+    end = WeightUpdater.end_weight_update
+    WeightUpdater.end_weight_update = _watched(end, before=_written_by_others)
+    HiCacheController.reset = _watched(HiCacheController.reset, after=_flushed)
 
 
-def _before(method: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
+def _watched(
+    method: Callable[..., Any],
+    before: Callable[..., None] = lambda **_: None,
+    after: Callable[[], None] = lambda: None,
+) -> Callable[..., Any]:
+    """Return a method that calls `before` with its keywords, itself, then `after`."""
+
     @wraps(method)
-    def call(updater: Any, *args: Any, **kwargs: Any) -> Any:
-        told(**kwargs)
-        return method(updater, *args, **kwargs)
-
-    return call
-
-
-def _flushes(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    @wraps(method)
-    def call(controller: Any) -> None:
-        method(controller)
-        _flushed()
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(**kwargs)
+        found = method(*args, **kwargs)
+        after()
+        return found
 
     return call
 
 
 def _changed(**_: Any) -> None:
-    """Note that the weights are others from now on; also if the update fails: it may have changed some of them."""
+    """Note that the weights have changed. A failed update counts too: it may have changed some of them."""
     global _now
     if _now.flushed:
         log.info(
@@ -82,13 +82,13 @@ def _changed(**_: Any) -> None:
 
 
 def _written_by_others(*, run_post_load: bool) -> None:
-    """Note the end of an update: if SGLang has loaded nothing, another process wrote the weights, until now."""
+    """Note the end of an update: if SGLang has loaded nothing, another process has written the weights until now."""
     if run_post_load:
         _changed()
 
 
 def _flushed() -> None:
-    """Note that SGLang's caches are empty. What was stored between update and flush is not found afterwards."""
+    """Note that SGLang's caches are empty. Chunks that were stored between update and flush are not found later."""
     global _now
     if not _now.flushed:
         _now = WeightsInMemory(secrets.token_hex(16))

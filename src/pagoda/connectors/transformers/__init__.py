@@ -1,14 +1,14 @@
-"""Hugging Face Transformers: `CachedModel`, a model whose prompts are served from the cache.
+"""Hugging Face Transformers: `CachedModel`, a model with a cache of its prompts' KV.
 
 In the order in which a call meets them:
     cached_model      CachedModel: generate, prefix, store
-    supported_models  which models and calls can be cached; the layout of a model's KV, from a forward pass
+    model_checks  which models and calls can be cached; the layout of a model's KV, from a forward pass
     model_identity    the namespace: digests of weights and adapters
     batch_rows        the rows of a batch as prompts, with their padding
     dynamic_cache     a DynamicCache over memory that the cache's transfers fill
     layerwise         KV that arrives layer by layer, while the model computes
     blending          documents that are reused wherever they are in a prompt, by `pagoda.blend`
-    rotary            the rotary embedding of a model, by which K moves to another position
+    rotary            the rotary embedding of a model, which moves K to another position
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def rows_of(input_ids: Any, attention_mask: Any) -> list[BatchRow]:
 
 
 def grown_mask(attention_mask: Any, input_ids: Any) -> Any:
-    """Return a prompt's mask with ones for the tokens that were generated since: `generate` sees them all."""
+    """Return a prompt's mask with ones for the generated tokens, all of which `generate` attends to."""
     import torch
 
     more = input_ids.shape[1] - attention_mask.shape[1]

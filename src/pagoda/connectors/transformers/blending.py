@@ -4,9 +4,9 @@
     chosen     |              | x  x                      |    x       x               | x x x x  |
     computed     ----------->  the chosen tokens attend to everything before them; their K and V replace the reused ones
 
-A document is a chain of its own, computed as if it began a prompt, in a cache whose layout names the rotary embedding:
+A document is a separate chain, computed as if it began a prompt, in a cache whose layout names the rotary embedding:
 no prompt without documents finds it. Its last, partial chunk is stored too, padded. The first document of a prompt is
-a true prefix, so its KV is exact. What is blended is not stored.
+a true prefix, so its KV is exact. Blended KV is not stored.
 
 `CachedModel` calls this. It calls `rotary` to move K, `pagoda.blend` for the rest, `Cache` for the documents.
 Imports transformers, so import this module only when it is needed.
@@ -39,22 +39,22 @@ from pagoda.blend.blend_policies import (
 from pagoda.cache import Cache, Hit
 from pagoda.connectors.transformers.batch_rows import BatchRow
 from pagoda.connectors.transformers.dynamic_cache import Planes, dynamic_cache, kv_of_row, room_for
+from pagoda.connectors.transformers.model_checks import ProbedModel
 from pagoda.connectors.transformers.rotary import check_attention, rotary_of
-from pagoda.connectors.transformers.supported_models import ProbedModel
 from pagoda.keys import Int32s
 from pagoda.metrics import Reason
 from pagoda.quality_verdict import QualityState
 
-# seconds for each document, once others of the call have waited in vain as long as one call may
+# seconds for each further document, after loads of this call have timed out for as long as one call may wait
 _MOMENT_SECONDS = 0.01
 
 
 @dataclass(frozen=True, eq=False)
 class Blended(BlendedPrompt):
-    """Which tokens of one prompt of documents are exact, and what it took. Immutable."""
+    """Which tokens of one prompt of documents are exact, and the cost. Immutable."""
 
     computed_tokens: int  # that went through all layers in this call, those of missing documents included
-    documents: list[Hit]  # of each document's own chain
+    documents: list[Hit]  # the hit of each document's own chain
     seconds: dict[str, float]  # load, alone (missing documents), choose, recompute
     state: QualityState  # the setting, and whether a verdict of `pagoda quality` covers it
 
@@ -63,7 +63,7 @@ class Blended(BlendedPrompt):
 class BlendedHit(Hit):
     """The hits of all documents of a prompt as one: `mask` has the tokens that came from tiers, wherever they are."""
 
-    exact_prefix: int = 0  # up to which position KV is exact where it was put
+    exact_prefix: int = 0  # up to this position KV is exact
 
     @property
     def exact(self) -> TokenMask:
@@ -90,7 +90,7 @@ def hit_of(blended: Blended) -> BlendedHit:
     reason = missed[0][1].reason if missed else None
     detail = f"documents[{missed[0][0]}]: {missed[0][1].detail}" if missed else ""
     approximate = next((hit.approximate for hit in blended.documents if hit.approximate), "")
-    # only the first document is where it was computed
+    # only the first document is at the position at which it was computed
     prefix = min(blended.starts[1], blended.exact_tokens)
     return BlendedHit(
         int(mask.sum()), by_tier, mask, reason, detail, approximate=approximate, exact_prefix=prefix
@@ -107,7 +107,7 @@ class _Loaded(NamedTuple):
 
 
 class Blender:
-    """The documents of one model: their cache, and how they are put together. Thread-safe as far as the model is."""
+    """The documents of one model: their cache, and how they are combined. As thread-safe as the model."""
 
     def __init__(self, model: Any, seen: ProbedModel, exact: Cache) -> None:
         """Open the cache of documents beside `exact`, the model's own. Raises ValueError if K cannot be moved."""
@@ -125,14 +125,14 @@ class Blender:
         space: dict[str, Any],
         may_store: Callable[[], bool],
     ) -> tuple[Any, Blended]:
-        """Return a DynamicCache of all tokens but the last, and what it is made of; store documents that were missing.
+        """Return a DynamicCache of all tokens but the last, and a description; store documents that were missing.
 
         Args:
             pieces: the documents, then the question.
             policy: chooses what is computed again.
-            state: of the setting; its share and its least tokens of a document are used.
+            state: the state of the setting, with the share and the least tokens of a document.
             space: adapter and tenant.
-            may_store: whether the weights are still those that compute.
+            may_store: returns whether the weights are still those that computed the KV.
         """
         check_attention(self._model)
         recompute = checked_share(state.setting.options["recompute"])
@@ -163,7 +163,7 @@ class Blender:
             )
             choose_seconds, began = time.perf_counter() - began, time.perf_counter()
             self._recompute(tokens, np.concatenate([chosen, np.arange(end, total - 1)]), planes)
-        first_is_exact = loaded[0].hit.exact_tokens == loaded[0].hit.num_tokens  # else from a lossy codec
+        first_is_exact = loaded[0].hit.exact_tokens == loaded[0].hit.num_tokens  # False: from a lossy codec
         masks = TokenMasks.of(starts, total, chosen, first_is_exact)
         seconds = {
             "load": sum(one.load_seconds for one in loaded),
@@ -174,7 +174,7 @@ class Blender:
         computed = sum(one.alone for one in loaded) + len(chosen) + len(question)
         blended = Blended(tokens, starts, *masks, computed, [one.hit for one in loaded], seconds, state)
         kv = dynamic_cache(self._model, self._seen, planes, [BatchRow(tokens, 0)], total - 1)
-        if blended.exact_tokens < total:  # else what is generated over it is exact too
+        if blended.exact_tokens < total:  # otherwise the generated tokens are exact too
             kv.pagoda_exact_tokens = blended.exact_tokens  # for `CachedModel.store`
         return kv, blended
 
@@ -189,7 +189,7 @@ class Blender:
         loads: dict[str, Any],
         may_store: Callable[[], bool],
     ) -> _Loaded:
-        """Put the KV of a document alone at `start` of the planes, K moved there: from the tiers, else computed.
+        """Put the KV of a document at `start` of the planes, with K moved there: loaded from the tiers, or computed.
 
         `loads`: the options of its load, `space` included.
         """
@@ -210,7 +210,7 @@ class Blender:
         return _Loaded(hit, missing, load_seconds, time.perf_counter() - began if missing else 0.0)
 
     def _load(self, chain: Document, start: int, planes: Planes, options: dict[str, Any]) -> Hit:
-        """Load a document's own chain; the first document also from the prompts' chain if that has more of it."""
+        """Load a document's own chain; for the first document, the prompts' chain if that has more of it."""
         length, items = chain.num_tokens, chain.items
         if not start:
             prompt = chain.tokens[:length]
@@ -260,7 +260,7 @@ class Blender:
         for index, layer in enumerate(planes):
             cache.layers[index] = _FilledLayer(layer, chosen, 0 if gaps else first)
         mask = None
-        if gaps:  # else the tokens are the end of a filled cache, as in every prefill
+        if gaps:  # otherwise the tokens are the end of a filled cache, as in every prefill
             device = self._model.device
             allowed = torch.arange(end, device=device) <= torch.from_numpy(chosen).to(device)[:, None]
             mask = torch.zeros(allowed.shape, dtype=self._model.dtype, device=device)
@@ -323,6 +323,6 @@ class _LastLayer(_FilledLayer):  # type: ignore[no-untyped-call]
 
 
 def _too_short(document: Int32s, least: int) -> _Loaded:
-    """Return what is said of a document that is computed in the prompt, because it has fewer than `least` tokens."""
+    """Return the outcome of a document that is computed in the prompt, because it has fewer than `least` tokens."""
     why = f"its {len(document)} tokens are fewer than min_tokens = {least}: they are computed"
     return _Loaded(Hit(0, {}, np.zeros(len(document), np.bool_), Reason.BELOW_MINIMUM, why), 0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: a model whose prompts are served from the cache.
+"""Hugging Face Transformers: a model with a cache of its prompts' KV.
 
 cached = CachedModel(model, disk_size="100GiB", disk_path="/var/cache/pagoda")
 out = cached.generate(input_ids, max_new_tokens=48)             # one call
@@ -22,7 +22,7 @@ from pagoda.blend import SelectionPolicy, as_documents, blend_setting, policy_na
 from pagoda.cache import Cache, Cleared, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
-from pagoda.connectors.transformers import supported_models
+from pagoda.connectors.transformers import model_checks
 from pagoda.connectors.transformers.batch_rows import BatchRow, grown_mask, mask_of, rows_of
 from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
 from pagoda.connectors.transformers.model_identity import Stamp, adapters_digest, namespace_of, stamp_of
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _log = guarded_logger("pagoda.connectors")
 
-# the cache of the present weights; options of its calls; what names the weights and the adapters
+# the cache of the present weights; the options of its calls; the namespace of the weights and the adapters
 _Ready: TypeAlias = tuple[Cache, dict[str, Any], Namespace]
 
 
@@ -47,16 +47,16 @@ _Ready: TypeAlias = tuple[Cache, dict[str, Any], Namespace]
 class Prefix:
     """The KV that was found for a batch, as a cache to pass to `generate`, and the hits.
 
-    Greedy search, sampling and beam search begin from it; assisted decoding does not, and would write another text. As
-    a context manager it releases the KV at the end. Not thread-safe.
+    Greedy search, sampling and beam search can begin from it; assisted decoding cannot: it would write another text.
+    As a context manager it releases the KV at the end. Not thread-safe.
     """
 
     past_key_values: Any  # a transformers.DynamicCache of `columns` columns, empty if nothing was found
     columns: int  # of input_ids that need not be computed, including padding; always less than all
     num_tokens: list[int]  # tokens of each row in those columns
-    hits: list[Hit]  # one for each row; a row may have more than the columns that all rows have
+    hits: list[Hit]  # one per row; a row's hit may be longer than the columns that all rows have
     seconds: float
-    blend: Blended | None = None  # of a prompt of documents: which of its tokens are exact
+    blend: Blended | None = None  # for a prompt of documents: which of its tokens are exact
 
     @property
     def hit(self) -> Hit:
@@ -80,7 +80,7 @@ class CachedModel:
     KV is loaded to the model's device. On a CUDA device it is copied directly between the device and the slots; for a
     single prompt in host memory, `generate` computes with the first layers while the others are still being copied.
 
-    Thread-safe as far as the model is. `last` is the Prefix of the latest `generate`, without its KV.
+    As thread-safe as the model. `last` is the Prefix of the latest `generate`, without its KV.
 
     Example:
         >>> import torch
@@ -115,35 +115,36 @@ class CachedModel:
             revision: the version of the model, if its name alone does not identify it.
             weights: a name for the weights, such as a checkpoint's hash, instead of a digest of their bytes. It must
                 change whenever they do.
-            salt: keeps tenants apart, for all calls; `generate`, `prefix` and `store` take one for one call.
+            salt: separates tenants, for all calls; `generate`, `prefix` and `store` accept one for one call.
             options: options of `Config`; they take precedence over `config`, environment and file.
         """
-        supported_models.check_model(model)
+        model_checks.check_model(model)
         self.model = model
         self.last: Prefix | None = None
         self.last_stored: list[Stored] = []
         config = cache.config if cache is not None else _configured(config, options)
         self._seen = _looked_at(model, config.chunk_tokens)
-        self._stamp, self._forms = stamp_of(model), supported_models.forms_of(model)
+        self._stamp, self._forms = stamp_of(model), model_checks.forms_of(model)
         self.reset()
         reset_in_child(self)
         self._prefills = PrefillTimes(self._observe)
         self._loads: LayerLoads | None = None  # made at the first use
         self._named: dict[str, Any] = {"revision": revision, "weights": weights, "salt": salt}
         namespace = namespace_of(model, self._seen.layout, **self._named)
-        self._config = config if cache is None else None  # of the caches that are opened here
+        self._config = config if cache is None else None  # for caches that are opened here
         if cache is None:
             cache = Cache(config, namespace=namespace, layout=self._seen.layout)
         else:
             _check_made_for(cache, namespace)
         self.cache = cache
-        self._events: dict[str, Any] | None = None  # how they are published
+        self._events: dict[str, Any] | None = None  # the arguments of `publish_events`
         self._blender: Blender | None = None  # made at the first use, for the present weights
         self._closed = False
-        self._passed: set[str] = set()  # settings of `blend` that began with a verdict: they raise no more
+        # settings of `blend` that had a verdict: if it is lost, they raise no error
+        self._passed: set[str] = set()
 
     def reset(self) -> None:
-        """Create the lock, which another thread may have held. For a forked child, where nothing else need be done."""
+        """Create a new lock in a forked child: another thread may have held the old one. Nothing else must change."""
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -172,23 +173,23 @@ class CachedModel:
         salt: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return what `model.generate` returns for these arguments, sooner; stores the KV of the prompt.
+        """Return the result of `model.generate` for these arguments, sooner; store the KV of the prompt.
 
-        With `documents` the answer is approximate: it begins from the KV that each document has alone, see `blend`.
-        The result then begins with the tokens of all documents and of the question.
+        With `documents` the answer is approximate: it starts from the KV of each document alone, see `blend`. Then the
+        result begins with the tokens of all documents and of the question.
 
         Args:
             input_ids: the prompts, [batch, tokens]; not with `documents`.
             attention_mask: as for `model.generate`; not with `documents`.
             documents, question, recompute, policy, min_tokens, unchecked: as for `blend`; text needs `tokenizer`.
-            store: False only reads.
+            store: False: only read.
             store_output: also store the KV of the generated tokens; not with `documents`.
             salt: the tenant of this call, instead of the model's.
             kwargs: arguments of `model.generate`.
 
-        Raises ValueError for calls that cannot be cached, ConfigError (a ValueError) for what `blend` may not do.
+        Raises ValueError for calls that cannot be cached, ConfigError (a ValueError) if `blend` has no verdict.
         """
-        decoding = supported_models.check_call(self.model, kwargs)
+        decoding = model_checks.check_call(self.model, kwargs)
         beams = decoding.num_beams or 1
         repeats = max(beams, decoding.num_return_sequences or 1)
         if documents is not None or question is not None:
@@ -211,7 +212,7 @@ class CachedModel:
         before = self._ready(salt)
         out, kv = self._generated(input_ids, mask, repeats, before, kwargs)
         if self._ready(salt) != before:
-            self.last_stored = []  # weights or adapters changed meanwhile: it is unknown which computed this KV
+            self.last_stored = []  # the weights or adapters have changed: which of them computed this KV is unknown
         elif store_output:
             ids = getattr(out, "sequences", out)
             mask = grown_mask(mask.repeat_interleave(repeats, 0), ids)
@@ -221,9 +222,9 @@ class CachedModel:
         return out
 
     def prefix(self, input_ids: Any, attention_mask: Any | None = None, *, salt: str | None = None) -> Prefix:
-        """Return a DynamicCache with the KV of the leading tokens that the tiers have; does not change the model.
+        """Return a DynamicCache with the KV of the leading tokens in the tiers. Does not change the model.
 
-        Rows of a batch use the columns that all rows have. It never covers the whole prompt.
+        Rows of a batch use the columns that all rows have. The cache never covers the whole prompt.
         """
         began = time.perf_counter()
         ready = self._ready(salt)
@@ -245,18 +246,18 @@ class CachedModel:
     ) -> Prefix:
         """Return a DynamicCache of a prompt of documents, all but its last token, from the KV of each document alone.
 
-        The first document is a prefix and exact. K of the others is moved to their new places, and a share of their
-        tokens is computed again, over all that is before them. A document that no tier has is computed alone first, so
-        the answer depends on the arguments, never on what is cached. `Prefix.blend` says which tokens are exact. With
-        recompute=1.0 all are: it computes what a full prefill computes.
+        The first document is a prefix and exact. K of the others is moved to their new positions, and a share of their
+        tokens is computed again, over everything before them. A document that no tier has is first computed alone, so
+        the answer depends on the arguments, not on the cache. `Prefix.blend` says which tokens are exact. With
+        recompute=1.0 all are exact, as after a full prefill.
 
         Args:
-            documents: token ids or text of each, in the order of the prompt; nothing is put between them.
-            question: the tokens after the documents; always computed.
+            documents: token ids or text of each, in the order of the prompt, without separators.
+            question: the tokens after the documents, which are always computed.
             recompute: the share of the tokens of all documents but the first that is computed again, 0 to 1; by
                 default the option blend_recompute.
             policy: which tokens: "deviation" (CacheBlend), "first_k" (EPIC), or a SelectionPolicy.
-            min_tokens: documents but the first with fewer tokens are computed in the prompt, beside that share, and
+            min_tokens: later documents with fewer tokens are computed in the prompt, in addition to that share, and
                 not stored; by default the option blend_min_tokens.
             unchecked: run without a passing verdict of `pagoda quality` for these weights and this setting.
             store: whether to store documents that no tier had.
@@ -264,7 +265,7 @@ class CachedModel:
             tokenizer: for text; special tokens are added to the first document only.
 
         Raises ValueError for a model whose K cannot be moved and for wrong arguments, ConfigError (a ValueError)
-        without a verdict. Thread-safe as far as the model is. Sources: CacheBlend (EuroSys 2025), EPIC (ICML 2025).
+        without a verdict. As thread-safe as the model. Sources: CacheBlend (EuroSys 2025), EPIC (ICML 2025).
         """
         from pagoda.connectors.transformers.blending import hit_of
 
@@ -297,9 +298,9 @@ class CachedModel:
         return Prefix(kv, tokens, [tokens], [hit_of(blended)], time.perf_counter() - began, blended)
 
     def stats(self) -> dict[str, Any]:
-        """Return `Cache.stats` of the prompts' cache; of the documents' under "documents", once there are any.
+        """Return `Cache.stats` of the prompts' cache; under "documents" that of the documents' cache, if there is one.
 
-        "approximate" lists the settings of `blend` that were used, each with whether a verdict covers it. Raises
+        "approximate" lists the used settings of `blend`, and whether a verdict covers each. Raises
         ClosedError after `close`.
         """
         stats: dict[str, Any] = {**self.cache.stats()}
@@ -319,11 +320,11 @@ class CachedModel:
         salt: str | None = None,
         every: int = 1,
     ) -> list[Stored]:
-        """Store the KV of the whole chunks of each row of `input_ids`; returns one answer for each row.
+        """Store the KV of the whole chunks of each row of `input_ids`; return one answer per row.
 
         `past_key_values` is the DynamicCache after `generate` or `forward` with the present weights and
         adapters; the rows of `input_ids` are its rows 0, every, 2 * every, ... If `input_ids` includes generated
-        tokens, they are stored too. Raises ValueError for tokens that `blend` made approximate, and all after them.
+        tokens, they are stored too. Raises ValueError for tokens from the first one on that `blend` made approximate.
         """
         cache, space, _ = self._ready(salt)
         layers = past_key_values.layers
@@ -335,8 +336,8 @@ class CachedModel:
         columns = min(past_key_values.get_seq_length(), input_ids.shape[1])
         if columns > (exact := getattr(past_key_values, "pagoda_exact_tokens", columns)):
             raise ValueError(
-                f"past_key_values was blended, and only its first {exact} tokens are exact: prompts would find the "
-                "others as exact KV; store those tokens alone, or nothing"
+                f"past_key_values was blended, and only its first {exact} tokens are exact: prompts would use the "
+                "others as exact KV; store only the exact tokens"
             )
         rows = rows_of(input_ids, mask_of(self.model, input_ids, attention_mask))
         answers = []
@@ -346,10 +347,10 @@ class CachedModel:
         return answers
 
     def clear(self, *, salt: str | None = None) -> Cleared:
-        """Remove from every tier what was stored for this model, of prompts and of documents, with the active adapters.
+        """Remove the chunks of this model from every tier: prompts and documents, with the active adapters.
 
-        `cache.clear` does not know of documents. `salt`: of which tenant, if not of the one that the object was made
-        with. Returns how many chunks each tier had, and which tiers failed: their chunks are still there. Thread-safe.
+        `cache.clear` does not remove documents. `salt`: the tenant; by default that of the object. Returns how many
+        chunks each tier had, and which tiers failed: their chunks are still there. Thread-safe.
         """
         cache, space, _ = self._ready(salt)
         cleared = cache.clear(**space)
@@ -357,7 +358,7 @@ class CachedModel:
             blender = self._ready_to_blend(salt)[1]
         except ConfigError:
             raise
-        except ValueError:  # such a model cannot be blended, so no documents of it were stored
+        except ValueError:  # this model cannot be blended, so it has no stored documents
             return cleared
         documents = blender.cache.clear(**space)
         tiers = {**cleared.chunks, **documents.chunks}
@@ -365,7 +366,7 @@ class CachedModel:
         return Cleared(chunks, {**cleared.failed, **documents.failed})
 
     def publish_events(self, endpoint: str, *, topic: str = "", rank: int | None = None) -> str:
-        """Tell routers of requests what is stored for this model, also after its weights changed.
+        """Report to routers of requests what is stored for this model, also after its weights have changed.
 
         Arguments, answer and errors are those of `Cache.publish_events`.
         """
@@ -374,7 +375,7 @@ class CachedModel:
         return endpoint
 
     def close(self, timeout: float = 5.0) -> None:
-        """Close the cache if it was opened here, and end the threads; idempotent, ends within `timeout` seconds."""
+        """Close the cache if it was opened here, and end the threads, within `timeout` seconds. Idempotent."""
         until = time.monotonic() + timeout
         with self._lock:
             loads, blender, self._closed = self._loads, self._blender, True
@@ -396,7 +397,7 @@ class CachedModel:
     def _generated(
         self, input_ids: Any, mask: Any, repeats: int, ready: _Ready, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Return the result of `model.generate`, started from the tiers' KV, and the DynamicCache that it filled."""
+        """Return the result of `model.generate`, started from the KV in the tiers, and the filled DynamicCache."""
         began = time.perf_counter()
         rows, width = rows_of(input_ids, mask), input_ids.shape[1]
         looked = self._looked(rows, ready)
@@ -406,7 +407,7 @@ class CachedModel:
             if made is not None:
                 return made
             kwargs = _again(kwargs)
-            if load.hung:  # asking again would take as long again
+            if load.hung:  # a second load would take as long
                 looked = Hit(0, {}, looked.mask & False, Reason.DEADLINE, "the load did not end in time")
         found = self._prefix(rows, width, ready, looked, began)
         kv, found.past_key_values, self.last = found.past_key_values, None, found
@@ -416,7 +417,7 @@ class CachedModel:
             return self.model.generate(input_ids, attention_mask=mask, past_key_values=kv, **kwargs), kv
 
     def _generated_from(self, found: Prefix, repeats: int, kwargs: dict[str, Any]) -> Any:
-        """Return the result of `model.generate` for a prompt of documents, and remember what it began from."""
+        """Return the result of `model.generate` for a prompt of documents; `last` gets the prefix."""
         import torch
 
         assert found.blend is not None
@@ -427,7 +428,7 @@ class CachedModel:
         return self.model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=kv, **kwargs)
 
     def _looked(self, rows: list[BatchRow], ready: _Ready) -> Hit | None:
-        """Look up, and count, a single prompt of a model on a device; None: `retrieve` will find out."""
+        """Look up and count a single prompt of a model on a device; None: `retrieve` looks it up."""
         if self._seen.copy_engine is None or len(rows) > 1:
             return None
         cache, space, _ = ready
@@ -437,7 +438,7 @@ class CachedModel:
         """Begin to load the hit layer by layer; None if it is not completely on the host, or the model cannot wait."""
         cache, space, _ = ready
         on_host = cache.slots is not None and set(looked.by_tier) == {cache.tiers[0]}
-        if not on_host or rows[0].pad or supported_models.is_compiled(self.model):
+        if not on_host or rows[0].pad or model_checks.is_compiled(self.model):
             return None
         from pagoda.connectors.transformers.layerwise import LayerLoads
 
@@ -448,13 +449,13 @@ class CachedModel:
     def _computed_meanwhile(
         self, load: LayerLoad, input_ids: Any, mask: Any, looked: Hit, kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        """Generate while the load runs. None if it was not complete: then nothing was sampled or streamed."""
+        """Generate while the load runs. None if the load was not complete: then nothing was sampled or streamed."""
         from pagoda.connectors.transformers.layerwise import LoadShort
 
         kv = load.kv
         try:
             out = self.model.generate(input_ids, attention_mask=mask, past_key_values=kv, **kwargs)
-            hit = load.settle()
+            hit = load.result()
         except LoadShort:
             return None
         finally:
@@ -466,7 +467,7 @@ class CachedModel:
     def _prefix(
         self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None, began: float
     ) -> Prefix:
-        """Load the columns that the tiers have for all rows."""
+        """Load the columns that the tiers have of all rows."""
         if looked is not None and not looked.num_tokens:
             nothing = dynamic_cache(self.model, self._seen, [], rows, 0)
             return Prefix(nothing, 0, [0], [looked], time.perf_counter() - began)
@@ -487,7 +488,7 @@ class CachedModel:
         return Prefix(kv, columns, served, hits, time.perf_counter() - began)
 
     def _wanted(self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None) -> list[Any]:
-        """Return the tokens to ask for in each row: without the last one, and only the columns that all rows have."""
+        """Return the tokens to load for each row: without the last one, and only in the columns that all rows have."""
         cache, space, _ = ready
         most = width - 1 if looked is None else rows[0].pad + looked.num_tokens
         if len(rows) > 1:
@@ -501,7 +502,7 @@ class CachedModel:
         return wanted
 
     def _retrieved(self, tokens: Any, kv: DenseKV, ready: _Ready, looked: Hit | None) -> Hit:
-        """Fill `kv` with the tiers' KV of `tokens`; an earlier look-up was counted, and has the reason for a miss."""
+        """Fill `kv` from the tiers. An earlier look-up (`looked`) was counted, and has the reason for a miss."""
         cache, space, _ = ready
         if looked is None:
             return cache.retrieve(tokens, kv, **space)
@@ -511,7 +512,7 @@ class CachedModel:
     # ---- the present state of the model
 
     def _ready(self, salt: str | None) -> _Ready:
-        """Return the cache of the present weights, and the options that name adapters and tenant."""
+        """Return the cache of the present weights, and the options for adapters and tenant."""
         with self._lock:
             stamp = stamp_of(self.model)
             if stamp != self._stamp:
@@ -521,9 +522,9 @@ class CachedModel:
             return self.cache, {"lora": lora, "salt": salt}, self.cache.present_namespace(lora)
 
     def _ready_to_blend(self, salt: str | None) -> tuple[_Ready, Blender, Stamp]:
-        """Return what `_ready` does, what blends with the present weights, and their stamp.
+        """Return the result of `_ready`, the blender for the present weights, and their stamp.
 
-        In one step: if another thread changed the weights in between, their KV would be stored under the old name.
+        Under one lock: if another thread changed the weights in between, their KV would be stored under the old name.
         """
         from pagoda.connectors.transformers.blending import Blender
 
@@ -531,7 +532,7 @@ class CachedModel:
             ready = self._ready(salt)
             if self._blender is None:
                 self._blender = Blender(self.model, self._seen, ready[0])
-                if self._closed:  # documents are computed then, as prompts are
+                if self._closed:  # documents are computed then, like prompts
                     self._blender.cache.close()
             return ready, self._blender, self._stamp
 
@@ -541,10 +542,10 @@ class CachedModel:
 
     def _weights_changed(self) -> None:
         """Change to the namespace and the device of the present weights, after a weight was written to or moved."""
-        forms = supported_models.forms_of(self.model)
+        forms = model_checks.forms_of(self.model)
         if self._named["weights"] is not None or self._config is None:
             how = "the weights were changed" if forms == self._forms else "the model was moved or converted"
-            raise ValueError(f"{how}: make a new CachedModel, so that old KV is not used with them")
+            raise ValueError(f"{how}: create a new CachedModel, so that old KV is not used with new weights")
         old = self.cache
         blender, self._blender = self._blender, None
         if blender is not None:  # it has the verdict, the probed embedding and the KV of the old weights
@@ -565,24 +566,24 @@ class CachedModel:
         if self._events is not None:
             try:
                 self.cache.publish_events(**self._events)
-            except ConfigError as error:  # the model goes on without routers
-                _log.warning("routers are told nothing any more: %s", error)
+            except ConfigError as error:  # the model continues without routers
+                _log.warning("nothing is reported to routers any more: %s", error)
 
 
 def layout_of(model: Any, chunk_tokens: int = 256) -> KVLayout:
     """Return the layout of the model's KV, by running it on three tokens. Raises ValueError if it cannot be cut."""
-    supported_models.check_model(model)
-    return supported_models.probe_model(model, chunk_tokens).layout
+    model_checks.check_model(model)
+    return model_checks.probe_model(model, chunk_tokens).layout
 
 
-def _looked_at(model: Any, chunk_tokens: int) -> supported_models.ProbedModel:
-    """Probe the model; returns the result with the copy engine of its device."""
-    seen = supported_models.probe_model(model, chunk_tokens)
+def _looked_at(model: Any, chunk_tokens: int) -> model_checks.ProbedModel:
+    """Probe the model; return the result with the copy engine of its device."""
+    seen = model_checks.probe_model(model, chunk_tokens)
     return seen._replace(copy_engine=copy_engine_for(seen.devices))
 
 
 def _again(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for a second `generate` of the same prompt, which the streamer has received already."""
+    """Return the arguments for a second `generate` of the same prompt; the streamer does not get the prompt again."""
     if kwargs.get("streamer") is None:
         return kwargs
     from pagoda.connectors.transformers.layerwise import Resumed

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pagoda.connectors.transformers.batch_rows import BatchRow
-from pagoda.connectors.transformers.supported_models import ProbedModel
+from pagoda.connectors.transformers.model_checks import ProbedModel
 from pagoda.metrics import guarded_logger
 from pagoda.transfer import DenseKV
 
@@ -20,7 +20,7 @@ Planes = list[list[Any]]  # a tensor [batch, heads, columns, dim] for each layer
 
 
 def copy_engine_for(devices: Sequence[Any]) -> CopyEngine | None:
-    """Return the copy engine of the CUDA device that has all layers; None if there is none: then the CPU copies KV.
+    """Return the copy engine of the CUDA device that has all layers; None without such a device: the CPU copies KV.
 
     It is made at the first call for a device, once for the process.
     """

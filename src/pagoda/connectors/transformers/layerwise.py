@@ -1,10 +1,10 @@
-"""The KV of a prompt that arrives layer by layer, while the model already computes with the layers that have arrived.
+"""Loads the KV of a prompt layer by layer, while the model already computes with the loaded layers.
 
     loading      | layer 0 | layer 1 | layer 2 | ... | validated
     computing              | layer 0 | layer 1 | ...       | last layer | first token
 
 A layer's attention waits for that layer's KV. The last layer also waits for the end of the load: only then is it
-known that the bytes are the requested ones, and nothing leaves the first forward pass before. If they are not,
+known that the bytes are the requested ones, and the first forward pass returns nothing before. If they are not,
 `LoadShort` ends that pass before anything was sampled or streamed, and the caller of `generate` calls it again.
 
 Imports transformers, so import this module only when it is needed.
@@ -23,8 +23,8 @@ from transformers.cache_utils import DynamicLayer
 from pagoda.cache import Cache, Hit
 from pagoda.clock import Deadline
 from pagoda.connectors.transformers.dynamic_cache import kv_of_row, room_for
-from pagoda.connectors.transformers.supported_models import ProbedModel
-from pagoda.threads import Pool
+from pagoda.connectors.transformers.model_checks import ProbedModel
+from pagoda.signal_safe_threads import Pool
 from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.gpu.layer_events import LayerEvents
 
@@ -38,9 +38,9 @@ class LoadShort(Exception):
 
 @dataclass(eq=False)
 class LayerLoad:
-    """One prompt's KV while it is loaded into `kv`, a DynamicCache to pass to `generate`. For the computing thread.
+    """A running load of one prompt's KV into `kv`, a DynamicCache to pass to `generate`. For the computing thread.
 
-    The result of `generate` may be used if `settle` returns a hit.
+    The result of `generate` may be used if `result` returns a hit.
     """
 
     kv: Any
@@ -58,7 +58,7 @@ class LayerLoad:
         self._absent = set(range(len(self.kv.layers)))  # layers not yet used
 
     def wait_for(self, layer: int) -> None:
-        """Block until a layer may be used by this thread's current stream. Raises LoadShort if it does not arrive."""
+        """Wait until this thread's current stream may use a layer. Raises LoadShort if it does not arrive."""
         if not self._layer_events.wait_layer(layer, self._device, self._deadline.remaining()):
             self.hung, self.seconds = not self._layer_events.ended, time.monotonic() - self._began
             raise LoadShort
@@ -68,10 +68,10 @@ class LayerLoad:
         self.wait_for(layer)
         self._absent.discard(layer)
         if not self._absent:
-            self.settle()
+            self.result()
 
-    def settle(self) -> Hit:
-        """Wait until the load has been validated; returns the hit. Raises LoadShort if it is not complete."""
+    def result(self) -> Hit:
+        """Wait until the load has been validated; return the hit. Raises LoadShort if it is not complete."""
         if self._hit is None:
             hit = self._outcome()
             self.seconds = time.monotonic() - self._began

@@ -16,21 +16,12 @@ import numpy.typing as npt
 import xxhash
 from blake3 import blake3
 
+from pagoda.connectors.identity.plain_values import VOLATILE
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
 Stamp = tuple[tuple[int, int], ...]
 
-# fields of a config that do not affect a forward pass; all other fields distinguish models
-_VOLATILE = (
-    "_name_or_path",
-    "architectures",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "transformers_version",
-    "use_cache",
-)
 _PIECE_BYTES = 256 << 20  # how much is copied from a device to the CPU at a time
 
 
@@ -59,7 +50,8 @@ def weights_digest(model: Any) -> str:
     found = blake3(derive_key_context="PagodaKV weights of a Transformers model")
     # a release may change what a cache layer holds
     release = ".".join(transformers.__version__.split(".")[:2])
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _VOLATILE}
+    left_out = (*VOLATILE, "architectures")
+    config = {name: value for name, value in model.config.to_dict().items() if name not in left_out}
     found.update(
         json.dumps([type(model).__qualname__, release, config], sort_keys=True, default=str).encode()
     )
@@ -82,7 +74,10 @@ def adapters_digest(model: Any) -> str:
     Their weights are parameters of the model and so part of `weights_digest`; this name says which of them are active,
     and how strongly. Raises ValueError for adapters that put virtual tokens before the prompt.
     """
-    if any(getattr(config, "is_prompt_learning", False) for config in _peft_configs(model)):
+    configs = getattr(model, "peft_config", None)
+    if isinstance(configs, dict) and any(
+        getattr(one, "is_prompt_learning", False) for one in configs.values()
+    ):
         raise ValueError(
             "prompt and prefix tuning put virtual tokens into the KV: not supported, switch them off"
         )
@@ -104,11 +99,6 @@ def _names(active: Any) -> list[str]:
     if callable(active):  # a method of whole models; the layers below them have a property
         return []
     return [active] if isinstance(active, str) else list(active or ())
-
-
-def _peft_configs(model: Any) -> list[Any]:
-    configs = getattr(model, "peft_config", None)
-    return list(configs.values()) if isinstance(configs, dict) else []
 
 
 def _tensors(model: Any) -> list[tuple[str, Any]]:

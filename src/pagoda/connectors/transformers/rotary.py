@@ -1,4 +1,4 @@
-"""The rotary embedding of a model, by which K moves to another position: found, named and proved by a forward pass.
+"""Finds and names the rotary embedding of a model, which moves K to another position; proves it by a forward pass.
 
 `blending` and engines over Transformers' models call this; it calls `pagoda.blend.rotary_move`.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from blake3 import blake3
 
 from pagoda.blend.rotary_move import RotaryMove
-from pagoda.connectors.transformers.supported_models import probed_kv
+from pagoda.connectors.transformers.model_checks import probed_kv
 from pagoda.layout import KVLayout, Rotary
 
 _PROBE_TOKENS = 5
@@ -20,7 +20,7 @@ _TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-
 
 
 def rotary_of(model: Any, layout: KVLayout) -> RotaryMove:
-    """Return what moves a model's K; runs the model on a few tokens at two positions, changes nothing.
+    """Return the function that moves a model's K. Runs the model on a few tokens at two positions; changes nothing.
 
     `layout` is that of the model's KV, from `layout_of`. The result's `rotary` is for the layout of documents.
 

@@ -1,23 +1,23 @@
 """vLLM: its connector PagodaConnector. docs/how-to/vllm.md says how to name it to vLLM.
 
-connector          PagodaConnector: vLLM's interface, each call given to its half
+connector          PagodaConnector: vLLM's interface; it passes each call to one of its halves
 options            the options in kv_connector_extra_config
-supported_engines  what is refused, and why
+supported_engines  which engines are refused, and why
 kv_memory          a worker's KV cache, inspected: the pages as bytes, and their format
 page_geometry      the pages of one layer
-identity/          what the KV depends on, with `connectors.identity`
-scheduler          the scheduler's half: what is cached, loaded and saved
-engine_weights     which weights the engine computes with, and what vLLM tells no connector
+identity/          everything that the KV depends on, with `connectors.identity`
+scheduler          the scheduler's half: which chunks are cached, loaded and saved
+engine_weights     the version of the engine's weights, from calls that vLLM hides from connectors
 lookups            look-ups of requests in the tiers, on threads
 metadata           the messages between the halves
 worker             a worker's half: loads and saves
 prefill_steps      how fast the engine computes prompts
 shared_caches      one cache for all engines of a process
-vllm_log           lines of PagodaKV in vLLM's log
-event_notes        what KV events tell of a request's chunks, by vLLM's classes (`pagoda.kv_events` tells them)
-event_publisher    vLLM's publisher, for two threads and for routers that come late
-connector_stats    what is counted
-offloading/        PagodaHybridConnector, which it makes for hybrid models
+join_vllm_log      lines of PagodaKV in vLLM's log
+event_form         KV events about a request's chunks, in vLLM's classes (`pagoda.kv_events` sends them)
+event_publisher    vLLM's publisher, for two threads and for routers that connect late
+connector_stats    the counters
+offloading/        PagodaHybridConnector, which PagodaConnector makes for hybrid models
 """
 
 from __future__ import annotations

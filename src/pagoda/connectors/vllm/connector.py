@@ -1,4 +1,4 @@
-"""PagodaConnector: vLLM's KV connector interface (V1); passes each call to the half that it belongs to."""
+"""PagodaConnector: vLLM's KV connector interface (V1). It passes each call to one of its halves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pagoda.connectors.vllm.connector_stats import COUNTERS, PagodaPromMetrics, 
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
 from pagoda.connectors.vllm.event_publisher import outlet_of
 from pagoda.connectors.vllm.identity.media_names import hashes_media
+from pagoda.connectors.vllm.join_vllm_log import join_vllm_log
 from pagoda.connectors.vllm.metadata import Handshake, PagodaMetadata, PagodaWorkerMetadata
 from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.options import read_options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
-from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.connectors.vllm.worker import PagodaWorker
 
 
@@ -171,7 +171,7 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do as `request_finished`."""
+        """Do the same as `request_finished`."""
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool:
@@ -189,14 +189,15 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         """Return the KV events that wait for a step: none with vLLM's publisher over ZMQ, which gets them at once."""
-        return self._scheduling.take_events()
+        outlet = self._scheduling.outlet
+        return outlet.take() if outlet is not None else ()
 
     # ---- both
 
     def get_kv_connector_stats(self) -> PagodaStats | None:
         """Return what this half counted since the last call."""
         half = self._scheduler if self._scheduler is not None else self._working
-        return half.take_stats()
+        return half.stats.take()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -206,8 +207,8 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """Return stats made from what another process sent."""
-        of_ours = data is None or data.keys() <= COUNTERS.keys()  # vLLM's offloading has another structure
+        """Return stats from the numbers of another process."""
+        of_ours = data is None or data.keys() <= COUNTERS.keys()  # the stats of vLLM's offloading differ
         return PagodaStats(data) if of_ours else PagodaHybridConnector.build_kv_connector_stats(data)
 
     @classmethod

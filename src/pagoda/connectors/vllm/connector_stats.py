@@ -1,7 +1,7 @@
-"""The connector's counters, and their path through vLLM to the log line and to Prometheus.
+"""The connector's counters. vLLM passes them on to its log line and to Prometheus.
 
-Each half counts what it does, vLLM adds both up in each step, and the process that serves metrics gets a plain dict.
-An exception anywhere on this path would end the engine, so no function here raises one: values that are not positive
+Each half counts its own work, vLLM adds both up in each step, and the process that serves metrics gets a plain dict. An
+exception anywhere on this path would end the engine, so no function here raises one: values that are not positive
 numbers are ignored.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-PREFIX = "vllm:pagoda_"  # by "vllm:", a second engine in one process finds and unregisters those of the first
+PREFIX = "vllm:pagoda_"  # a second engine in one process unregisters metrics of the first, found by "vllm:"
 
 COUNTERS: Mapping[str, str] = {
     "lookups": "Requests that vLLM looked up in PagodaKV.",
@@ -62,7 +62,7 @@ class PagodaStats(KVConnectorStats):
             self.data[name] = self.data.get(name, 0) + (int(plain) if plain.is_integer() else plain)
 
     def take(self) -> PagodaStats | None:
-        """Return the counts and start again at zero; None if there are none. The result belongs to the caller alone."""
+        """Return the counts and start again at zero; None without counts. Only the caller has the result."""
         with self._lock:
             taken, self.data = self.data, {}
         return PagodaStats(taken) if taken else None

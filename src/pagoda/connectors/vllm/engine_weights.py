@@ -1,8 +1,8 @@
 """The version of the weights that an engine computes with, which names its chunks (decision 0040).
 
-vLLM tells a connector of resets, and not why it resets. Its engine core, which runs in the process of the scheduler's
-half, has more: versions that have names, sleep, and resets that fail before they reach a connector. So some methods
-of the engine core are wrapped, once per process.
+vLLM reports resets to a connector, but not the reason. Its engine core, which runs in the process of the scheduler's
+half, knows more: named versions, sleeps, and resets that fail before they reach a connector. So some methods of the
+engine core are wrapped, once per process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.vllm")
 
-# elements of each tensor that a comparison reads: a training changes far more than one in as many
+# elements of each tensor that a comparison reads: training changes far more elements
 _SAMPLED = 65_536
-# what vLLM's own workers do to their weights; their end is a version, if it has a name
+# methods by which vLLM's own workers change their weights; afterwards the weights may get a name
 _UPDATES = frozenset({"start_weight_update", "start_draft_weight_update", "reload_weights", "reset_weights"})
 
 
 class _Asleep(NamedTuple):
-    """The version of weights before a sleep that keeps them, and what proves afterwards that they are the same."""
+    """The version of the weights before a sleep that keeps them, and a sample to compare afterwards."""
 
     version: str
     named: bool
@@ -35,38 +35,38 @@ class _Asleep(NamedTuple):
 
 
 class EngineWeights:
-    """Decides which version an engine's weights are. Used by the scheduler's thread only.
+    """Decides which version an engine's weights are. For the scheduler's thread only.
 
-    The version of the checkpoint is "", that of weights without a name a random text, which no other engine has.
+    The version of the checkpoint is "". The version of weights without a name is a random text.
     """
 
     def __init__(self, run: str | None, take: Callable[[str, bool], None]) -> None:
-        """`run`: of which versions are trusted; None: no version is.
+        """`run`: the run whose versions are trusted; None: no version is trusted.
 
-        `take` receives each version, and whether no request has KV of another: then all of them begin again. Otherwise
-        none of the present requests may be saved or loaded, because it is unknown which weights computed what.
+        `take` gets each version, and whether no request has KV of another version: then all requests begin again.
+        Otherwise the present requests are neither saved nor loaded, because the weights of their KV are unknown.
         """
         self._run, self._take = run, take
         self.version = ""
         self._named = True  # False: the version is a random text
-        self._sleeps: _Asleep | None = None  # the reset that belongs to this sleep has not come yet
-        self._slept: _Asleep | None = None
+        self._sleeps: _Asleep | None = None  # a sleep whose reset has not come yet
+        self._slept: _Asleep | None = None  # a sleep after its reset
 
     def changed(self) -> None:
-        """Note that the weights may be others from now on, without a name: a reset, or the begin of an update."""
+        """Note that the weights may have changed and have no name: a reset, or the begin of an update."""
         self._slept, self._sleeps = self._sleeps, None
         if self._named:
             log.info(
-                "the engine was reset, so its weights may be others: no chunk from before hits, and none is shared "
-                "with other engines until the weights have a name again: a version, or a restart"
+                "the engine was reset, so its weights may have changed: earlier chunks do not hit, and no chunks are "
+                "shared with other engines until the weights have a name again: by a version or a restart"
             )
         self._named = False
         self._change(secrets.token_hex(16), False)
 
     def named(self, version: str, engine: Any) -> None:
-        """Note that the weights have a name. It is taken only if nothing is left of what others computed.
+        """Note that the weights have a name. It is used only if no KV of other weights is left.
 
-        Emptying vLLM's own prefix cache makes sure of that: this fails as long as a request has blocks.
+        To prove that, this empties vLLM's own prefix cache, which fails as long as a request has blocks.
         """
         named = f"{self._run}/{version}"
         if self._run is None or named == self.version:
@@ -74,8 +74,8 @@ class EngineWeights:
         if not engine.scheduler.kv_cache_manager.reset_prefix_cache():
             self.changed()
             log.warning(
-                "the version %r of the weights is not used, and no chunk is shared: requests have KV of other weights; "
-                "pause the engine or let its requests end, and name the version again",
+                "the version %r of the weights is not used, and no chunks are shared: requests have KV of other "
+                "weights; pause the engine or let its requests end, and set the version again",
                 version,
             )
             return
@@ -86,25 +86,25 @@ class EngineWeights:
         log.info("the weights are %r: chunks are shared with all engines of this version", named)
 
     def falls_asleep(self, engine: Any) -> None:
-        """Note, before a sleep that keeps the weights, what they are.
+        """Note which weights the engine has, before a sleep that keeps them.
 
-        An engine that sleeps already sleeps on: its weights are in no memory that could be read.
+        An engine that is already asleep keeps its note: its weights are not in memory that could be read.
         """
         read = partial(engine.model_executor.collective_rpc, sampled_weights)
         try:
             asleep = "weights" in engine.model_executor.sleeping_tags
             self._sleeps = self._slept if asleep else _Asleep(self.version, self._named, read(), read)
-        except Exception as trouble:  # noqa: BLE001  # a boundary: the engine sleeps all the same
+        except Exception as trouble:  # noqa: BLE001  # a boundary: the engine must fall asleep
             log.warning("chunks will not hit after this sleep: %s: %s", type(trouble).__name__, trouble)
 
     def stays_awake(self) -> None:
         """Note that a sleep failed: the next reset does not belong to it."""
         self._sleeps = None
 
-    def settle(self) -> None:
-        """Return to the version from before a sleep if the weights are the same: before anything is computed again.
+    def restore_after_sleep(self) -> None:
+        """Restore the version from before a sleep if the weights are the same. Called before the next computation.
 
-        Not at the wake-up: loops of reinforcement learning load new weights after it, and do not reset again.
+        Not called at the wake-up: loops of reinforcement learning load new weights after it, without another reset.
         """
         if (slept := self._slept) is None:
             return
@@ -117,7 +117,7 @@ class EngineWeights:
         if same:
             self._named = slept.named
             self._change(slept.version, True)
-            log.info("the weights are the same as before the sleep: chunks from then hit again")
+            log.info("the weights are the same as before the sleep: earlier chunks hit again")
 
     def _change(self, version: str, fresh: bool) -> None:
         self.version = version
@@ -125,7 +125,7 @@ class EngineWeights:
 
 
 def sampled_weights(worker: Any) -> str:
-    """Return a digest of evenly spaced elements of all weights of a worker; runs in its process.
+    """Return a digest of evenly spaced elements of all weights of a worker. Runs in the worker's process.
 
     Raises an error of torch for tensors without plain memory.
     """
@@ -152,7 +152,7 @@ def sampled_weights(worker: Any) -> str:
 
 
 def watch_engine_core() -> None:
-    """Wrap the methods of vLLM's engine core that a connector must know of. Idempotent."""
+    """Wrap the methods of vLLM's engine core whose calls a connector must know. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
     if getattr(EngineCore.set_weight_version, "__wrapped__", None) is None:
@@ -161,7 +161,7 @@ def watch_engine_core() -> None:
 
 
 def _wrapped(method: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)  # vLLM converts what arrives by the signature
+    @wraps(method)  # vLLM converts arguments by the signature
     def call(engine: Any, *args: Any, **kwargs: Any) -> Any:
         return watched(partial(method, engine), engine, *args, **kwargs)
 
@@ -169,7 +169,7 @@ def _wrapped(method: Callable[..., Any], watched: Callable[..., Any]) -> Callabl
 
 
 def _weights_of(engine: Any) -> Iterator[EngineWeights]:
-    """Yield the weights of our connectors of an engine: of the only one, or of those under a MultiConnector."""
+    """Yield the weights of PagodaKV's connectors of an engine: the only connector, or those in a MultiConnector."""
     connector = engine.scheduler.get_kv_connector()
     for one in (connector, *getattr(connector, "_connectors", ())):
         weights = getattr(one, "engine_weights", None)
@@ -178,7 +178,7 @@ def _weights_of(engine: Any) -> Iterator[EngineWeights]:
 
 
 def _add_lora(method: Callable[..., Any], engine: Any, lora_request: Any) -> Any:
-    # of the files that are about to be loaded: others may be at the path by its first request
+    # name the files before they are loaded: at the first request, other files may have the same path
     lora_name(lora_request)
     return method(lora_request)
 
@@ -205,7 +205,7 @@ def _reset_prefix_cache(
     try:
         return method(reset_running_requests, reset_connector)
     except Exception:
-        if reset_connector:  # which was not reached
+        if reset_connector:  # the reset did not reach the connector
             for weights in _weights_of(engine):
                 weights.changed()
         raise
@@ -218,7 +218,7 @@ def _sleep(method: Callable[..., Any], engine: Any, level: int = 1, *args: Any, 
 
 
 def _release_kv_cache_memory(method: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do what resets the caches and keeps the weights: a sleep of level 1 is that, too."""
+    """Reset the caches and keep the weights, as a sleep of level 1 does too."""
     for weights in _weights_of(engine):
         weights.falls_asleep(engine)
     try:

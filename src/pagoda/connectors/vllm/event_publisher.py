@@ -1,8 +1,8 @@
-"""The way of an engine's KV events to routers: vLLM's own publisher, which other threads than the scheduler's may use.
+"""Sends an engine's KV events to routers: vLLM's own publisher, extended for a second thread.
 
-vLLM publishes events at the end of a step. An engine that waits for requests takes no step, and would not tell what
-other processes evict, nor what it found at its start. So the connector gives vLLM a publisher of its own kind: the same
-sockets and the same messages, and it can be handed events at any time.
+vLLM publishes events at the end of a step. An engine that waits for requests takes no step, and would not report what
+other processes evict, or what it found at its start. So the connector gives vLLM another publisher: with the same
+sockets and messages, but it accepts events at any time.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from vllm.distributed import kv_events
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
 
 _MOST_WAITING = 4096
-_PIECE = 64  # blocks of one message
-_SUBSCRIBES = b"\1"  # begins what an XPUB socket receives of a subscription; the end of one begins with zero
+_PIECE = 64  # blocks in one message
+_SUBSCRIBES = b"\1"  # the first byte that an XPUB socket receives for a subscription; zero is the end of one
 _number = count()
 
 
 def outlet_of(vllm_config: Any) -> EventOutlet | None:
-    """Return where an engine's events go; None if nobody wants them. Changes the config as `EventOutlet` does."""
+    """Return the outlet of an engine's events; None if events are off. Changes the config like `EventOutlet`."""
     config = vllm_config.kv_events_config
     wanted = config is not None and config.enable_kv_cache_events and config.publisher != "null"
     return EventOutlet(config) if wanted else None
 
 
 class EventOutlet:
-    """Where an engine's events go. Thread-safe."""
+    """The outlet of an engine's events. Thread-safe."""
 
     def __init__(self, config: Any) -> None:
-        """Take over the publisher that vLLM is about to make by this `KVEventsConfig`, if it is the one over ZMQ.
+        """Replace the publisher that vLLM will make from this `KVEventsConfig`, if it is the one over ZMQ.
 
-        Changes the config's `publisher` until then. Others are used by vLLM's scheduler alone: their events wait for a
-        step.
+        Changes the config's `publisher` until then. Other publishers are used by vLLM's scheduler only: their events
+        wait for a step.
         """
         self._publisher: LivePublisher | None = None
         self._lock = threading.Lock()
         self._waiting: list[KVCacheEvent] = []
 
-        outlet = weakref.ref(self)  # vLLM keeps what is registered for as long as the process lives
+        outlet = weakref.ref(self)  # vLLM never drops a registered publisher
 
         def made(*args: Any, **kwargs: Any) -> LivePublisher:
-            config.publisher = "zmq"  # the next engine of this process may be given the same config
+            config.publisher = "zmq"  # the next engine of this process may get the same config
             publisher = LivePublisher(*args, **kwargs)
             if (mine := outlet()) is not None:
                 mine._publisher = publisher
@@ -62,19 +62,19 @@ class EventOutlet:
 
     @property
     def cleared(self) -> int:
-        """How often the engine said that all its blocks are cleared: for routers also those of its tiers."""
+        """How often the engine reported that all its blocks are cleared; routers take that for its tiers too."""
         return self._publisher.cleared if self._publisher is not None else 0
 
     def newcomers(self) -> bool:
-        """Whether routers have subscribed since the last call: they have not heard everything. Waits for none."""
+        """Whether routers have subscribed since the last call, and so have missed earlier events. Never waits."""
         return self._publisher is not None and self._publisher.newcomers()
 
-    def tell_anew(self) -> Iterator[None]:
-        """Tell step by step that all blocks are cleared, then those in the engine's own memory."""
-        return iter(()) if self._publisher is None else self._publisher.tell_anew()
+    def report_all(self) -> Iterator[None]:
+        """Report step by step that all blocks are cleared, then those in the engine's own memory."""
+        return iter(()) if self._publisher is None else self._publisher.report_all()
 
     def send(self, events: Sequence[KVCacheEvent]) -> None:
-        """Publish events, at once if the publisher can be used from here, else with the next step of the engine."""
+        """Publish events: at once if the publisher is over ZMQ, otherwise with the next step of the engine."""
         if self._publisher is not None:
             self._publisher.send(events)
             return
@@ -86,7 +86,7 @@ class EventOutlet:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many events wait for a step that no more should be sent."""
+        """Whether too many events wait for a step, so that no more should be sent."""
         return len(self._waiting) >= _MOST_WAITING
 
     def take(self) -> list[KVCacheEvent]:
@@ -99,26 +99,26 @@ class EventOutlet:
 class LivePublisher(kv_events.ZmqEventPublisher):
     """vLLM's publisher over ZMQ, for two threads, and for routers that connect late.
 
-    A PUB socket keeps nothing for those that are not connected yet: a router that comes, or comes back after the engine
-    was restarted, is told everything from the beginning. So this remembers what is in the engine's own memory.
+    A PUB socket keeps no messages for routers that are not connected. A router that connects, also after a restart of
+    the engine, gets everything from the beginning. So this class remembers the blocks in the engine's own memory.
     """
 
     _ctx: zmq.Context[Any]
     _event_queue: queue.Queue[Any]
-    _subscribed: bool  # whether anybody has since `newcomers` was asked
+    _subscribed: bool  # whether a router has subscribed since the last call of `newcomers`
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Numbers that rise over restarts: a router leaves out those that it has seen.
+        # The numbers also rise after a restart, because a router ignores numbers that it has seen.
         self._seq_gen = count(int(time.time() * 1000))
-        # Events of one block reach routers in the order in which they happened.
+        # Keeps the events of a block in order.
         self._order = threading.Lock()
-        # by group and hash: an event that told a block, and its place there
+        # by group and hash: the event that reported a block, and its index there
         self._device: dict[tuple[int | None, Any], tuple[BlockStored, int]] = {}
         self.cleared = 0
 
     def publish(self, events: kv_events.EventBatch) -> None:
-        """Publish what a step of the engine tells."""
+        """Publish the events of a step of the engine."""
         with self._order:
             for event in events.events:
                 if isinstance(event, AllBlocksCleared):
@@ -135,41 +135,41 @@ class LivePublisher(kv_events.ZmqEventPublisher):
         self.cleared += any(isinstance(event, AllBlocksCleared) for event in events.events)
 
     def send(self, events: Sequence[KVCacheEvent]) -> None:
-        """Publish events that no step tells; none after `shutdown`, which vLLM calls before the connector's."""
+        """Publish events outside of steps; none after `shutdown`, which vLLM calls before the connector's."""
         if self._running:
             super().publish(kv_events.KVEventBatch(ts=time.time(), events=list(events)))
 
     def newcomers(self) -> bool:
-        """Whether anybody has subscribed since the last call, and so hears what is sent from now on."""
-        if not self._subscribed:  # one who comes just now is not forgotten
+        """Whether a router has subscribed since the last call; it receives what is sent from now on."""
+        if not self._subscribed:  # a router that subscribes right now counts at the next call
             return False
         self._subscribed = False
         return True
 
     def _socket_setup(self) -> None:
-        """Make the sockets: an XPUB socket is a PUB socket that says who subscribes."""
+        """Make the sockets: an XPUB socket is a PUB socket that reports subscriptions."""
         self._subscribed = False
         context, self._ctx = self._ctx, _Subscribed(shadow=self._ctx)
         try:
             super()._socket_setup()
         finally:
             self._ctx = context
-        # vLLM's thread, which alone may use the sockets, comes by here before each message, and ten times a second
+        # only vLLM's thread may use the sockets; it calls `get` before each message, and ten times per second
         self._event_queue = _Watched(self._event_queue.maxsize, self._note_subscriptions)
 
     def _note_subscriptions(self) -> None:
-        with suppress(zmq.ZMQError):  # nothing is left, or the socket is closed
+        with suppress(zmq.ZMQError):  # there is no more, or the socket is closed
             while self._pub is not None:
                 if self._pub.recv(zmq.NOBLOCK).startswith(_SUBSCRIBES):
                     self._subscribed = True
 
-    def tell_anew(self) -> Iterator[None]:
-        """Tell step by step that all is cleared, then what the engine's own memory holds."""
+    def report_all(self) -> Iterator[None]:
+        """Report step by step that all blocks are cleared, then those in the engine's own memory."""
         self.send([AllBlocksCleared()])
         with self._order:
             names = list(self._device)
         for at in range(0, len(names), _PIECE):
-            with self._order:  # of those that are still there
+            with self._order:  # only blocks that are still there
                 known = (self._device.get(name) for name in names[at : at + _PIECE])
                 events = [_block(*one) for one in known if one is not None]
                 if events:
@@ -178,7 +178,7 @@ class LivePublisher(kv_events.ZmqEventPublisher):
 
 
 class _Subscribed(zmq.Context[Any]):
-    """Makes XPUB sockets, which tell of each subscription, where PUB sockets are asked for."""
+    """Makes XPUB sockets, which report each subscription, instead of PUB sockets."""
 
     def socket(self, socket_type: int, *args: Any, **kwargs: Any) -> Any:
         made = super().socket(zmq.XPUB if socket_type == zmq.PUB else socket_type, *args, **kwargs)
@@ -188,7 +188,7 @@ class _Subscribed(zmq.Context[Any]):
 
 
 class _Watched(queue.Queue[Any]):
-    """A queue that calls a function on the thread that takes something out."""
+    """A queue that calls a function on the thread that takes an item."""
 
     def __init__(self, most: int, watch: Callable[[], None]) -> None:
         super().__init__(most)
@@ -200,9 +200,9 @@ class _Watched(queue.Queue[Any]):
 
 
 def _block(event: BlockStored, number: int) -> BlockStored:
-    """Return the event of one block of those that an event told.
+    """Return the event of one of the blocks that an event has reported.
 
-    Events of windows and states leave blocks out, and not their tokens: of those only the hash is told.
+    Events of windows and states leave out blocks, but not their tokens: for those only the hash is reported.
     """
     size = event.block_size
     if len(event.token_ids) != size * len(event.block_hashes):

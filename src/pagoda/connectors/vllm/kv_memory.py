@@ -1,4 +1,4 @@
-"""A worker's KV cache, inspected once: the pages as bytes, and a text of everything that decides those bytes."""
+"""Inspects a worker's KV cache once: the pages as bytes, and a text with everything that decides these bytes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def inspect_kv_caches(
     ranks, and the description does not name this number.
 
     Raises ValueError, which says what to do, unless there is one dense page for each block and layer; if `canonical`,
-    also unless the bytes of each head stand alone.
+    also unless each head is one run of bytes.
     """
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise ValueError(f"{len(kv_cache_config.kv_cache_groups)} KV cache groups: one is needed")
@@ -147,7 +147,7 @@ def _pages(kv_caches: Mapping[str, Any], specs: dict[str, Any], num_blocks: int)
             at = (int(tensor.data_ptr()), tensor.stride(0) * ratio * tensor.element_size())
             if at not in places:
                 raise ValueError(
-                    f"{name} has KV of its own but no spec in the KV cache group: it would not be stored"
+                    f"{name} has its own KV but no spec in the KV cache group: it would not be stored"
                 )
     return list(found.values())
 
@@ -155,7 +155,7 @@ def _pages(kv_caches: Mapping[str, Any], specs: dict[str, Any], num_blocks: int)
 def _heads_of(pages: Sequence[Page], vllm_config: VllmConfig) -> tuple[int, int]:
     """Return how many KV heads this worker has, and how many ranks have the same ones.
 
-    Raises ValueError, which says what to do, unless the bytes of each head stand alone in all pages.
+    Raises ValueError, which says what to do, unless each head is one run of bytes in all pages.
     """
     heads, ranks = pages[0].heads, int(vllm_config.parallel_config.tensor_parallel_size)
     total = int(vllm_config.model_config.get_total_num_kv_heads())
@@ -167,7 +167,7 @@ def _heads_of(pages: Sequence[Page], vllm_config: VllmConfig) -> tuple[int, int]
         return heads, replicas
     found = " and ".join({page.text: page.names[0] for page in pages})
     raise ValueError(
-        f"canonical_layout: the KV of {ranks} ranks is not {total} heads, each a run of bytes of its own ({found},"
+        f"canonical_layout: the KV of {ranks} ranks is not {total} heads, each in one separate run of bytes ({found},"
         f" packed for {sorted(map(str, packed))}): start vLLM with VLLM_KV_CACHE_LAYOUT=LBHNC, or leave"
         " canonical_layout out"
     )

@@ -1,4 +1,4 @@
-"""Look-ups of requests in the tiers, on threads, so that vLLM's scheduler never waits for a tier."""
+"""Looks requests up in the tiers, on threads, so that vLLM's scheduler never waits for a tier."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pagoda.connectors.vllm.identity.media_names import MediaNames
 from pagoda.keys import derive_keys
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Pool, wait
+from pagoda.signal_safe_threads import Pool, wait
 
 log = guarded_logger("pagoda.vllm")
 
 _THREADS = 2
-# calls under way beside which a prompt is still logged: logging must not keep look-ups waiting
+# the most running calls with which a prompt is still logged: look-ups must not wait for logging
 _MOST_LOGS = 8
-_MOST = 64  # look-ups that run; the others begin when vLLM asks for them
-# waited in one pass over the waiting requests, so that it answers most of them; the second while the engine computes
-# answers, whose readers notice
+_MOST = 64  # running look-ups; the others begin when vLLM asks for them
+# the wait in one pass over the waiting requests, enough to answer most of them; the second value applies while the
+# engine computes answers, whose readers would notice
 _PATIENCE_SECONDS, _BRIEF_PATIENCE_SECONDS = 0.003, 0.0005
 LONGEST_SECONDS = 5.0  # a look-up that takes longer is a miss
 
@@ -32,20 +32,20 @@ LONGEST_SECONDS = 5.0  # a look-up that takes longer is a miss
 class LookupAnswer(NamedTuple):
     """The answer of a look-up."""
 
-    root: bytes  # of the request's namespace ...
-    present: bytes  # ... and what `LookupThreads.root` was then
+    root: bytes  # the root of the request's namespace ...
+    present: bytes  # ... and the result of `LookupThreads.root` at that time
     lora: str | None
     salt: str | None
     version: str
-    hashes: int  # block hashes that the request had then ...
-    last: bytes  # ... and the last of them: it names all these tokens
+    hashes: int  # the number of the request's block hashes at that time ...
+    last: bytes  # ... and the last of them, which names all these tokens
     hit: Hit
     at: float
 
 
 @dataclass
 class TrackedRequest:
-    """One request, from its arrival until it ends."""
+    """One request, from its arrival to its end."""
 
     request: Any
     look: Future[LookupAnswer | None] | None = None  # answer None: nothing of this request can be cached
@@ -53,7 +53,7 @@ class TrackedRequest:
     polled: bool = False
     recorded: bool = False  # in the trace, by its first look-up
     found: LookupAnswer | None = None
-    loads: bool = True  # False: not wanted, or a load or a look-up of it failed, so vLLM computes it
+    loads: bool = True  # False: loads are off, or a load or look-up has failed, so vLLM computes it
     saves: bool = True
     most_loaded: int | None = None  # tokens, beyond those that the engine has
     most_saved: int | None = None  # tokens, from the first on
@@ -65,7 +65,7 @@ class TrackedRequest:
     seen: int = 0  # chunks that were computed when saving was last tried
     stamp: int | None = None
     local_tokens: int = 0  # in the engine's own cache, when the tiers were last asked
-    sure_after: int = 0  # the step in which another connector may have failed to fill blocks of this request
+    sure_after: int = 0  # the last step in which another connector may have failed to fill its blocks
     waits_for: str | None = None  # the request whose load includes some of the same chunks
 
     def forget_keys(self) -> None:
@@ -74,7 +74,7 @@ class TrackedRequest:
 
 
 class LookupThreads:
-    """The look-ups of one engine. Used by the scheduler's thread; separate threads ask the tiers."""
+    """The look-ups of one engine. For the scheduler's thread; separate threads ask the tiers."""
 
     def __init__(
         self, cache: Cache, hash_tokens: int, salt: str, waits: bool = True, hashes_media: bool = True
@@ -90,20 +90,20 @@ class LookupThreads:
         self._salt = salt
         self._media = MediaNames(hashes_media)
         self.version = ""  # of the weights, for look-ups that begin from now on
-        self.events: StoredEvents | None = None  # which learn what names of adapters mean
+        self.events: StoredEvents | None = None  # they learn the namespaces of adapters
         self._pass_seconds = _PATIENCE_SECONDS if waits else 0.0
-        self._patience = self._pass_seconds  # left in this pass
+        self._patience = self._pass_seconds  # the rest of this pass's wait
         self._threads = Pool(_THREADS, "pagoda-look")
-        # those under way, and when they began
+        # running look-ups, and when they began
         self._begun: list[tuple[float, Future[LookupAnswer | None]]] = []
         self._lines = RateLimitedLog()
 
     def begin(self, tracked: TrackedRequest) -> bool:
-        """Begin to look a request up; False if too many look-ups run already, or none would be answered."""
+        """Begin to look a request up; return False if too many look-ups are running, or all threads are stuck."""
         now = time.monotonic()
         self._begun = [row for row in self._begun if not row[1].done()]
         if sum(now - at > LONGEST_SECONDS for at, _ in self._begun) >= _THREADS:
-            # a tier, or a directory of adapters, does not answer
+            # a tier or a directory of adapters does not answer
             tracked.loads, tracked.reason = False, Reason.DEADLINE
             return False
         if self._threads.under_way >= _MOST:
@@ -123,9 +123,9 @@ class LookupThreads:
         return True
 
     def answered(self, tracked: TrackedRequest) -> bool:
-        """Whether a valid answer for this request is known; begins a (new) look-up if it is not."""
+        """Whether a valid answer for this request is known; begin a (new) look-up if not."""
         if tracked.look is None and not self.begin(tracked):
-            return tracked.reason is not None  # None: too many run
+            return tracked.reason is not None  # None: too many are running
         look = tracked.look
         assert look is not None
         if not tracked.polled:
@@ -142,8 +142,8 @@ class LookupThreads:
             return True
         return self._taken(tracked, look.result())
 
-    def settled(self, tracked: TrackedRequest) -> bool:
-        """Whether a request's namespace is known, so that it can be saved; begins a look-up if there was none."""
+    def knows_namespace(self, tracked: TrackedRequest) -> bool:
+        """Whether a request's namespace is known, so that it can be saved; begin a look-up if there was none."""
         if tracked.found is None:
             if tracked.look is None:
                 self.begin(tracked)
@@ -153,9 +153,9 @@ class LookupThreads:
         return tracked.found is not None
 
     def extend_keys(self, tracked: TrackedRequest, chunks: int) -> None:
-        """Extend a request's keys to `chunks`, or as far as it has block hashes.
+        """Extend a request's keys to `chunks`, or up to its last block hash.
 
-        A session whose tokens were replaced (streamed input) starts again: old keys would name other tokens.
+        If the tokens of a session were replaced (streamed input), start again: old keys would name other tokens.
         """
         assert tracked.found is not None
         step, hashes = self._chunk_tokens // self._hash_tokens, tracked.request.block_hashes
@@ -168,11 +168,11 @@ class LookupThreads:
             tracked.named = _hash_at(hashes, len(tracked.keys) * step)
 
     def shared_tokens(self, request: Any) -> int | None:
-        """Return how many tokens of a request are before the first that only this engine can name; None: all are."""
+        """Return how many tokens of a request come before the first that only this engine can name; None: all."""
         return self._media.shared_tokens(request)
 
     def log_prompt(self, tracked: TrackedRequest, tokens: int) -> None:
-        """Log what was stored of a request that has ended, with its first `tokens` tokens; on a thread."""
+        """Log the stored chunks of a request that has ended, with its first `tokens` tokens; on a thread."""
         request = tracked.request
         text_alone = not request.mm_features and request.prompt_embeds is None
         chunks = min(tracked.saved, tokens // self._chunk_tokens)
@@ -186,11 +186,11 @@ class LookupThreads:
         self._slots.log_prompt(tracked.found.root, keys, list(tracked.request.all_token_ids[:tokens]))
 
     def root(self) -> bytes:
-        """Return the root of the namespace of requests without an adapter and a salt. Waits for no tier."""
+        """Return the root of the namespace of requests without an adapter and a salt. Never waits for a tier."""
         return self._slots.namespace(weights_version=self.version)
 
     def next_pass(self, brief: bool = False) -> None:
-        """Begin a new pass over the waiting requests. `brief`: others are being answered meanwhile."""
+        """Begin a new pass over the waiting requests. `brief`: the engine is computing answers of other requests."""
         self._patience = min(self._pass_seconds, _BRIEF_PATIENCE_SECONDS if brief else self._pass_seconds)
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class LookupThreads:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _taken(self, tracked: TrackedRequest, found: LookupAnswer | None) -> bool:
-        """Accept an answer; if it is too old or belongs to other tokens, look again."""
+        """Accept an answer; if it is too old or is about other tokens, look up again."""
         if found is not None:
             hashes, at = tracked.request.block_hashes, found.hashes
             other = _hash_at(hashes, at) != found.last
@@ -219,7 +219,7 @@ class LookupThreads:
         tracked.found = found
 
     def _give_a_moment(self, look: Future[Any]) -> None:
-        """Wait for a look-up, as long as this pass has patience left."""
+        """Wait for a look-up, at most for the rest of this pass's wait."""
         if self._patience > 0 and not look.done():
             began = time.monotonic()
             wait([look], self._patience)
@@ -228,10 +228,10 @@ class LookupThreads:
     def _lookup(
         self, request: Any, digests: list[bytes], hashes: int, last: bytes, prompt: int | None
     ) -> LookupAnswer | None:
-        """Name the request's namespace, derive its keys, ask the tiers; runs on a thread.
+        """Determine the request's namespace, derive its keys, ask the tiers. Runs on a thread.
 
-        A `prompt` of so many tokens is recorded as a request. The arguments are from the time of the question: the
-        request itself may be longer by now.
+        `prompt`: the number of tokens to record as a request, or None. The arguments are from the begin of the
+        look-up: the request itself may be longer by now.
         """
         lora = None
         if request.lora_request is not None:
@@ -239,7 +239,7 @@ class LookupThreads:
             if lora is None:
                 text = (
                     f"requests with the adapter {request.lora_request.lora_name!r} are not cached: its files cannot be "
-                    "read here, or were changed since the engine has met it; load new weights under a new name and path"
+                    "read here, or have changed since its first request; load new weights with a new name and path"
                 )
                 self._lines.warn(log, Reason.IO_ERROR, text)
                 self._name_adapter(request, None)
@@ -257,17 +257,17 @@ class LookupThreads:
         return LookupAnswer(root, present, lora, salt, version, hashes, last, hit, time.monotonic())
 
     def _name_adapter(self, request: Any, root: bytes | None) -> None:
-        """Say which namespace the requests with an adapter's name have; None: nothing of them is cached."""
+        """Report the namespace of requests with this adapter's name; None: they are not cached."""
         if request.lora_request is not None and self.events is not None:
             self.events.name_adapter((request.lora_request.lora_name, request.cache_salt), root)
 
     def _digests(self, request: Any, begin: int, hashes: int) -> list[bytes]:
-        """Return what names the whole prefix up to the end of each chunk from number `begin` on: the engine's hash."""
+        """Return the engine's hashes that name the prefix up to the end of each chunk, from number `begin` on."""
         step = self._chunk_tokens // self._hash_tokens
         digests = [bytes(digest) for digest in request.block_hashes[begin * step + step - 1 : hashes : step]]
-        return self._media.told_apart(digests, begin, self._chunk_tokens, self.shared_tokens(request))
+        return self._media.key_digests(digests, begin, self._chunk_tokens, self.shared_tokens(request))
 
 
 def _hash_at(hashes: Any, blocks: int) -> bytes:
-    """Return the hash that names the first so many blocks of a request; empty if there are fewer, or none is asked."""
+    """Return the hash that names the first `blocks` blocks of a request; empty for 0, or if there are fewer."""
     return bytes(hashes[blocks - 1]) if 0 < blocks <= len(hashes) else b""

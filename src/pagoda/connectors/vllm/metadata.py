@@ -1,4 +1,4 @@
-"""The messages between the two halves, through vLLM: plain data that can be pickled."""
+"""The messages between the two halves: plain data that vLLM pickles and sends."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class PagodaMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     idle: bool = False  # nothing is computed in this step
-    loads_of_others: bool = False  # another connector loads within this step: tell when it has ended
-    prompt_tokens: int = 0  # computed in this step, if its time shows how fast prompts are computed
+    loads_of_others: bool = False  # another connector loads within this step, and its end must be reported
+    prompt_tokens: int = 0  # tokens of prompts in this step, if its time shows the speed of computing prompts
 
 
 class Later(NamedTuple):
@@ -61,14 +61,14 @@ class Later(NamedTuple):
 
 @dataclass
 class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
-    """Failed loads and saves, and what else the scheduler's half must know; each reported once."""
+    """Failed loads and saves, and other facts for the scheduler's half; each is reported once."""
 
     failed: set[str] = field(default_factory=set)  # requests whose load failed: they get no more hits
     # slots that a rank could not adopt: the scheduler aborts them
     unsaved: set[Reserved] = field(default_factory=set)
     # requests with more to save than there was memory for: to be tried again
     later: dict[str, Later] = field(default_factory=dict)
-    # of each rank, once, where no handshake reaches the scheduler's half
+    # from each rank once, if no handshake reaches the scheduler's half
     described: tuple[Handshake, ...] = ()
     ended: int = 0  # the last step of `PagodaMetadata.loads_of_others` that has ended
 

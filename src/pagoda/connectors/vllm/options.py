@@ -1,4 +1,4 @@
-"""The options in `kv_connector_extra_config`: every option of `Config` and a few that only a connector has."""
+"""The options in `kv_connector_extra_config`: all options of `Config`, and a few of this connector."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # a chunk, 0.1 to 0.4 ms with all tiers, is the scarce resource.
 _CPU_TOKENS, _GPU_TOKENS = 32, 256
 EXTRA = "kv_connector_extra_config"
-"""What vLLM calls the options that it hands to a connector."""
+"""vLLM's name for the options that it passes to a connector."""
 _OWN = ("weights", "weights_run", "salt", "store_output", "canonical_layout", "allow_untested_vllm")
 # keys that vLLM's own OffloadingConnector reads from the same mapping
 _OF_VLLM = (
@@ -37,9 +37,9 @@ class ConnectorOptions:
     """The options of one connector. Immutable: threads may share it.
 
     `weights` names the checkpoint instead of the digest of its files; None = read the files. `weights_run` names the
-    run that vLLM's weight versions belong to; None = they name nothing. `salt` keeps tenants apart (a secret).
+    run that vLLM's weight versions belong to; None = versions are ignored. `salt` separates tenants (a secret).
     `store_output`: also store chunks that generated tokens complete. `canonical_layout`: share chunks with engines of
-    other tensor-parallel sizes. `allow_untested_vllm`: run with a vLLM that was not tested with this release.
+    other tensor-parallel sizes. `allow_untested_vllm`: run with a version of vLLM that was not tested.
     """
 
     config: Config
@@ -58,7 +58,7 @@ def read_options(
 
     The chunk is a whole number of the engine's blocks: the configured number, or by default on a CPU the smallest
     with at least 32 tokens, elsewhere the largest with at most 256, and at least one block. If vLLM decides it, `chunk`
-    has its tokens, and what vLLM decided it by.
+    has its tokens and the reason.
 
     Raises:
         ConfigError: (a ValueError) an unknown key (with the nearest known one), an invalid value, or a
@@ -86,7 +86,7 @@ def read_options(
     elif config.chunk_tokens % block_tokens:
         raise ConfigError(_uneven(config.chunk_tokens, origin, block_tokens))
     run = extra.text("weights_run")
-    if run is not None and "/" in run:  # which ends the run's name, before the version
+    if run is not None and "/" in run:  # the slash separates the run's name from the version
         raise ConfigError(f"{EXTRA}: weights_run = {run!r}: write a name without a slash")
     return ConnectorOptions(
         config=config,
@@ -100,10 +100,10 @@ def read_options(
 
 
 def chunk_options(config: OffloadingConfig, states: bool = False) -> tuple[ConnectorOptions, int]:
-    """Return the options of a hybrid model and its blocks a chunk: vLLM's own options go before `chunk_tokens`.
+    """Return the options of a hybrid model and its blocks per chunk: vLLM's own options precede `chunk_tokens`.
 
-    `states`: some layers have a state instead of keys and values. vLLM keeps it at the end of a block where a prompt or
-    a step ends: with longer chunks, hardly one would have it. So a chunk is one block.
+    `states`: some layers have a state instead of keys and values. vLLM keeps it at the end of a block in which a prompt
+    or a step ends: hardly any longer chunk would have it. So a chunk is one block.
     """
     extra, blocks = config.extra_config, config.cache.blocks_per_chunk
     sizes = sorted({group.tokens_per_block for group in config.groups})

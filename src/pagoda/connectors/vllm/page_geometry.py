@@ -15,8 +15,8 @@ class Page(NamedTuple):
     """The pages of one layer, or of several that share them.
 
     `start`: address of block 0; `stride`: bytes to the next block; `kernel_tokens`: tokens in a block of the
-    attention kernel; `text`: spec, dtype, shape and order, to tell formats apart. `heads`: how many heads the page is a
-    sequence of, each with all its bytes, as `head_text` says; 0 if it is not.
+    attention kernel; `text`: spec, dtype, shape and order, which distinguish formats. `heads`: how many heads the page
+    consists of, if each is one run of bytes, which `head_text` describes; otherwise 0.
     """
 
     start: int
@@ -122,7 +122,7 @@ def _dense_bytes(name: str, tensor: torch.Tensor) -> int:
 
 
 def _heads(tensor: torch.Tensor, spec: Any) -> int:
-    """Return how many heads a page is a sequence of, each with the keys and values of all tokens; 0 if it is not."""
+    """Return how many heads a page consists of, if each is one run with the KV of all tokens; otherwise 0."""
     _, heads, tokens, content = tensor.shape
     if type(spec).__name__ != "FullAttentionSpec" or content != spec.head_size + spec.head_size_v:
         return 0
@@ -130,13 +130,13 @@ def _heads(tensor: torch.Tensor, spec: Any) -> int:
 
 
 def _order(tensor: torch.Tensor) -> str:
-    """Return the dimensions of a block by falling stride, as letters: HNC or NHC. Those of size 1 are ignored."""
+    """Return the dimensions of a block by descending stride, as letters: HNC or NHC. Those of size 1 are left out."""
     named = zip("HNC", tensor.stride()[1:], tensor.shape[1:], strict=True)
     return "".join(letter for letter, _, size in sorted(named, key=lambda each: -each[1]) if size > 1)
 
 
 def _text(spec: Any, by_head: bool = False) -> str:
-    """Return what decides how a page is read: heads, sizes, dtypes, quantisation; `by_head` without their number."""
+    """Return the fields of a spec that decide how a page is read; `by_head`: without the number of heads."""
     names = (
         "num_kv_heads",
         "num_heads",

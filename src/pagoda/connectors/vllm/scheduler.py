@@ -1,6 +1,6 @@
-"""The scheduler's half: which chunks of a prompt are cached, where to load them, which chunks to save.
+"""The scheduler's half: decides which chunks of a prompt are loaded, into which blocks, and which are saved.
 
-It hardly waits: look-ups run on threads, and what cannot be reserved at once is tried again in a later step.
+Its waits are short: look-ups run on threads, and a reservation that fails is tried again in a later step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.connector_stats import TIERS, PagodaStats
 from pagoda.connectors.vllm.engine_weights import EngineWeights
-from pagoda.connectors.vllm.event_notes import VLLMEventForm
+from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.lookups import LONGEST_SECONDS, LookupThreads, TrackedRequest
 from pagoda.connectors.vllm.metadata import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
@@ -30,15 +30,15 @@ from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
 log = guarded_logger("pagoda.vllm")
 
-# waited for all reserves of one step together; the second while the engine computes answers, whose readers notice
+# the wait for all reserves of one step together; the second while the engine computes answers, whose readers notice
 _RESERVE_SECONDS, _BRIEF_RESERVE_SECONDS = 0.02, 0.0015
 _LEAST_SECONDS = 0.001  # with less time left, the other requests wait for the next step
-_STUCK_SECONDS = 0.1  # nothing is reserved after a wait in vain: whoever has the lock may be stopped
+_STUCK_SECONDS = 0.1  # pause of reserves after a timeout: the process that has the lock may be stopped
 _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": CacheHitSource.P2P}
 
 
 class PagodaScheduler:
-    """Answers vLLM's scheduler. Used by its thread only; `shutdown` ends the look-up threads."""
+    """Answers vLLM's scheduler. For its thread only; `shutdown` ends the look-up threads."""
 
     def __init__(
         self,
@@ -53,13 +53,12 @@ class PagodaScheduler:
         hashes_media: bool = True,
         role: str = "kv_both",
     ) -> None:
-        """Prepare; `opened` makes it work.
+        """Prepare; it works after `opened`.
 
-        `outlet`: where KV events go; None: nobody wants them. `kv_kind`: what they say of the kind of attention, and of
-        its window.
-        `shares_blocks`: other requests find the blocks that one request loaded in the engine's own cache.
-        `drops_last_block`: the last block of a hit is computed nevertheless. `in_lockstep`: other engines wait for
-        each step of this one. `hashes_media`: vLLM names media by their content. `role`: a `kv_producer` only stores, a
+        `outlet`: the outlet of KV events; None: events are off. `kv_kind`: the kind of attention and its window, for
+        events. `shares_blocks`: other requests find the blocks that one request has loaded in the engine's own cache.
+        `drops_last_block`: the last block of a hit is always computed. `in_lockstep`: other engines wait for each step
+        of this one. `hashes_media`: vLLM names media by their content. `role`: a `kv_producer` only stores, a
         `kv_consumer` only loads.
         """
         self._options = options
@@ -69,20 +68,20 @@ class PagodaScheduler:
         self._hashes_media = hashes_media
         self._loads_any, self._saves_any = role != "kv_producer", role != "kv_consumer"
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
-        self._outlet, self._kv_kind = outlet, kv_kind
+        self.outlet, self._kv_kind = outlet, kv_kind
         self._events: StoredEvents | None = None
         self._cache: Cache | None = None
-        self._described = False  # whether the workers' description has come, or is no longer waited for
+        self._described = False  # True: the workers' description has come, or the wait for it has ended
         self._tracked: dict[str, TrackedRequest] = {}
         self._loading: dict[str, set[bytes]] = {}
         self._loads: list[Load] = []
         self._steps = 0
         self._admitted: list[TrackedRequest] = []  # since the last step
-        # the last step within which another connector loads, and the last of them that is known to have ended
+        # the last step in which another connector loads, and the last such step that is known to have ended
         self._others_loaded = self._others_ended = 0
-        self._patience = 0.0  # left in this step
+        self._patience = 0.0  # the rest of this step's wait
         self._stuck_until = 0.0
-        self._stats = PagodaStats()
+        self.stats = PagodaStats()  # since the last step
         self._lines = RateLimitedLog()
         self.weights = EngineWeights(options.weights_run, self._take_version)
 
@@ -105,24 +104,24 @@ class PagodaScheduler:
             cache, self._hash_tokens, first.namespace.salt, not self._in_lockstep, self._hashes_media
         )
         self._lookups.version = self.weights.version
-        if self._outlet is not None:
+        if self.outlet is not None:
             facts = BlockFacts(self._chunk_tokens, self._block_tokens, *self._kv_kind)
             self._form = VLLMEventForm({0: facts}, self._hash_tokens)
             keeps, ledgers = self._options.config.prompt_log, self._slots.ledgers
             present = self._lookups.root
-            self._events = StoredEvents(ledgers, present, {0: facts}, self._form, self._outlet, keeps)
-            if self._loads_any:  # else the tiers save this engine no work: it only leaves notes for others
+            self._events = StoredEvents(ledgers, present, {0: facts}, self._form, self.outlet, keeps)
+            if self._loads_any:  # otherwise it cannot load, and only leaves notes for other engines
                 self._events.start()
                 self._lookups.events = self._events
 
-    # ---- what is cached
+    # ---- look-ups
 
     def new_request(self, request: Any) -> None:
-        """Begin to look up a request that has just arrived, unless too many look-ups run already."""
+        """Begin to look up a new request, unless too many look-ups are running."""
         if self._cache is None and self._described:
             return
         if len(request.block_hashes) != request.num_tokens // self._hash_tokens:
-            text = f"request {request.request_id} is not cached: it has too many or too few block hashes"
+            text = f"request {request.request_id} is not cached: the number of its block hashes is wrong"
             self._lines.warn(log, Reason.IO_ERROR, text)
             return
         tracked = self._tracked[request.request_id] = TrackedRequest(
@@ -137,7 +136,7 @@ class PagodaScheduler:
             self._lookups.begin(tracked)
 
     def _limit(self, request: Any, name: str) -> int | None:
-        """Return a limit that a request has in its `kv_transfer_params`, by the names of vLLM's OffloadingConnector."""
+        """Return a limit in a request's `kv_transfer_params`, by the names of vLLM's OffloadingConnector."""
         limit = (request.kv_transfer_params or {}).get(name)
         if limit is None or (type(limit) is int and limit >= 0):
             return limit
@@ -148,9 +147,9 @@ class PagodaScheduler:
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond `local_tokens` can be loaded; (None, False): ask again.
 
-        Changes only what is remembered of the look-up.
+        Changes only the state of the look-up.
         """
-        self.weights.settle()
+        self.weights.restore_after_sleep()
         tracked = self._tracked.get(request.request_id)
         if tracked is None or (self._cache is None and self._no_longer_awaited(tracked)):
             return 0, False
@@ -166,7 +165,7 @@ class PagodaScheduler:
         if tracked.most_loaded is not None:
             most = min(most, (local_tokens + tracked.most_loaded) // self._block_tokens * self._block_tokens)
         least = max(1, self._options.config.min_hit_tokens)
-        if min(most, whole) - dropped - local_tokens < least:  # too short, even if the tiers have everything
+        if min(most, whole) - dropped - local_tokens < least:  # too short, even if all of it is in the tiers
             tracked.reason = None if whole else Reason.SHORT_PROMPT
             return self._without_load(tracked, whole)
         if tracked.waits_for in self._loading:
@@ -186,23 +185,23 @@ class PagodaScheduler:
         return stop - local_tokens, True
 
     def _without_load(self, tracked: TrackedRequest, whole: int) -> tuple[int | None, bool]:
-        """Answer for a request that loads nothing; it may end with its first step, so it must be ready to be saved."""
+        """Answer for a request without a load. It may end with its first step, so its namespace must be known now."""
         unknown = tracked.saves and whole > tracked.local_tokens and tracked.found is None
         return (None if unknown and not self._lookups.answered(tracked) else 0), False
 
     def _no_longer_awaited(self, tracked: TrackedRequest) -> bool:
-        """Whether requests go on without a cache: no description came in the time that a look-up may take."""
+        """Whether requests continue without a cache: no description has come within the longest look-up."""
         if not self._described and time.monotonic() - tracked.asked_at > LONGEST_SECONDS:
             log.error("nothing is cached: no worker has described its KV memory")
             self._described = True
         return self._described
 
     def _loader(self, wanted: list[bytes]) -> str | None:
-        """Return the request that is loading any of these chunks: soon they are in the engine's own cache."""
+        """Return a request that is loading any of these chunks: soon they will be in the engine's own cache."""
         return next((name for name, keys in self._loading.items() if not keys.isdisjoint(wanted)), None)
 
     def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
-        """Split the tokens that are being loaded by the tier they were found in."""
+        """Split the tokens that are being loaded by tier."""
         tracked, split = self._tracked.get(request.request_id), dict[CacheHitSource, int]()
         for tier, share in _by_tier(tracked, tokens).items() if tracked is not None else ():
             source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
@@ -238,13 +237,13 @@ class PagodaScheduler:
         self._loads.append(load)
 
     def _notes(self, request: Any, root: bytes) -> NoteMaker:
-        """Return what makes the notes of a request's chunks: of those that other engines can name, too."""
+        """Return the function that makes the notes of those of a request's chunks that other engines can name."""
         make, shared = self._form.notes(request, root), self._lookups.shared_tokens(request)
         size = self._chunk_tokens
         return make if shared is None else lambda chunk: make(chunk) if (chunk + 1) * size <= shared else None
 
     def _count(self, tracked: TrackedRequest, tokens: int) -> None:
-        """Count a request once: the tokens it asked for, and the tokens it got from each tier."""
+        """Count a request once: its requested tokens, and the tokens from each tier."""
         if tracked.counted:
             return
         tracked.counted = True
@@ -253,13 +252,13 @@ class PagodaScheduler:
         found = tracked.found
         reason, root = (tracked.reason, b"") if found is None else (found.hit.reason, found.root)
         self._slots.count_request(asked, by_tier, reason, root)
-        self._stats.count("lookups", 1)
-        self._stats.count("asked_tokens", asked)
+        self.stats.count("lookups", 1)
+        self.stats.count("asked_tokens", asked)
         for tier, number in by_tier.items():
-            self._stats.count(f"hit_tokens_{tier if tier in TIERS else 'remote'}", number)
+            self.stats.count(f"hit_tokens_{tier if tier in TIERS else 'remote'}", number)
 
     def take_output(self, output: Any) -> None:
-        """Note the workers' messages: which loads ended, which of them failed, which slots will not be filled."""
+        """Take the workers' messages: which loads ended, which of them failed, which slots will not be filled."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, PagodaWorkerMetadata):
             if meta.described:
@@ -270,7 +269,7 @@ class PagodaScheduler:
                     tracked.loads, tracked.saved, tracked.seen = False, 0, 0
             for tracked in self._tracked.values() if meta.failed else ():
                 if tracked.waits_for in meta.failed:
-                    tracked.look = None  # its hit may have included the chunks that failed: look again
+                    tracked.look = None  # its hit may include the failed chunks: look up again
             for request, rest in meta.later.items():
                 if (tracked := self._tracked.get(request)) is None:
                     self._count_unsaved(rest.chunks)
@@ -285,7 +284,7 @@ class PagodaScheduler:
     def _open_late(self, described: Iterable[Handshake]) -> None:
         try:
             self.opened(described)
-        except Exception as trouble:  # noqa: BLE001  # a boundary: the engine runs already, and continues without
+        except Exception as trouble:  # noqa: BLE001  # a boundary: the running engine continues without a cache
             log.error("nothing is cached: %s", trouble)
 
     # ---- one step
@@ -293,12 +292,12 @@ class PagodaScheduler:
     def step(self, output: Any) -> PagodaMetadata:
         """Return this step's loads and saves; reserves the slots of the latter."""
         self._steps += 1
-        idle = not output.num_scheduled_tokens and not self._in_lockstep  # if so, a worker may wait a moment
+        idle = not output.num_scheduled_tokens and not self._in_lockstep  # then a worker may wait a moment
         meta = PagodaMetadata(os.getpid(), self._steps, self._loads, idle=idle)
         self._loads = []
         if self._cache is None:
             return meta
-        if output.has_sync_kv_loads:  # not ours: they are asynchronous
+        if output.has_sync_kv_loads:  # those of another connector: ours are asynchronous
             self._others_loaded, meta.loads_of_others = self._steps, True
         for admitted in self._admitted:
             admitted.sure_after = self._others_loaded
@@ -312,7 +311,7 @@ class PagodaScheduler:
                 continue
             try:
                 self._save(tracked, scheduled, output, meta)
-            except Exception as trouble:  # noqa: BLE001  # a boundary: the engine continues without
+            except Exception as trouble:  # noqa: BLE001  # a boundary: the engine continues without this save
                 tracked.saves = False
                 why = f"{type(trouble).__name__}: {trouble}"
                 self._lines.warn(log, Reason.IO_ERROR, f"a request is no longer saved: {why}")
@@ -320,18 +319,18 @@ class PagodaScheduler:
         return meta
 
     def _save(self, tracked: TrackedRequest, scheduled: int, output: Any, meta: PagodaMetadata) -> None:
-        """Reserve slots for the chunks that are complete after this step, and add their copies to the step's work."""
+        """Reserve slots for the chunks that this step completes, and add their copies to the step's work."""
         request = tracked.request
         if not tracked.saves or tracked.sure_after > self._others_ended:
             return
-        # the tokens known by now; later ones may be a draft that is still rejected
+        # only tokens known by now; later ones may be a draft that is rejected
         tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
         done = self._saved_of(tracked, tokens) // self._chunk_tokens
         if done <= max(tracked.saved, tracked.seen) or self._patience < _LEAST_SECONDS:
             return
         if time.monotonic() < self._stuck_until:
             return
-        if not self._lookups.settled(tracked):
+        if not self._lookups.knows_namespace(tracked):
             return
         table = output.kv_connector_block_state.get_block_ids(request.request_id)
         self._lookups.extend_keys(tracked, done)
@@ -379,7 +378,7 @@ class PagodaScheduler:
             tracked.seen = tracked.saved  # try again
             if tracked.saved == first:
                 self._stuck_until = time.monotonic() + _STUCK_SECONDS
-        self._stats.count("refused_chunks", len(refused))
+        self.stats.count("refused_chunks", len(refused))
         return [
             ChunkRef(keys[n], n, keys[n - 1] if n else None, outcome.slot, outcome.generation)
             for n, outcome in enumerate(outcomes, first)
@@ -392,15 +391,15 @@ class PagodaScheduler:
         """Forget a request; its running loads continue until the workers have ended them."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None and tracked.saves and tracked.found is not None:
-            # the last token was not computed; vLLM may count it already in a step that it began ahead
+            # the last token was not computed; vLLM may already count it in a step that it began early
             tokens = self._saved_of(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
             self._count_unsaved(tokens // self._chunk_tokens - max(tracked.saved, tracked.seen))
             self._lookups.log_prompt(tracked, self._saved_of(tracked, request.num_tokens))
 
     def _count_unsaved(self, chunks: int) -> None:
-        """Count chunks that will not be saved, because their request ended first."""
+        """Count chunks that will not be saved, because their request has ended."""
         if chunks > 0:
-            self._stats.count("unsaved_chunks", chunks)
+            self.stats.count("unsaved_chunks", chunks)
             self._slots.count_dropped(Reason.QUEUE_FULL, chunks)
             why = f"{chunks} chunks were not saved: their request ended first"
             self._lines.warn(log, Reason.QUEUE_FULL, why)
@@ -408,7 +407,7 @@ class PagodaScheduler:
     def _take_version(self, version: str, fresh: bool) -> None:
         """Use the chunks of other weights from now on; see EngineWeights."""
         if self._cache is not None:
-            self._lookups.version = version  # the thread of the events takes back what it told of the old one
+            self._lookups.version = version  # the thread of the events withdraws reports of the old version
         present = list(self._tracked.values())
         if fresh:
             self._tracked.clear()
@@ -416,15 +415,7 @@ class PagodaScheduler:
             if fresh:
                 self.new_request(tracked.request)
             else:
-                tracked.loads = tracked.saves = False  # it is unknown which weights computed which part of it
-
-    def take_stats(self) -> PagodaStats | None:
-        """Return what was counted since the last call."""
-        return self._stats.take()
-
-    def take_events(self) -> Iterable[Any]:
-        """Return the KV events that this step is to publish, if the engine wants them."""
-        return self._outlet.take() if self._outlet is not None else ()
+                tracked.loads = tracked.saves = False  # the weights that computed its parts are unknown
 
     def shutdown(self) -> None:
         """End the threads and release the cache; ends in bounded time. Idempotent."""
@@ -438,7 +429,7 @@ class PagodaScheduler:
 
 
 def _by_tier(tracked: TrackedRequest, tokens: int) -> dict[str, int]:
-    """Split the `tokens` that are being loaded of a request by the tier they were found in."""
+    """Split the `tokens` of a request that are being loaded by tier."""
     begin, split, at = tracked.local_tokens, dict[str, int](), 0
     found = tracked.found.hit.by_tier if tracked.found is not None else {}
     for tier, count in found.items():  # in the order of the prompt

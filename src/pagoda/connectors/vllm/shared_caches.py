@@ -1,4 +1,4 @@
-"""One cache in each process for all halves of the connector with the same model, for any number of engines."""
+"""Shares one cache per process among all halves of the connector with the same model, for any number of engines."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ _uses: dict[str, int] = {}
 
 
 def agreed(descriptions: Iterable[T]) -> T:
-    """Return the description that all ranks have given of their KV memory. Raises ValueError if they differ."""
+    """Return the description of the KV memory that all ranks have sent. Raises ValueError if they differ."""
     first, *others = descriptions
     if any(other != first for other in others):
         raise ValueError(
-            "the tensor-parallel ranks lay out their KV differently: start all with the same version, "
+            "the tensor-parallel ranks have different KV layouts: start all with the same version, "
             "environment and hardware"
         )
     return first
 
 
 def opened(config: Config, namespace: Namespace, layout: KVLayout) -> Cache:
-    """Return this process's cache of that model, layout and configuration; call `let_go` once for each call.
+    """Return this process's cache of this model, layout and configuration; call `let_go` once for each call.
 
     Raises StoreError, which says what to do, if a tier cannot be opened, or there is no host tier. Thread-safe.
     """
     name = f"vllm-{namespace.with_(layout=layout.fingerprint).root.hex()}-{hash(config):x}"
     with _lock:
-        _uses[name] = _uses.get(name, 0) + 1  # first, so that no `let_go` closes what is opened here
+        _uses[name] = _uses.get(name, 0) + 1  # before the opening, so that no `let_go` closes this cache
     try:
         cache = Cache.open(name, config, namespace=namespace, layout=layout)
     except BaseException:
         with _lock:
             _uses[name] -= 1
         raise
-    if cache.slots is None:  # a configuration without a host tier was refused before
+    if cache.slots is None:  # the tier has no space; a configuration without a host tier was refused before
         let_go(cache)
         raise StoreError(
             f"{config.host_path} has no room for one chunk of {layout.slot_bytes:,} bytes, and the engine's processes "
@@ -54,7 +54,7 @@ def opened(config: Config, namespace: Namespace, layout: KVLayout) -> Cache:
 
 
 def let_go(cache: Cache, timeout: float = 5.0) -> None:
-    """Close the cache if this was its last use in this process; ends within about `timeout` seconds."""
+    """Close the cache if this was its last use in this process, within about `timeout` seconds."""
     name = cache.name
     assert name is not None
     with _lock:

@@ -1,4 +1,4 @@
-"""What the connector refuses: each refusal is a sentence that says what to do. Unknown kinds are refused."""
+"""Refuses engines that cannot be cached; each refusal says what to do. Unknown kinds of KV are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 log = guarded_logger("pagoda.vllm")
 
-TESTED = ((0, 32), (0, 33))  # minor releases that are tested; pyproject.toml and .ci/run have them too
+TESTED = ((0, 32), (0, 33))  # tested minor releases; pyproject.toml and .ci/run have them too
 _ONE_KIND = "or, if the model has no Mamba layers, pass --disable-hybrid-kv-cache-manager"
 _HASHES = ("sha256", "sha256_cbor")
 # spec classes by exact name: a subclass is an unknown kind until it has been checked
@@ -62,18 +62,18 @@ def check_version(version: str, allow_untested: bool) -> None:
 
 
 def is_hybrid(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether an engine has several groups of KV, or KV that forgets tokens: vLLM's offloading decides what to keep."""
+    """Whether an engine has several groups of KV, or KV that forgets tokens: then vLLM's offloading selects chunks."""
     windows = {*HYBRID} - {*FULL}
     return len(kv_cache_config.kv_cache_groups) > 1 or not windows.isdisjoint(_kinds(kv_cache_config))
 
 
 def has_states(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether some layers of a model have a state, as Mamba and linear attention, instead of keys and values."""
+    """Whether some layers of a model have a state instead of keys and values, like Mamba and linear attention."""
     return "MambaSpec" in _kinds(kv_cache_config)
 
 
 def may_be_hybrid(vllm_config: VllmConfig) -> bool:
-    """Whether an engine is probably hybrid, by its model's config: what is needed before its KV groups are known."""
+    """Whether an engine is probably hybrid, by its model's config; used before its KV groups are known."""
     model = vllm_config.model_config
     off = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
     return not off and bool(model.is_hybrid or model.get_sliding_window() or model.attention_chunk_size)
@@ -85,15 +85,15 @@ def _kinds(kv_cache_config: KVCacheConfig) -> list[str]:
 
 
 def log_choices(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Log how this model's KV is cached and why, what decides vLLM's block hashes, which options do nothing."""
+    """Log how this model's KV is cached and why, the settings of vLLM's block hashes, and options without effect."""
     kinds, groups = " and ".join(_kinds(kv_cache_config)), len(kv_cache_config.kv_cache_groups)
-    hybrid = "a hybrid model, vLLM's offloading decides what is kept of each kind"
+    hybrid = "a hybrid model, vLLM's offloading selects the chunks of each kind"
     way = hybrid if is_hybrid(kv_cache_config) else "the KV of all tokens is kept"
     log.info("the model's KV is %s in %d group(s): %s", kinds, groups, way)
     seed, algorithm = os.environ.get("PYTHONHASHSEED"), str(vllm_config.cache_config.prefix_caching_hash_algo)
     if seed is not None or algorithm != _HASHES[0]:
         log.info(
-            "block hashes are made by %s with PYTHONHASHSEED %s: engines share chunks only where both are the same",
+            "block hashes use %s and PYTHONHASHSEED %s: engines share chunks only if both are the same",
             algorithm,
             "not set" if seed is None else f"= {seed}",
         )
@@ -145,7 +145,7 @@ WHY = {
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
-    """Return the spec of each layer of a group, in the group's order; layers that use another's KV may have none."""
+    """Return the spec of each layer of a group, in the group's order; layers that use another's KV may lack one."""
     inner = getattr(
         group.kv_cache_spec, "kv_cache_specs", None
     )  # UniformTypeKVCacheSpecs: one for each layer
@@ -179,12 +179,11 @@ def _refusals(vllm_config: Any, hybrid: bool) -> Iterator[tuple[str, str]]:
         )
         yield "prefix_caching_hash_algo", why
     if hybrid and (role := transfer.kv_role) != "kv_both":
-        why = f'{role!r}: a hybrid model stores and loads; write "kv_role": "kv_both", {_ONE_KIND}'
-        yield "kv_role", why
+        yield "kv_role", f'{role!r}: a hybrid model stores and loads; write "kv_role": "kv_both", {_ONE_KIND}'
     if of_model := _model_refusal(vllm_config):
         yield "model", of_model
     if vllm_config.attention_config.hisparse_config is not None:
-        yield "hisparse_config", "KV is in a separate host pool; leave it out"
+        yield "hisparse_config", "it keeps KV in a separate host pool; leave it out"
     if parallel.enable_elastic_ep:
         yield "enable_elastic_ep", "the ranks change; leave it out"
     # all ranks write the parts of a chunk into slots of one host tier

@@ -1,6 +1,6 @@
-"""A worker's half: loads chunks into the engine's blocks, on threads, and copies the pages of new chunks into slots.
+"""A worker's half: loads chunks into the engine's blocks on threads, and copies the pages of new chunks into slots.
 
-New chunks are copied within the step that computed them, so that no block must be kept for them afterwards.
+New chunks are copied within the step that computed them, so vLLM need not keep blocks for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Answer, Pool, wait
+from pagoda.signal_safe_threads import Answer, Pool, wait
 from pagoda.transfer.base import Bytes
 from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV, DeviceSnapshot, SnapshotBuffer
 from pagoda.transfer.pages_kv import PagesKV
@@ -39,8 +39,8 @@ _LOAD_THREADS = 4
 _SAVE_THREADS = 1  # chunks of one prompt become visible in its order
 _IDLE_SECONDS, _PAUSE_SECONDS = 0.005, 0.0005
 _END_SECONDS = 5.0
-_MOST_SNAPSHOT_BYTES = 512 << 20  # of device memory for snapshots that wait; one chunk is always allowed
-_FREE_SHARE = 4  # at most a quarter of the device memory that vLLM's own plan has left free
+_MOST_SNAPSHOT_BYTES = 512 << 20  # device memory for waiting snapshots; one chunk is always allowed
+_FREE_SHARE = 4  # at most a quarter of the device memory that vLLM's own plan leaves free
 
 
 class _Loading(NamedTuple):
@@ -56,7 +56,7 @@ _Copied = tuple[bytes, list[ChunkRef], DeviceSnapshot | None, list[Bytes]]
 
 
 class PagodaWorker:
-    """Does what the scheduler's half requests. Used by the worker's thread; copies run on separate threads."""
+    """Does the work that the scheduler's half requests. For the worker's thread; copies run on separate threads."""
 
     def __init__(self, options: ConnectorOptions, vllm_config: Any, kv_cache_config: Any) -> None:
         self._options = options
@@ -64,17 +64,17 @@ class PagodaWorker:
         self._cache: Cache | None = None
         self._loading: dict[str, _Loading] = {}
         self._bad_blocks: set[int] = set()
-        self._report = PagodaWorkerMetadata()  # to the scheduler's half, since the last step
-        # snapshots that wait to be copied into slots; None: pages are copied at once
+        self._report = PagodaWorkerMetadata()  # for the scheduler's half, since the last step
+        # for snapshots that wait to be copied into slots; None: pages are copied at once
         self._staging: SnapshotBuffer | None = None
         self._load_threads = Pool(_LOAD_THREADS, "pagoda-load")
         self._save_threads = Pool(_SAVE_THREADS, "pagoda-save")
         self._prefills: PrefillSteps | None = None  # None: another rank measures them
         self._handled: BaseException | None = None
-        self._step: int | None = None  # the last that began
+        self._step: int | None = None  # the last step that began
         self._ended = True  # whether `save` was called for it
         self._healthy = True  # False once a step was interrupted
-        self._stats = PagodaStats()
+        self.stats = PagodaStats()  # since the last step
         self._lines = RateLimitedLog()
 
     def register(self, kv_caches: dict[str, Any]) -> None:
@@ -114,15 +114,15 @@ class PagodaWorker:
     def begin(self, meta: PagodaMetadata) -> None:
         """Note when the step began, and the exception that the engine's caller is handling, if any.
 
-        vLLM's scheduler assumes that each step was computed. A step that never arrived here, or never ended (an
-        interrupt in a notebook), leaves pages in the engine that were not computed.
+        vLLM's scheduler assumes that each step was computed. If a step never arrived here, or never ended (an
+        interrupt in a notebook), the engine has pages that were not computed.
         """
         if not self._ended or self._step not in (None, meta.number - 1):
             self._step_interrupted()
         self._step, self._ended = meta.number, False
         if meta.loads_of_others:
-            self._report.ended = meta.number  # which is taken at the step's end, with the blocks that failed
-        if self._prefills is not None:  # a step that loads for others says nothing of computing
+            self._report.ended = meta.number  # sent at the step's end, with the blocks that failed
+        if self._prefills is not None:  # a step with other loads does not show the speed of computing
             self._prefills.begin(0 if meta.loads_of_others else meta.prompt_tokens)
         self._handled = sys.exc_info()[1]
 
@@ -138,7 +138,7 @@ class PagodaWorker:
             self._loading[load.request] = _Loading(load, future, began)
 
     def _retriever(self, load: Load) -> Callable[[], Hit]:
-        """Return a load for a thread to run; on a GPU it waits for all work that was launched before now."""
+        """Return a load, which a thread runs; on a GPU it waits for all work that was launched before now."""
         kv, start = self._pages.with_table(load.blocks), load.first * self._layout.chunk_tokens
         options: CallOptions = {
             "keys": load.keys,
@@ -152,7 +152,7 @@ class PagodaWorker:
     def save(self, meta: PagodaMetadata) -> None:
         """Copy the pages of the step's new chunks; they become visible after the step.
 
-        vLLM also calls this when a step raised (a signal, no memory). Then it is unknown which layers were computed,
+        vLLM also calls this after an exception in a step (a signal, no memory). Then some layers may not be computed,
         and stored chunks outlive the engine, so nothing is stored from then on.
         """
         (handled, self._handled), trouble = (self._handled, None), sys.exc_info()[1]
@@ -167,7 +167,7 @@ class PagodaWorker:
                 continue  # another rank has the same bytes and writes them
             copies = list(save.copies)
             if not self._healthy:
-                # the scheduler still owns them, not this rank
+                # the scheduler still owns these slots, not this rank
                 self._report.unsaved.update([copy.reserved for copy in copies])
                 self._not_saved(copies, "a step of the engine was interrupted", Reason.FAILED_CHECK)
                 continue
@@ -178,7 +178,7 @@ class PagodaWorker:
             if copies and (one := self._copy(save, copies)) is not None:
                 copied.append(one)
         try:
-            if copied:  # by one call: one for each request would cost more
+            if copied:  # one call for all requests costs less than one for each
                 self._save_threads.submit(self._commit, copied)
         except Exception as trouble:  # noqa: BLE001  # a boundary, as in `_copy`
             for _, copies, snapshot, _ in copied:
@@ -199,7 +199,7 @@ class PagodaWorker:
         return [copy for copy, ok in zip(copies, adopted, strict=True) if ok]
 
     def _with_room(self, save: Save, copies: list[ChunkRef]) -> list[ChunkRef]:
-        """Return the leading chunks for which there is device memory; the others are tried again in a later step."""
+        """Return the leading chunks for which there is device memory; the others are tried in a later step."""
         fit = 1 if self._staging is None else self._staging.free
         if rest := copies[fit:]:
             self._give_up(rest)
@@ -221,21 +221,21 @@ class PagodaWorker:
         except Exception as trouble:  # noqa: BLE001  # a boundary: what is not saved is computed again
             self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
             return None
-        self._stats.count("saved_bytes", len(copies) * self._layout.chunk_bytes // self._seen.parts)
+        self.stats.count("saved_bytes", len(copies) * self._layout.chunk_bytes // self._seen.parts)
         if self._seen.part == 0:
-            self._stats.count("saved_chunks", len(copies))
+            self.stats.count("saved_chunks", len(copies))
         return save.root, copies, snapshot, views
 
     def _not_saved(self, copies: list[ChunkRef], why: str, reason: Reason) -> None:
         self._give_up(copies)
-        self._stats.count("refused_chunks", len(copies))
+        self.stats.count("refused_chunks", len(copies))
         self._lines.warn(log, reason, f"{len(copies)} chunks were not saved: {why}")
 
     def _give_up(self, copies: list[ChunkRef]) -> None:
         self._slots.abort([copy.reserved for copy in copies])
 
     def _commit(self, copied: list[_Copied]) -> None:
-        """Copy the snapshots of a step, if there are some, into the slots, and commit all. Runs on a thread."""
+        """Copy the snapshots of a step into the slots, and commit all chunks. Runs on a thread."""
         written: dict[bytes, list[ChunkRef]] = {}
         for root, copies, snapshot, views in copied:
             try:
@@ -249,10 +249,10 @@ class PagodaWorker:
                 self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
         self._slots.commit(written, self._seen.part)
 
-    # ---- what is reported after a step
+    # ---- reports after a step
 
     def finished_loads(self, idle: bool) -> set[str]:
-        """Return the requests whose loads have ended, each once; `take_bad_blocks` has the blocks that were not filled.
+        """Return the requests whose loads have ended, each once; `take_bad_blocks` returns the unfilled blocks.
 
         In an `idle` step this waits a moment: an engine that polls without pause would keep the GIL from the
         threads that load and look up.
@@ -277,18 +277,18 @@ class PagodaWorker:
         wanted = [block for block in load.blocks if block >= 0]
         bad = [block for block in load.blocks[loaded // self._seen.block_tokens :] if block >= 0]
         tokens = (len(wanted) - len(bad)) * self._seen.block_tokens
-        self._stats.count("loaded_tokens", tokens)
+        self.stats.count("loaded_tokens", tokens)
         chunks = max(0, loaded // chunk - load.first)
-        self._stats.count("loaded_bytes", chunks * self._layout.chunk_bytes // self._seen.parts)
-        self._stats.count("load_seconds", time.perf_counter() - loading.began)
+        self.stats.count("loaded_bytes", chunks * self._layout.chunk_bytes // self._seen.parts)
+        self.stats.count("load_seconds", time.perf_counter() - loading.began)
         if bad:
             self._bad_blocks.update(bad)
             self._report.failed.add(load.request)
             self._lines.warn(
                 log, reason, f"{len(bad)} of {len(wanted)} blocks of a load were not loaded: {why}"
             )
-            self._stats.count("failed_loads", 1)
-            self._stats.count("failed_load_tokens", len(bad) * self._seen.block_tokens)
+            self.stats.count("failed_loads", 1)
+            self.stats.count("failed_load_tokens", len(bad) * self._seen.block_tokens)
 
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks that loads left unfilled since the last call."""
@@ -299,10 +299,6 @@ class PagodaWorker:
         """Return the failed loads and saves since the last call; None if there are none."""
         taken, self._report = self._report, PagodaWorkerMetadata()
         return taken if taken != self._report else None
-
-    def take_stats(self) -> PagodaStats | None:
-        """Return what was counted since the last call."""
-        return self._stats.take()
 
     def shutdown(self) -> None:
         """End the running copies, then release the cache; ends in bounded time. Idempotent."""
@@ -315,7 +311,7 @@ class PagodaWorker:
         if cache is not None:
             let_go(cache)
 
-    # ---- parts of it
+    # ---- helpers
 
     @property
     def _slots(self) -> HostSlots:

@@ -4,12 +4,12 @@
 const SVG = "http://www.w3.org/2000/svg";
 const MOST_SAMPLES = 300; // as many as the server keeps
 const REASONS = {
-  absent: "never stored, or forgotten since", evicted: "stored, then evicted: more memory or disk would have kept it",
+  absent: "never stored, or removed and forgotten", evicted: "stored, then evicted: more memory or disk would have kept it",
   cleared: "cleared on request", removed: "removed by its key", other_namespace: "stored under another namespace",
   busy: "another call was storing or loading it", failed_check: "damaged bytes, not served", below_minimum: "fewer than min_hit_tokens",
   not_worth_it: "computing is faster than loading", ledger_busy: "the ledger's lock was not free in time",
   deadline: "a tier did not answer in time", io_error: "the system or a server reported an error", short_prompt: "no whole chunk",
-  tier_skipped: "a tier failed repeatedly and is skipped", full: "no slot may be evicted", not_admitted: "less useful than what it would replace",
+  tier_skipped: "a tier failed repeatedly and is skipped", full: "no slot may be evicted", not_admitted: "less useful than the chunk it would replace",
   queue_full: "the tier is slower than the stores", too_large: "does not fit a slot", stale: "evicted before it was written",
   superseded: "another call stored it first", closed: "the cache was closed", pin_limit: "a quarter is pinned already",
   rebuilding: "the store is being rebuilt",
@@ -128,7 +128,7 @@ function figure(title, value, words) {
 
 function showSaved({ totals, saved }) {
   show(byId("saved"), () => [
-    figure("Tokens from the cache", percent(totals.hit_tokens, totals.asked_tokens), `${short(totals.hit_tokens)} of ${short(totals.asked_tokens)} tokens asked, ${short(totals.lookups)} requests`),
+    figure("Tokens from the cache", percent(totals.hit_tokens, totals.asked_tokens), `${short(totals.hit_tokens)} of ${short(totals.asked_tokens)} requested tokens, ${short(totals.lookups)} requests`),
     figure("Waiting for first tokens saved", saved.first_token_seconds === null ? null : duration(saved.first_token_seconds), saved.first_token_words),
     figure("Engine time saved", saved.engine_seconds === null ? null : duration(saved.engine_seconds), saved.engine_words),
     figure("Money saved", saved.money === null ? null : saved.money.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 }), saved.money_words),
@@ -223,14 +223,14 @@ function showChart() {
 
 function chartWords(most, span) {
   const sums = KINDS.map(([kind, title]) => `${title} ${count(samples.reduce((sum, sample) => sum + (sample.hit_tokens[kind] || 0), 0))}`);
-  return `Tokens served in the last ${duration(span)}, by tier: ${sums.join(", ")}; at most ${count(most > 1 ? most : 0)} a second`;
+  return `Tokens served in the last ${duration(span)}, by tier: ${sums.join(", ")}; at most ${count(most > 1 ? most : 0)} per second`;
 }
 
 function showRequests(requests) {
   show(byId("requests"), () => (requests.length ? requests.map((row) => make("tr", {},
     make("td", {}, new Date(1000 * row.time).toLocaleTimeString("en-GB")), make("td", { className: "number" }, count(row.asked_tokens)),
     make("td", { className: "number hits" }, KINDS.filter(([kind]) => row.hit_tokens[kind]).map(([kind]) => `${kind} ${count(row.hit_tokens[kind])}`).join(", ") || "0"),
-    make("td", {}, (row.reason || "all was there").replaceAll("_", " ")), make("td", { className: "model" }, titleOf(row)), make("td", { className: "number" }, `${row.pid}`)))
+    make("td", {}, (row.reason || "complete").replaceAll("_", " ")), make("td", { className: "model" }, titleOf(row)), make("td", { className: "number" }, `${row.pid}`)))
     : [make("tr", {}, make("td", { colSpan: 6, className: "soft" }, "No request yet."))]), requests);
 }
 
@@ -320,10 +320,10 @@ async function change(path, value, output) {
 
 function said(path, answer) {
   if (path !== "explain") return [make("p", {}, answer.said)];
-  if (!answer.namespaces.length) return [make("p", {}, "Nothing is stored yet, so nothing would hit.")];
+  if (!answer.namespaces.length) return [make("p", {}, "Nothing is stored yet, so no prompt would hit.")];
   return answer.namespaces.flatMap((found) => [make("h3", {}, found.model),
     table(["Tier", `Of ${count(answer.asked_tokens)} tokens`, "Why not more"],
-      found.answers.map((row) => [row.tier, count(row.num_tokens), (row.reason || "all whole chunks are there").replaceAll("_", " ")])),
+      found.answers.map((row) => [row.tier, count(row.num_tokens), (row.reason || "all whole chunks are stored").replaceAll("_", " ")])),
     ...found.lines.map((line) => make("p", { className: "note" }, line))]);
 }
 

@@ -20,6 +20,6 @@ Modules, in the order in which a save reaches them:
 - `peers`: several such servers as one read-only store
 - `peer_directory`: which machines have which chunks, by hints in a Redis
 - `http`: direct HTTP connections, which copy nothing
-- `s3_requests`: requests to an S3 bucket that obstore cannot make
+- `s3_list_delete`: requests to an S3 bucket that obstore cannot make
 - `socket_keepalive`: keepalive and abort of connections
 """

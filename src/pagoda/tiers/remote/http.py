@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from pagoda.codec import HEADER_BYTES
 from pagoda.fork import call_in_child
 from pagoda.metrics import Reason
-from pagoda.threads import NO_THREAD, Answer, Pool, complete, start_thread, wait
+from pagoda.signal_safe_threads import NO_THREAD, Answer, Pool, complete, start_thread, wait
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, LATE, abort, keep_alive, seconds_left
 from pagoda.tiers.remote.store_client import GetRequest, RefusedError
 

@@ -32,7 +32,7 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.finalizers import close_when_dropped
 from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Pool
+from pagoda.signal_safe_threads import Pool
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.store_client import (
     NAME_FORMAT,

@@ -23,7 +23,7 @@ import numpy as np
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
-from pagoda.tiers.remote import obstore_runner, s3_requests, store_urls
+from pagoda.tiers.remote import obstore_runner, s3_list_delete, store_urls
 from pagoda.tiers.remote.http import HttpConnection, HttpConnectionPool, Response, listed_paths, read_chunk
 from pagoda.tiers.remote.leading_run import EXACT_REQUESTS
 from pagoda.tiers.remote.obstore_runner import (
@@ -114,7 +114,9 @@ class ObjectStoreClient(StoreClient):
         """Return a new connection pool that is still to be opened."""
         store = obstore_runner.open_store(self._parts, self._options)
         is_direct = store_urls.supports_direct(self._parts, self._options)
-        secret = s3_requests.find_secret(self._options) if is_direct and self._parts.scheme == "s3" else None
+        secret = (
+            s3_list_delete.find_secret(self._options) if is_direct and self._parts.scheme == "s3" else None
+        )
         return ObjectStoreConnection(store, self._base, self.address, self._parts, is_direct, secret)
 
 
@@ -259,7 +261,7 @@ class ObjectStoreConnection(StoreConnection):
 
     def _delete_bulk(self, names: Sequence[str], until: float) -> bool:
         """Delete as many as S3 accepts in one request; return False if we cannot sign it."""
-        headers, body = s3_requests.bulk_delete(names)
+        headers, body = s3_list_delete.bulk_delete(names)
         response = self._request_bucket("POST", {"delete": ""}, until, headers, [memoryview(body)])
         if response is None:
             return False
@@ -326,7 +328,7 @@ class ObjectStoreConnection(StoreConnection):
         if self._secret is None:
             return None
         url, _ = self._request_targets("GET", [""], until)
-        target = s3_requests.signed_target(method, url, self._secret, parameters)
+        target = s3_list_delete.signed_target(method, url, self._secret, parameters)
         return None if target is None else self._send(url, method, target, until, headers, body)
 
     def _send(
@@ -540,10 +542,10 @@ class ObjectStoreConnection(StoreConnection):
 
     def _s3_page(self, prefix: str, token: str | None, until: float) -> tuple[list[str] | None, str | None]:
         """Return the chunk names on one page of S3's listing, and the next page's token. None: we cannot sign it."""
-        response = self._request_bucket("GET", s3_requests.page_parameters(prefix, token), until)
+        response = self._request_bucket("GET", s3_list_delete.page_parameters(prefix, token), until)
         if response is None:
             return None, None
-        names, following = s3_requests.parse_page(self._body(response, 200, until))
+        names, following = s3_list_delete.parse_page(self._body(response, 200, until))
         return self._only_chunks(names), following
 
     def _body(self, response: Response, good: int, until: float) -> bytes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult
 
 from pagoda.metrics import Reason
-from pagoda.threads import Pool
+from pagoda.signal_safe_threads import Pool
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS
 from pagoda.tiers.remote.store_client import RefusedError, ServerError
 from pagoda.tiers.remote.store_urls import (

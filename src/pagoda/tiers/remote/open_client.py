@@ -15,7 +15,7 @@ from urllib.parse import quote, urlunsplit
 from pagoda.errors import ConfigError, StoreError
 from pagoda.tiers.remote.store_client import StoreClient
 from pagoda.tiers.remote.store_urls import password_in
-from pagoda.url_parts import split_url
+from pagoda.url_hosts import split_url
 
 _SETTLE_SECONDS = 0.05
 

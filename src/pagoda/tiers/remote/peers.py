@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from pagoda.clock import Clock
 from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Condition, Pool
+from pagoda.signal_safe_threads import Condition, Pool
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.http import resolve
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient, PagodaServerConnection

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import NamedTuple, TypeAlias
 
 from pagoda.metrics import Reason
-from pagoda.threads import Answer, Condition
+from pagoda.signal_safe_threads import Answer, Condition
 from pagoda.tiers.remote.store_client import StoreConnection
 
 _MOST = 64

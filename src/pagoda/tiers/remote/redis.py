@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple, Self, TypedDict, Unpack
 from pagoda.codec import HEADER_BYTES
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
-from pagoda.threads import Answer
+from pagoda.signal_safe_threads import Answer
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis_address import RedisAddress, SentinelAddress

@@ -15,7 +15,7 @@ from typing import Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from pagoda.errors import ConfigError, StoreError
-from pagoda.threads import NO_THREAD, start_thread, wait
+from pagoda.signal_safe_threads import NO_THREAD, start_thread, wait
 from pagoda.tiers.remote.resp import ErrorReply, ReplyShape, RespConnection, command
 from pagoda.tiers.remote.store_urls import (
     REDIS_OPTIONS,
@@ -24,7 +24,7 @@ from pagoda.tiers.remote.store_urls import (
     node_urls,
     password_in,
 )
-from pagoda.url_parts import split_url
+from pagoda.url_hosts import split_url
 
 _KNOWN = ("host", "port", "path", *REDIS_OPTIONS)
 _SENTINEL_PORT = 26379

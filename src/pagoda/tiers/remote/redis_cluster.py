@@ -16,7 +16,7 @@ from pagoda.tiers.remote.redis_address import HOST
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient
 from pagoda.tiers.remote.resp import NUMBER, ErrorReply, Reply, ReplyShape, RespConnection, command
 from pagoda.tiers.remote.store_client import GetRequest, RefusedError, reason_of
-from pagoda.url_parts import place_of
+from pagoda.url_hosts import place_of
 
 _SLOTS = 1 << 14
 _SLOTS_SHAPE = ReplyShape(b":$*", 255, items=1 << 16, depth=5)

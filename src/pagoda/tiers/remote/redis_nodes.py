@@ -27,7 +27,7 @@ import numpy.typing as npt
 from pagoda.clock import Clock
 from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Pool, wait
+from pagoda.signal_safe_threads import Pool, wait
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.redis import ChunkUse, RedirectError, RedisClient, RedisConnection, RedisOptions
 from pagoda.tiers.remote.store_client import (
@@ -42,7 +42,7 @@ from pagoda.tiers.remote.store_client import (
     reason_of,
 )
 from pagoda.tiers.remote.store_urls import node_urls
-from pagoda.url_parts import place_of, split_url
+from pagoda.url_hosts import place_of, split_url
 
 _FAILURES, _REST_SECONDS = 2, 0.25  # after two failures in a row a node is left out until it answers a probe
 _REFUSALS, _REFUSED_SECONDS = 4, 5.0  # after four refusals nothing is written to a node for five seconds

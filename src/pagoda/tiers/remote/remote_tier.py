@@ -23,8 +23,8 @@ from pagoda.errors import ConfigError, StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout, itemsize
 from pagoda.metrics import COUNTERS, RateLimitedLog, Reason, guarded_logger
+from pagoda.signal_safe_threads import Event, if_free
 from pagoda.slab import aligned
-from pagoda.threads import Event, if_free
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.io_queue import IoQueue, IoWorker, QueuedTier, ReadRequest, WorkerBackend, WriteRequest

@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 from pagoda.errors import ConfigError
-from pagoda.url_parts import split_url
+from pagoda.url_hosts import split_url
 
 # with these options, obstore's requests contain more than a URL or are sent elsewhere
 _REQUEST_OPTIONS = re.compile(

@@ -24,8 +24,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from pagoda.signal_safe_threads import Condition, complete, if_free
 from pagoda.slab import address
-from pagoda.threads import Condition, complete, if_free
 from pagoda.transfer.base import Bytes, Ids
 from pagoda.transfer.gpu.autotune import fastest_way
 from pagoda.transfer.gpu.device import CudaDevice, Device, DeviceEvent, DeviceStream

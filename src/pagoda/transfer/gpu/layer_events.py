@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagoda.threads import Condition
+from pagoda.signal_safe_threads import Condition
 
 if TYPE_CHECKING:
     from pagoda.transfer.gpu.device import Device, DeviceEvent

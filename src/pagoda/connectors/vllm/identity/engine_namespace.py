@@ -1,4 +1,4 @@
-"""The namespace: all that vLLM's KV depends on except tokens and layout, such as weights, config and adapters."""
+"""The namespace: everything except tokens and layout that vLLM's KV depends on: weights, config, adapters."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _named(model_config: Any, load_config: Any, weights: str | None) -> object:
     if load_config.load_format == "dummy":
         raise ValueError(
             'load_format "dummy": these weights are placeholders, and the weights that replace them are unknown;'
-            " give them a name of their own, a new one for each run, as `weights` in"
+            " give them a separate name, a new one for each run, as `weights` in"
             " kv_connector_extra_config"
         )
     directory = checkpoint_directory(model_config, load_config)

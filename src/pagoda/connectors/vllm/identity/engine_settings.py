@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 # rotary embeddings whose angles for a position do not depend on the engine's longest context
 _LENGTH_BLIND_ROPES = frozenset({None, "default", "linear", "llama3", "yarn", "mrope", "proportional"})
-# fields of the multimodal config for memory, speed or checks; all others may change what is computed
+# fields of the multimodal config for memory, speed or checks; all other fields may change the KV
 _MULTIMODAL_ROOM = (
     "interleave_mm_strings",
     "limit_per_prompt",
@@ -41,7 +41,7 @@ _ENVIRONMENT = (  # variables that change how vLLM quantises weights or activati
     "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD",
     "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD",
 )
-# flags of the same kind, named only if they are not what vLLM sets by default
+# flags of the same kind, named only if they differ from vLLM's defaults
 _FLAGS = {
     "VLLM_B12X_MOE_FP4_FORCE_A16": False,
     "VLLM_CPU_INT4_W4A8": True,
@@ -110,7 +110,7 @@ def _length_matters(model_config: Any) -> bool:
 
 
 def _lora_facts(vllm_config: VllmConfig) -> object:
-    """Return the LoRA settings that change how adapters act; None if they act as they were trained."""
+    """Return the LoRA settings that change the effect of adapters; None without such settings."""
     lora = vllm_config.lora_config
     if lora is None:
         return None

@@ -16,7 +16,7 @@ def machine_facts(
 ) -> dict[str, object]:
     """Return vLLM's minor release, the kind of device, and the attention backend of each layer. Changes nothing.
 
-    `by_head`: as the backend sees one head, without the number of heads, of which each rank has a share.
+    `by_head`: the backend's view of one head, without the number of heads, of which each rank has a share.
     Raises ValueError for an unknown device or layer.
     """
     import vllm
@@ -27,7 +27,7 @@ def machine_facts(
 
 
 def _device(device: torch.device) -> list[object]:
-    """Return the kind of device, as far as a page's bytes may depend on it: without number or card name."""
+    """Return the facts of the device on which a page's bytes may depend: without its number or name."""
     import torch
     from vllm import envs
 
@@ -54,11 +54,11 @@ def _backend(vllm_config: VllmConfig, layer_name: str, by_head: bool) -> list[ob
 
 
 def _view(view: Any, by_head: bool) -> list[object] | None:
-    """Return how the kernel sees a layer's KV, without the number of blocks; its blocks may be smaller than vLLM's."""
+    """Return the kernel's view of a layer's KV, without the number of blocks, which may be smaller than vLLM's."""
     import torch
 
     if not isinstance(view, torch.Tensor):
         return None
-    if by_head:  # distances between blocks have the number of heads in them
+    if by_head:  # the stride between blocks depends on the number of heads
         return [str(view.dtype), list(view.shape[2:]), list(view.stride()[2:])]
     return [str(view.dtype), list(view.shape[1:]), list(view.stride())]

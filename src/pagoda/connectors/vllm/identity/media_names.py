@@ -1,4 +1,4 @@
-"""Images, audio and video in vLLM's block hashes: whether their names are digests of their content."""
+"""Decides whether the names of images, audio and video in vLLM's block hashes are digests of their content."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")  # BLAKE3 and SHA-256, SH
 
 
 def hashes_media(vllm_config: Any) -> bool:
-    """Whether vLLM names media by their content: without caches of its own it counts them. Changes nothing."""
+    """Whether vLLM names media by their content: without its own caches it numbers them. Changes nothing."""
     multimodal = vllm_config.model_config.multimodal_config
     caches = vllm_config.cache_config.enable_prefix_caching or (
         multimodal is None or multimodal.mm_processor_cache_gb != 0
@@ -29,9 +29,9 @@ def hashes_media(vllm_config: Any) -> bool:
 class MediaNames:
     """The names of chunks with media, for one engine.
 
-    A block hash has the `identifier` of each item: a digest of its content, or the text that a client gave, or a
-    number that each process counts from 1. Only a digest means the same item in another engine and after a restart. So
-    chunks that depend on an item with another name are this engine's own. Thread-safe.
+    A block hash has the `identifier` of each item: a digest of its content, the text of a client, or a number that each
+    process counts from 1. Only a digest names the same item in another engine and after a restart. So chunks that
+    depend on an item with another name hit in this engine only. Thread-safe.
     """
 
     def __init__(self, hashed: bool = True) -> None:
@@ -40,12 +40,12 @@ class MediaNames:
         self._own = secrets.token_bytes(32)
         self._logged = False
 
-    def told_apart(
+    def key_digests(
         self, digests: Sequence[bytes], first: int, chunk_tokens: int, shared_tokens: int | None
     ) -> list[bytes]:
-        """Return what the keys of a request's chunks are made of, from chunk number `first` on.
+        """Return the digests from which the keys of a request's chunks are derived, from chunk number `first` on.
 
-        `digests`: vLLM's hashes at the ends of these chunks, which are returned for chunks that all engines may share.
+        `digests`: vLLM's hashes at the ends of these chunks; they are used for chunks that all engines may share.
         """
         if shared_tokens is None:
             return list(digests)
@@ -53,7 +53,7 @@ class MediaNames:
         return [*digests[:shared], *(blake3(one, key=self._own).digest() for one in digests[shared:])]
 
     def shared_tokens(self, request: Any) -> int | None:
-        """Return how many tokens of a request are before its first item without a name by content; None: all are."""
+        """Return how many tokens of a request are before its first item that is not named by content; None: all."""
         if not request.mm_features:
             return None
         at: list[int] = [

@@ -1,4 +1,4 @@
-"""Find the chunks that vLLM's scheduler asks for, on threads; load them into host slots and hold them there.
+"""Finds the chunks that vLLM's scheduler asks for, on threads; loads them into host slots and holds them there.
 
 A load that was promised cannot be cancelled, so a chunk is a hit only while this process holds its slot. For groups
 with full attention a hit is a run from the first chunk on; for sliding windows only the end of that run is needed.
@@ -27,7 +27,7 @@ log = guarded_logger("pagoda.vllm")
 
 _HELD_SHARE = 2  # at most half of the slots are held at a time
 _WINDOW_SHARE = 4  # a quarter of those, or one window of each group, is for windows: without them no run hits
-_PIECE, _PIECE_BYTES = 16, 64 << 20  # loaded together: all of a piece are reported when the last has arrived
+_PIECE, _PIECE_BYTES = 16, 64 << 20  # loaded together, and reported when all of them have arrived
 _BATCH = 64  # chunks of one transaction
 _MOST_FINDS = 128  # how many gaps in a run one question looks into
 
@@ -276,17 +276,15 @@ class ChunkFinder:
                     break
                 if fetched < at and run[at].lower and self._lower:
                     fetched = at
-                    self._fetch(run[at:])
+                    keys = self._placed(run[at:])
+                    self._cache.prefetch(None, keys=keys, weights_version=run[at].version).result()
                     continue
                 missed = run[at:] if chained else run[at : at + 1]
                 news += all_found(missed, ChunkState.MISSED)
                 at += len(missed)
         return news
 
-    def _fetch(self, run: Sequence[AskedChunk]) -> None:
-        self._cache.prefetch(None, keys=self._placed(run), weights_version=run[0].version).result()
-
-    # ---- parts of it
+    # ---- helpers
 
     def _match(self, run: Sequence[AskedChunk], touch: bool = True) -> tuple[list[HostPlace], Reason | None]:
         """Return where the leading chunks of a run are in the host tier, and why not more."""
@@ -294,9 +292,9 @@ class ChunkFinder:
         return list(zip(match.slots.tolist(), match.generations.tolist(), strict=True)), match.reason
 
     def _below(self, run: Sequence[AskedChunk]) -> tuple[int, bool]:
-        """Return how many leading chunks of a run are to be loaded from lower tiers, and whether more are too slow.
+        """Return how many leading chunks of a run are to be loaded from lower tiers, and whether more would be slow.
 
-        Notes which of them.
+        Sets the tier of each.
         """
         if not run or not self._lower or not run[0].lower:
             return 0, False

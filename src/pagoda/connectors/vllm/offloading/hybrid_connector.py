@@ -18,10 +18,10 @@ from pagoda.connectors.extra_options import ExtraOptions
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
 from pagoda.connectors.vllm.event_publisher import EventOutlet, outlet_of
 from pagoda.connectors.vllm.identity.media_names import MediaNames, hashes_media
+from pagoda.connectors.vllm.join_vllm_log import join_vllm_log
 from pagoda.connectors.vllm.options import EXTRA, chunk_options
 from pagoda.connectors.vllm.prefill_steps import prompt_tokens_of
 from pagoda.connectors.vllm.supported_engines import check_engine, has_states, log_choices
-from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.kv_events.notes import BlockFacts, Groups
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ class PagodaHybridConnector(OffloadingConnector):
         return self.connector_worker
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the step's loads, and to measure it."""
+        """Begin the step's loads, and the measurement of the step."""
         super().start_load_kv(forward_context, **kwargs)
         if (copies := self.worker.worker) is not None and copies.prefills is not None:
             copies.prefills.begin(self._get_connector_metadata().prompt_tokens)
 
     def wait_for_save(self) -> None:
-        """End the measurement, and do what vLLM does."""
+        """End the measurement, then do the same as vLLM."""
         copies = self.worker.worker
         if copies is not None and copies.prefills is not None and not sys.exc_info()[1]:
             copies.prefills.end()
@@ -120,7 +120,7 @@ class PagodaHybridConnector(OffloadingConnector):
         that reports the preemption to the workers, because it would end the engine: vLLM waits for all jobs of a
         preempted request, and assumes that they are stores.
         """
-        self.engine_weights.settle()
+        self.engine_weights.restore_after_sleep()
         name = request.request_id
         if request.num_preemptions > self._preemptions.get(name, 0):
             self._preemptions[name] = request.num_preemptions
@@ -162,13 +162,13 @@ class PagodaHybridConnector(OffloadingConnector):
         return output
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Log the prompt, for `pagoda explain`, and do what vLLM does."""
+        """Log the prompt for `pagoda explain`, then do the same as vLLM."""
         self._manager.request_ended(request, self.scheduler.config.tokens_per_hash)
         late, parameters = super().request_finished(request, block_ids)
         return late, parameters
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Do as `request_finished`."""
+        """Do the same as `request_finished`."""
         return self.request_finished(request, block_ids)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -182,7 +182,7 @@ class PagodaHybridConnector(OffloadingConnector):
         return self._outlet.take() if self._outlet is not None else ()
 
 
-# MultiConnector finds the metrics of a connector by the name of its class: that which the configuration names
+# MultiConnector finds the metrics of a connector by the name of its class, as it is in the configuration
 PagodaHybridConnector.__name__ = "PagodaConnector"
 
 
@@ -193,12 +193,12 @@ def _with_spec(vllm_config: Any) -> Any:
 
 
 def _set_options(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Tell vLLM in its words what to store, and the size of a chunk: 0.33 derives from it the chunks of a window."""
+    """Set vLLM's options for what to store and the size of a chunk, from which 0.33 derives the chunks of a window."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     if "store_output" in extra:
         extra["offload_prompt_only"] = not ExtraOptions(EXTRA, extra).flag("store_output")
         del extra["store_output"]
-    extra["self_describing_kv_events"] = False  # vLLM would keep for its own events what it never tells
+    extra["self_describing_kv_events"] = False  # otherwise vLLM keeps data for events that it never sends
     config = build_offloading_config(vllm_config, kv_cache_config)
     _, blocks = chunk_options(config, has_states(kv_cache_config))
     if extra.get("block_size") is None:
@@ -206,7 +206,7 @@ def _set_options(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _event_groups(vllm_config: Any, kv_cache_config: Any) -> Groups:
-    """Return what KV events say of each group of an engine's KV."""
+    """Return the facts of each group of an engine's KV, for KV events."""
     config, groups = build_offloading_config(vllm_config, kv_cache_config), {}
     for group in config.groups:
         spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec

@@ -1,4 +1,4 @@
-"""The chunks that vLLM's scheduler has asked for, and what is known of them: a table that other threads feed."""
+"""A table of the chunks that vLLM's scheduler has asked for, and their states. Other threads send the news."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pagoda.connectors.vllm.offloading import chunk_finder
 from pagoda.connectors.vllm.offloading.chunk_finder import AskedChunk, ChunkState
 from pagoda.keys import derive_keys
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Pool
+from pagoda.signal_safe_threads import Pool
 
 log = guarded_logger("pagoda.vllm")
 
 _MISS_SECONDS = 1.0  # how long a miss is valid for requests that have not seen it
-_LONGEST_SECONDS = 30.0  # that an answer may take, even while other look-ups make progress
-_IDLE_SECONDS = 10.0  # an answer that no request reads for so long is forgotten
+_LONGEST_SECONDS = 30.0  # the longest time of an answer, even while other look-ups make progress
+_IDLE_SECONDS = 10.0  # an answer is forgotten if no request reads it for so long
 _LINGER_SECONDS = 30.0  # how long holds are kept for loads that ran when their chunks were cleared or reset
 _BRING_THREADS = 2
 
@@ -40,7 +40,7 @@ class LookupTable:
         self._known: dict[bytes, AskedChunk] = {}
         self._new: dict[str, list[AskedChunk]] = {}  # by request
         self._wanted: list[AskedChunk] = []
-        self._of: dict[str, set[bytes]] = {}  # what a request has asked for
+        self._of: dict[str, set[bytes]] = {}  # by request: the chunks that it has asked for
         self._answers = Pool(1, "pagoda-find")
         self._brings = Pool(_BRING_THREADS, "pagoda-bring")
         self._releases = Pool(1, "pagoda-release")
@@ -51,7 +51,7 @@ class LookupTable:
         self._lines = RateLimitedLog()
 
     def get(self, name: bytes) -> AskedChunk | None:
-        """Return what is known of a chunk."""
+        """Return the entry of a chunk."""
         return self._known.get(name)
 
     # ---- asking
@@ -59,9 +59,9 @@ class LookupTable:
     def look(
         self, name: bytes, digest: bytes, group: int, position: int, request: str, lower: bool
     ) -> ChunkState:
-        """Return what is known of a chunk; if nothing is known, add it to the next question.
+        """Return the state of a chunk; if it has no entry, add it to the next question.
 
-        `digest`: what its key is made of.
+        `digest`: its key is derived from it.
         """
         self._drain()
         self._verify()
@@ -151,7 +151,7 @@ class LookupTable:
             self._release([found.place for found in news.get() if not self._apply(found)])
 
     def _apply(self, found: chunk_finder.FoundChunk) -> bool:
-        """Note one chunk's news; False if it is now held for no request."""
+        """Note one chunk's news; return False if it is held although no request needs it."""
         asked, now = found.asked, time.monotonic()
         if asked.state not in (ChunkState.ASKED, ChunkState.COMING):
             return found.state is not ChunkState.HELD
@@ -168,7 +168,7 @@ class LookupTable:
     # ---- loads
 
     def load(self, name: bytes) -> AskedChunk | None:
-        """Begin to load a hit; None if the chunk is not a hit."""
+        """Begin to load a hit; return None if the chunk is not a hit."""
         asked = self._known.get(name)
         if asked is None or asked.state is not ChunkState.HELD:
             return None
@@ -220,7 +220,7 @@ class LookupTable:
             del self._known[asked.name]
 
     def _sweep(self, now: float) -> None:
-        """Forget old misses, hits that no request reads, and loads that ran when the cache was reset."""
+        """Forget old misses, hits that no request reads, and loads from before a reset of the cache."""
         idle = []
         for asked in list(self._known.values()):
             if asked.state is ChunkState.MISSED and now > asked.until and not asked.users:
@@ -273,7 +273,7 @@ class LookupTable:
         )
 
     def take_late(self) -> int:
-        """Return how many answers came too late since the last call."""
+        """Return how many answers were too late since the last call."""
         late, self._late = self._late, 0
         return late
 

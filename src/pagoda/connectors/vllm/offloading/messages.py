@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.shared_caches import agreed
+from pagoda.file_space import make_directory
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
@@ -37,9 +38,8 @@ class Placed(NamedTuple):
 class SlotsSpec(LoadStoreSpec):
     """The slots that one job of a request copies into, or out of, in the order in which vLLM names its blocks.
 
-    `fingerprint`: the layout of the store that has the slots. `pid`: the process that reserved them. `root`: of the
-    namespace, with this `version` of the weights. `lost`: a chunk that was promised is missing, so the load cannot be
-    done.
+    `fingerprint`: the layout of the store that has the slots. `pid`: the process that reserved them. `root`: that of
+    the namespace, with this `version` of the weights. `lost`: a promised chunk is missing, so the load is impossible.
     """
 
     fingerprint: str
@@ -73,7 +73,7 @@ class WorkerGreeting(msgspec.Struct, frozen=True):
 
 def greet(root: Path, engine_id: str, rank: int, greeting: WorkerGreeting) -> None:
     """Leave a rank's greeting in the host tier's directory, for this user only. Raises OSError."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directory(root)
     for old in root.glob("engine-*"):  # left by engines that died during their start
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:

@@ -25,7 +25,7 @@ from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef, columns_of
 from pagoda.clock import Deadline
 from pagoda.connectors.vllm.engine_weights import EngineWeights
-from pagoda.connectors.vllm.event_notes import VLLMEventForm
+from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.identity.media_names import MediaNames
 from pagoda.connectors.vllm.offloading.chunk_finder import ChunkState, Group
@@ -37,17 +37,17 @@ from pagoda.kv_events.notes import ChunkNote, Groups
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Outcome, Refused, Reserved
 from pagoda.metrics import Reason
-from pagoda.threads import Pool
+from pagoda.signal_safe_threads import Pool
 
-COUNTED = {  # what an engine counts in addition to vLLM's own, and what vLLM's metrics say of it
+COUNTED = {  # counters in addition to vLLM's own, with their help in vLLM's metrics
     "vllm:pagoda_refused_chunks": "Number of chunks that found no slot in the host tier.",
     "vllm:pagoda_late_lookups": "Number of chunk lookups that took too long and counted as misses.",
     "vllm:pagoda_failed_loads": "Number of requests whose load failed; they were computed.",
 }
-_RESERVE_SECONDS = 0.02  # for one request: a chunk that has no slot by then is not stored
-_TURN_CHUNKS = 8  # that are reserved of one group before the next
-_MOST_LOGS = 16  # calls under way beside which a prompt is still logged
-_LINGER_SECONDS = 30.0  # a reservation whose end vLLM will not report is aborted after this time
+_RESERVE_SECONDS = 0.02  # for one request; a chunk that has no slot by then is not stored
+_TURN_CHUNKS = 8  # chunks that are reserved of one group before those of the next
+_MOST_LOGS = 16  # the most running calls with which a prompt is still logged
+_LINGER_SECONDS = 30.0  # if vLLM does not report the end of a reservation, it is aborted after this time
 _ANSWERS = {
     ChunkState.ASKED: LookupResult.RETRY,
     ChunkState.FOUND: LookupResult.HIT_PENDING,
@@ -63,18 +63,18 @@ _SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": C
 class _Request:
     """One request, from its arrival to its end."""
 
-    source: Any = None  # vLLM's request, which knows what routers are told of its chunks
+    source: Any = None  # vLLM's request, from which the notes for routers are made
     stamp: int | None = None
-    loads: bool = True  # False: a load of it failed, so vLLM computes it
-    stores: bool = True  # False: it is unknown which weights computed which part of it
-    ended: bool = False  # vLLM stores the rest of it with its next step
-    # group -> so many chunks reach to the last found or reserved
+    loads: bool = True  # False: a load has failed, so vLLM computes it
+    stores: bool = True  # False: the weights that computed its parts are unknown
+    ended: bool = False  # vLLM stores its last chunks with its next step
+    # group -> the number of chunks up to the last found or reserved one
     kept: dict[int, int] = field(default_factory=dict)
     tails: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # group -> last chunk reserved, its key
 
 
 class PagodaOffloadingManager(OffloadingManager):
-    """vLLM's view of what is stored. Used by the scheduler's thread; `shutdown` ends its threads.
+    """vLLM's view of the stored chunks. For the scheduler's thread; `shutdown` ends its threads.
 
     A key is a block hash with the number of a KV cache group. The chunks of each group are a separate chain; vLLM's
     hashes include the name and path of an adapter, not its content.
@@ -83,7 +83,7 @@ class PagodaOffloadingManager(OffloadingManager):
     def __init__(self, cache: Cache, groups: dict[int, Group], parts: int, run: str | None = None) -> None:
         """Take over `cache`. `groups`: by the number that they have in vLLM's keys, in vLLM's order.
 
-        `run`: whose weight versions name chunks.
+        `run`: the run whose weight versions name chunks.
         """
         assert cache.slots is not None
         self._cache, self._slots, self._parts = cache, cache.slots, parts
@@ -101,11 +101,11 @@ class PagodaOffloadingManager(OffloadingManager):
         self._form: VLLMEventForm
         self._refused = 0
         self._failed = 0
-        # a request has waited for slots in vain in this step: the process that has the lock may be stopped
+        # in this step a request got no slots within its wait: the process that has the lock may be stopped
         self._stuck = False
         self._closed = False
 
-    # ---- what is stored
+    # ---- look-ups and loads
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Return whether a chunk can be loaded; RETRY while the look-up runs. Never waits."""
@@ -131,7 +131,7 @@ class PagodaOffloadingManager(OffloadingManager):
         spec = self._spec(req_context.req_id)
         for key in keys:
             asked = self._questions.load(bytes(key))
-            if asked is None:  # vLLM must load only hits; otherwise the worker reports that the load failed
+            if asked is None:  # vLLM must load only hits; the worker reports that this load failed
                 spec.lost = True
                 continue
             before, parent = spec.chunks[-1] if spec.chunks else None, None
@@ -151,13 +151,13 @@ class PagodaOffloadingManager(OffloadingManager):
         self._questions.loaded([bytes(key) for key in keys], req_context.req_id)
 
     def load_failed(self, req_id: str) -> None:
-        """Give this request no more hits: its load failed, and the same chunks would be promised again."""
+        """Give this request no more hits: its load failed, and it would get the same chunks again."""
         request = self._requests.get(req_id)
         if request is not None and request.loads:
             request.loads = False
             self._failed += 1
 
-    # ---- what is to be stored
+    # ---- stores
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
         """Reserve slots for chunks that are not stored yet, as far as slots are available at once."""
@@ -194,7 +194,7 @@ class PagodaOffloadingManager(OffloadingManager):
         places = [
             (position * self._groups[group].chunk_tokens // size, group, position, name)
             for name in names
-            if name not in self._storing  # and not being stored for another request
+            if name not in self._storing  # another request may be storing it
             for group, position in [self._place(name, context)]
         ]
         # the positions of a run grow as the indexes do
@@ -241,10 +241,10 @@ class PagodaOffloadingManager(OffloadingManager):
         """Abort what the workers did not commit; committed chunks can be loaded."""
         ended = [(bytes(key), self._storing.pop(bytes(key))) for key in keys if bytes(key) in self._storing]
         if ended and not self._closed:
-            self._thread.later(self._settle, ended)
+            self._thread.later(self._end_stores, ended)
 
-    def _settle(self, ended: list[tuple[bytes, Reserved]]) -> None:
-        """Settle stores that have ended; runs on a thread."""
+    def _end_stores(self, ended: list[tuple[bytes, Reserved]]) -> None:
+        """Abort ended stores that are not committed, and note the committed ones. Runs on a thread."""
         ready = self._slots.ready(*columns_of([item for _, item in ended])).tolist()
         self._slots.abort([item for (_, item), ok in zip(ended, ready, strict=True) if not ok])
         self._stored.put([name for (name, _), ok in zip(ended, ready, strict=True) if ok])
@@ -266,9 +266,9 @@ class PagodaOffloadingManager(OffloadingManager):
         self._questions.finished(req_context.req_id)
 
     def request_ended(self, request: Any, hash_tokens: int) -> None:
-        """Note that a request has ended; log what was stored of it, with the keys of the first group that is a chain.
+        """Note that a request has ended; log its stored chunks, with the keys of the first group that is a chain.
 
-        On a thread. Not with a salt: it is part of vLLM's hashes, and the namespace is the same.
+        The log is written on a thread. Requests with a salt are not logged: only vLLM's hashes have the salt.
         """
         known = self._requests.get(request.request_id)
         if known is not None:
@@ -289,9 +289,10 @@ class PagodaOffloadingManager(OffloadingManager):
         self._slots.log_prompt(root, derive_keys(names[:kept], root), tokens, size)
 
     def on_schedule_end(self, context: Any) -> None:
-        """Start the look-ups of what this step asked for."""
+        """Start the look-ups of the chunks that this step asked for."""
         self._stuck = False
-        self._take_stored()
+        while not self._stored.empty():
+            self._questions.stored(self._stored.get())
         self._questions.flush()
         now = time.monotonic()
         if self._lingering and self._lingering[0][0] < now:
@@ -300,27 +301,27 @@ class PagodaOffloadingManager(OffloadingManager):
             self._thread.later(self._slots.abort, given_up)
 
     def reset_cache(self) -> None:
-        """Make all earlier chunks misses for this engine: its weights may differ from those in its files."""
+        """Make all earlier chunks misses for this engine: its weights may have changed."""
         self.weights.changed()
 
     def _take_version(self, version: str, fresh: bool) -> None:
         """Use the chunks of other weights from now on; see EngineWeights."""
         for name, request in self._requests.items():
-            if fresh and not request.ended:  # nothing of it is computed
+            if fresh and not request.ended:  # it has no KV
                 self._requests[name] = _Request(request.source)
             else:
                 request.stores = False
         self._questions.take_version(version)
-        if self._storing:  # after a reset vLLM no longer reports how these end
+        if self._storing:  # after a reset vLLM no longer reports the end of these
             self._lingering.append((time.monotonic() + _LINGER_SECONDS, list(self._storing.values())))
             self._storing.clear()
 
     # ---- events and counters
 
     def publish_events(self, outlet: EventOutlet, groups: Groups, hash_tokens: int) -> None:
-        """Tell routers what the tiers hold; vLLM's own events of offloading are not taken.
+        """Report the chunks in the tiers to routers; vLLM's own events of offloading are not used.
 
-        `hash_tokens`: of one of vLLM's block hashes.
+        `hash_tokens`: the tokens of one of vLLM's block hashes.
         """
         form, present = VLLMEventForm(groups, hash_tokens), self._questions.present_root
         keeps, ledgers = self._cache.config.prompt_log, self._slots.ledgers
@@ -336,10 +337,10 @@ class PagodaOffloadingManager(OffloadingManager):
         run: Sequence[bytes],
         outcomes: Sequence[Outcome] | None = None,
     ) -> None:
-        """Keep the notes of a run of chunks that a request loads, or, with `outcomes`, that were just reserved.
+        """Keep the notes of a run of chunks that a request loads or, with `outcomes`, that were just reserved.
 
-        Of whole chunks: vLLM also stores parts of blocks, under the hash of the tokens before their end. Of those that
-        other engines can name, too.
+        Only whole chunks that other engines can name get notes. vLLM also stores parts of blocks, under the hash of the
+        tokens before their end.
         """
         if request.source is None:
             return
@@ -357,7 +358,7 @@ class PagodaOffloadingManager(OffloadingManager):
             events.note(whole, root, root, first, outcomes)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         counts = self._refused, self._questions.take_late(), self._failed
         self._refused = self._failed = 0
         if not any(counts):
@@ -379,11 +380,7 @@ class PagodaOffloadingManager(OffloadingManager):
         self._slots.abort(list(self._storing.values()))
         let_go(self._cache)
 
-    # ---- parts of it
-
-    def _take_stored(self) -> None:
-        while not self._stored.empty():
-            self._questions.stored(self._stored.get())
+    # ---- helpers
 
     def _place(self, key: bytes, context: Any) -> tuple[int, int]:
         """Return the group's index and the chain position of one of vLLM's keys."""
@@ -392,9 +389,9 @@ class PagodaOffloadingManager(OffloadingManager):
         return group, max(0, -(-end // self._groups[group].chunk_tokens) - 1)
 
     def _digests(self, request: _Request, group: int, first: int, names: Sequence[bytes]) -> list[bytes]:
-        """Return what the keys of consecutive chunks of a request are made of: vLLM's names, where they say enough."""
+        """Return the digests for the keys of consecutive chunks: vLLM's names, if all engines know them."""
         shared = self.media.shared_tokens(request.source) if request.source is not None else None
-        return self.media.told_apart(names, first, self._groups[group].chunk_tokens, shared)
+        return self.media.key_digests(names, first, self._groups[group].chunk_tokens, shared)
 
     def _spec(self, request: str) -> SlotsSpec:
         questions = self._questions

@@ -26,7 +26,7 @@ from pagoda.connectors.vllm.prefill_steps import PrefillSteps
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.layout import KVLayout
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.threads import Event, Pool
+from pagoda.signal_safe_threads import Event, Pool
 from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from pagoda.transfer.pages_kv import PagesKV
 
@@ -34,14 +34,14 @@ log = guarded_logger("pagoda.vllm")
 
 _LOAD_THREADS = 2
 _TRIES = 3  # to find a chunk again that was removed while it was being loaded
-_FENCE_SECONDS = 10.0  # a store that has not copied its blocks by then is given up
+_FENCE_SECONDS = 10.0  # a store that has not copied its blocks by then is revoked
 _END_SECONDS = 5.0
 
 
 class EnginePages(NamedTuple):
-    """The KV memory of one group: planes [num_blocks, page_bytes], and what a chunk of it is.
+    """The KV memory of one group: planes [num_blocks, page_bytes], and the size of its chunks.
 
-    `number`: the group's number in vLLM's keys. `state`: only the last of a chunk's blocks counts.
+    `number`: the group's number in vLLM's keys. `state`: only the last block of a chunk is used.
     """
 
     number: int
@@ -76,12 +76,12 @@ class _Job:
     wrong: str = ""  # why the job cannot be done
     submitted: float = field(default_factory=time.perf_counter)
     begun: bool = False
-    revoked: bool = False  # its blocks were given away before they were copied
+    revoked: bool = False  # vLLM reassigned its blocks before they were copied
     copied: Event = field(default_factory=Event)  # afterwards its blocks are no longer used
 
 
 class PagodaOffloadingWorker(OffloadingWorker):
-    """Does vLLM's jobs. Used by the worker's thread; copies run on separate threads.
+    """Does vLLM's jobs. For the worker's thread; copies run on separate threads.
 
     A store that fails is dropped; no chunk of it was promised. A load can fail only if chunks are removed
     (`pagoda clear`) while they are being loaded: then they are looked for again in all tiers, and if they are gone,
@@ -145,7 +145,7 @@ class PagodaOffloadingWorker(OffloadingWorker):
     def wait(self, job_ids: Iterable[int]) -> None:
         """Wait until the blocks of these jobs are no longer used.
 
-        A store that takes long is given up, and its copies are discarded. A load that has begun is waited for, because
+        A store that takes long is revoked, and its copies are discarded. A load that has begun is waited for, because
         it is a copy in memory; one that has not begun is cancelled.
         """
         deadline = Deadline(_FENCE_SECONDS)

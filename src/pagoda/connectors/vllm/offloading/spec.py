@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from pagoda.connectors.identity.plain_values import plain
 from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
 from pagoda.connectors.vllm.identity.machine_facts import machine_facts
+from pagoda.connectors.vllm.join_vllm_log import join_vllm_log
 from pagoda.connectors.vllm.offloading.chunk_finder import Group
 from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.offloading.messages import WorkerGreeting, greet, greeted
@@ -30,7 +31,6 @@ from pagoda.connectors.vllm.offloading.offloading_worker import EnginePages, Pag
 from pagoda.connectors.vllm.options import chunk_options
 from pagoda.connectors.vllm.shared_caches import opened
 from pagoda.connectors.vllm.supported_engines import check_vllm, layer_specs
-from pagoda.connectors.vllm.vllm_log import join_vllm_log
 from pagoda.metrics import guarded_logger
 from pagoda.transfer.pages_kv import merged
 
@@ -63,7 +63,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
         self.options, self.blocks_per_chunk = chunk_options(config)
         join_vllm_log()
         check_vllm(self.options)
-        # vLLM says that all ranks hold the same bytes: then only the first stores, and all load its chunks
+        # replicated: all ranks have the same bytes, so only the first stores, and all load its chunks
         self.replicated_layout = config.replicated_layout
         self._parts = 1 if config.replicated_layout else config.parallel.world_size
         self._part = 0 if config.replicated_layout else config.parallel.rank
@@ -117,7 +117,7 @@ class PagodaOffloadingSpec(OffloadingSpec):
         return worker
 
     def _connector(self) -> PagodaHybridConnector:
-        """Return the connector of this process with this spec: it has the model's configuration, the spec does not."""
+        """Return the connector of this process with this spec: only the connector has the model's configuration."""
         agent: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
         for connector in (agent, *getattr(agent, "_connectors", ())):
             if isinstance(connector, PagodaHybridConnector) and connector.worker.spec is self:
@@ -165,7 +165,7 @@ def _kinds(layers: dict[str, Any]) -> set[str]:
 
 
 def _window(layers: dict[str, Any]) -> int | None:
-    """Return how many tokens before the end of a hit a group needs; None: all from the first on."""
+    """Return how many tokens before the end of a hit a group needs; None: all tokens."""
     kinds = _kinds(layers)
     if kinds == {_STATE}:
         return 1

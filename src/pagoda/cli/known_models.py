@@ -1,4 +1,4 @@
-"""Bytes of KV a token and the work of computing one, for models that people ask about. Pure."""
+"""The bytes of KV per token and the work of computing a token, for well-known models. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pagoda.config.did_you_mean import did_you_mean
 
 
 class Model(NamedTuple):
-    """What a model keeps of a token: `planes` vectors of `heads` x `dim` elements a layer (K and V, or one latent).
+    """The KV of a token: `planes` vectors of `heads` x `dim` elements in each layer (K and V, or one latent vector).
 
-    `active` is how many of its parameters, in billions, work on a token.
+    `active`: the number of parameters, in billions, that compute a token.
     """
 
     layers: int
@@ -21,7 +21,7 @@ class Model(NamedTuple):
     planes: int = 2
 
     def token_bytes(self, dtype: str) -> int:
-        """Return the bytes of KV a token. Raises ValueError for an unknown dtype."""
+        """Return the bytes of KV per token. Raises ValueError for an unknown dtype."""
         from pagoda.layout import itemsize
 
         return self.layers * self.planes * self.heads * self.dim * itemsize(dtype)
@@ -49,13 +49,13 @@ MODELS = {
     "deepseek-v3": Model(61, 1, 576, 37.0, planes=1),
     "kimi-k2": Model(61, 1, 576, 32.0, planes=1),
 }
-"""Llama 3, Qwen and the like keep K and V of each KV head; DeepSeek and Kimi one latent vector a layer (512 + 64)."""
+"""Llama 3, Qwen and the like have K and V for each KV head; DeepSeek and Kimi one latent vector (512 + 64)."""
 
 
 def model_of(name: str) -> Model:
-    """Return a model by its name. Raises UsageError, naming those that are known."""
+    """Return the model of that name. Raises UsageError, which names the known ones."""
     found = MODELS.get(name.lower())
     if found is None:
         near = did_you_mean(name, MODELS) or f"; known are {', '.join(MODELS)}"
-        raise UsageError(f"--model {name}: not known{near} (or give --bytes-per-token)")
+        raise UsageError(f"--model {name}: unknown{near} (or give --bytes-per-token)")
     return found

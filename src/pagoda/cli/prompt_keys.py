@@ -1,9 +1,9 @@
-"""The keys of a prompt by the schemes in use: PagodaKV's own, and those made of the block hashes of a vLLM engine.
+"""The keys of a prompt by the known schemes: PagodaKV's own, and those from the block hashes of a vLLM engine.
 
 vLLM hashes blocks of 16 or more tokens, `hash((parent, tokens, extra keys))`, and PagodaKV's connector derives the key
-of a chunk from the hash of its last block; the connector for hybrid models adds the number of a KV cache group. Here
-the same is computed without vLLM. What a request adds (an adapter's name, a `cache_salt`, images) is not known here:
-the keys of such a prompt are those of the prompt log. `nearest_prompt` calls it.
+of a chunk from the hash of its last block; the connector for hybrid models adds the number of a KV cache group. This
+module computes the same without vLLM. It does not know what a request adds (an adapter's name, a `cache_salt`,
+images): the keys of such a prompt come from the prompt log. `nearest_prompt` calls this module.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pagoda.keys import TokenIds, as_token_ids, chunk_keys, derive_keys
 EngineScheme: TypeAlias = Callable[[TokenIds, bytes, int], list[bytes]]
 _Hash: TypeAlias = Callable[[object], bytes]
 
-_SEED = "vllm-none-hash"  # vLLM's own, where PYTHONHASHSEED is not set
+_SEED = "vllm-none-hash"  # vLLM's default, without PYTHONHASHSEED
 _LEAST_BLOCK = 8
-_GROUPS = 4  # KV cache groups whose chunks may be a chain from the first token on
+_GROUPS = 4  # KV cache groups whose chunks may form a chain from the first token on
 
 
 def schemes(chunk_tokens: int) -> Iterator[EngineScheme]:
-    """Return the schemes that chunks of that length may have been stored under, the most likely first."""
+    """Yield the schemes of which chunks of that length may be, the most likely first."""
     yield chunk_keys
     blocks = [n for n in range(chunk_tokens, _LEAST_BLOCK - 1, -1) if chunk_tokens % n == 0]
     blocks.sort(key=lambda n: n & (n - 1) != 0)  # powers of two first
@@ -53,17 +53,17 @@ def _vllm_keys(
 
 
 def _by_pickle(value: object) -> bytes:
-    """Hash as vLLM's `sha256`."""
+    """Return the hash by vLLM's `sha256`."""
     return hashlib.sha256(pickle.dumps(value, protocol=5)).digest()
 
 
 def _by_cbor(value: object) -> bytes:
-    """Hash as vLLM's `sha256_cbor`."""
+    """Return the hash by vLLM's `sha256_cbor`."""
     return hashlib.sha256(_cbor(value)).digest()
 
 
 def _cbor(value: object) -> bytes:
-    """Encode as canonical CBOR (RFC 8949) what vLLM's block hashes are made of."""
+    """Encode a value of a block hash as canonical CBOR (RFC 8949)."""
     if value is None:
         return b"\xf6"
     if isinstance(value, int):

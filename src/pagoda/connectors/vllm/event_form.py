@@ -1,4 +1,4 @@
-"""What vLLM's requests say of a chunk, for its note, and vLLM's classes of events."""
+"""Makes the notes of chunks from vLLM's requests, and events of vLLM's classes from notes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class VLLMEventForm:
     """An `EventForm` of vLLM's classes. Pure."""
 
     def __init__(self, groups: Groups, hash_tokens: int) -> None:
-        """`groups`: by vLLM's numbers; `hash_tokens`: of one hash of a request, of which a block may have several."""
+        """`groups`: by vLLM's numbers; `hash_tokens`: the tokens of one hash of a request; a block may have several."""
         self._groups, self._hash_tokens = groups, hash_tokens
 
     def notes(self, request: Any, root: bytes, group: int = 0) -> NoteMaker:
-        """Return what makes the notes of a request's chunks of a group; `root`: of its namespace."""
+        """Return the function that makes the notes of a request's chunks of a group. `root`: of its namespace."""
         return partial(self._note_of, request, root, group)
 
     def stored(self, run: Sequence[ChunkNote], medium: str) -> BlockStored:
@@ -57,7 +57,7 @@ class VLLMEventForm:
 
     def _names(self, chunks: Sequence[bytes], group: int) -> list[Any]:
         """Return the hashes of the blocks of chunks, as events name them."""
-        # that function asks for its option, which for each block would take 13 us a chunk instead of 1
+        # that function reads an option; to call it for each block would take 13 us per chunk instead of 1
         numbers = isinstance(maybe_convert_block_hash(BlockHash(bytes(NAME_BYTES))), int)
         return [
             name
@@ -68,12 +68,12 @@ class VLLMEventForm:
     def _note_of(self, request: Any, root: bytes, group: int, chunk: int) -> ChunkNote | None:
         """Return the note of one chunk of a request; None if its hashes are not known yet.
 
-        A request with a salt leaves no tokens behind, and no salt: only the hashes, which are keyed by it.
+        The note of a request with a salt has neither tokens nor salt, only the hashes, which depend on the salt.
         """
         facts = self._groups[group]
         blocks, size = facts.blocks, facts.block_tokens
         begin, end = chunk * blocks, (chunk + 1) * blocks
-        each = size // self._hash_tokens  # the last of them covers those before it, and so names the block
+        each = size // self._hash_tokens  # hashes per block; the last one names the whole block
         known = request.block_hashes
         hashes = known[(begin + 1) * each - 1 : end * each : each]
         if len(hashes) < blocks:
@@ -102,6 +102,6 @@ class VLLMEventForm:
 
 @lru_cache(maxsize=64)
 def _named(nbytes: int, blocks: int, numbers: bool) -> Struct:
-    """Return what reads the names of all blocks of a chunk out of their hashes, which have so many bytes."""
+    """Return the Struct that reads the names of a chunk's blocks from their hashes, which have `nbytes`."""
     size = nbytes // blocks
     return Struct(">" + blocks * (f"{size - NAME_BYTES}xQ" if numbers else f"{size}s"))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pagoda import disk_space
-from pagoda.disk_space import free_bytes, require_free, require_local, require_own, require_place
+from pagoda import store_place
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.file_space import allocate
+from pagoda.store_place import free_bytes, require_free, require_local, require_own, require_place
 
 MIB = 1 << 20
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 def test_more_than_the_group_has_left_is_refused_in_memory_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_space, "cgroup_free_bytes", lambda: 1000)
+    monkeypatch.setattr(store_place, "cgroup_free_bytes", lambda: 1000)
     require_free(tmp_path, 2000, in_memory=False)
     require_free(tmp_path, 1000, in_memory=True)
     with pytest.raises(NoRoomError, match="cgroup"):
@@ -31,9 +31,9 @@ def test_more_than_the_machine_has_left_is_refused_in_memory_only(
     """A /dev/shm may be larger than the memory: what is allocated beyond that ends processes."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  24 kB\nMemAvailable:        10 kB\n")
-    assert disk_space._machine_free_bytes(shm_root, meminfo) == 10240
-    assert disk_space._machine_free_bytes(Path("/proc"), meminfo) is None
-    monkeypatch.setattr(disk_space, "_machine_free_bytes", lambda directory: 10240)
+    assert store_place._machine_free_bytes(shm_root, meminfo) == 10240
+    assert store_place._machine_free_bytes(Path("/proc"), meminfo) is None
+    monkeypatch.setattr(store_place, "_machine_free_bytes", lambda directory: 10240)
     assert free_bytes(shm_root, in_memory=True) == 10240 < free_bytes(shm_root, in_memory=False)
     require_free(shm_root, 10240, in_memory=True)
     require_free(shm_root, 10241, in_memory=False)
@@ -44,8 +44,8 @@ def test_more_than_the_machine_has_left_is_refused_in_memory_only(
 @pytest.mark.parametrize("text", ["", "MemAvailable: many kB\n", "MemFree: 1 kB\n"])
 def test_a_machine_that_does_not_tell_limits_nothing(shm_root: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "meminfo").write_text(text)
-    assert disk_space._machine_free_bytes(shm_root, tmp_path / "meminfo") is None
-    assert disk_space._machine_free_bytes(shm_root, tmp_path / "none") is None
+    assert store_place._machine_free_bytes(shm_root, tmp_path / "meminfo") is None
+    assert store_place._machine_free_bytes(shm_root, tmp_path / "none") is None
 
 
 def test_more_than_the_file_system_has_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_more_than_the_file_system_has_is_refused_with_the_remedy(tmp_path: Path
 
 def test_a_place_without_stores_needs_all_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier with existing stores works with their space, whatever size was requested."""
-    monkeypatch.setattr(disk_space, "cgroup_free_bytes", lambda: MIB)
+    monkeypatch.setattr(store_place, "cgroup_free_bytes", lambda: MIB)
     store = tmp_path / "root" / "layout"
     for _ in range(2):
         require_place(store.parent, MIB, in_memory=True)

@@ -1,4 +1,4 @@
-"""Which models and calls can be cached: all others are refused with a sentence, so that no text is ever wrong."""
+"""Decides which models and calls can be cached. All others are refused with a reason, so that no text is wrong."""
 
 from __future__ import annotations
 

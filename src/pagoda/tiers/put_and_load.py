@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -27,6 +27,8 @@ class BlockingCalls(Tier, ABC):
     slot_bytes: int
     deadline_seconds: float
     read_ahead = 0  # how many chunks get_many loads beyond the one that it yields
+    # returns a number that changes when any process clears chunks; by default 0, for a tier that cannot know
+    _last_clear: Callable[[], int] = int
 
     @abstractmethod
     def load(
@@ -97,6 +99,7 @@ class BlockingCalls(Tier, ABC):
         if chunk.payload.nbytes > self.slot_bytes:
             return self._dropped(Reason.TOO_LARGE)
         check_sizes("payload", [chunk.payload], self.chunk_bytes)
+        cleared, last_clear = self._last_clear(), self._last_clear
         reason = self._drop_reason()
         if reason is not None:  # checked before the copy is made, so the queue bounds the copies
             return self._dropped(reason)
@@ -104,7 +107,9 @@ class BlockingCalls(Tier, ABC):
         np.copyto(copy[: self.chunk_bytes], chunk.payload[: self.chunk_bytes])
         if not chunk.still_valid():
             return self._dropped(Reason.STALE)
-        return self.save([chunk._replace(payload=copy, still_valid=_always)], namespace)[0]
+        # the copy does not change, but until it has a slot nothing in the tier says that it was cleared
+        copied = chunk._replace(payload=copy, still_valid=lambda: last_clear() == cleared)
+        return self.save([copied], namespace)[0]
 
     def get(self, key: bytes, *, namespace: bytes | None = None) -> Bytes | None:
         """Return a verified private copy of a chunk, (chunk_bytes,) uint8, or None."""
