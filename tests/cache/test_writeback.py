@@ -38,6 +38,20 @@ def stack(shm_root: Path, tmp_path: Path) -> Stack:
     return Stack(shm_root, tmp_path)
 
 
+@pytest.mark.parametrize("queue", [1, 4])
+def test_a_short_queue_loses_nothing(shm_root: Path, tmp_path: Path, queue: int) -> None:
+    """The writer fitted the option `queue_chunks`, which is the disk's, also where a tier has a shorter queue."""
+    ledger = Ledger.open(StoreSpec(shm_root, LAYOUT.fingerprint, "memory", 64, LAYOUT.slot_bytes))
+    host = HostTier(LAYOUT, ledger, MemorySlab(ledger.slab_path, 64, LAYOUT.slot_bytes))
+    below = Ledger.open(StoreSpec(tmp_path, LAYOUT.fingerprint, "file", 64, STRIDE))
+    disk = DiskTier(LAYOUT, below, FileSlab(below.slab_path, 64, STRIDE), io_threads=1, queue_chunks=queue)
+    tokens = prompt(48)
+    with Cache(config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[host, disk]) as cache:
+        assert cache.store(tokens, kv_of(tokens).transfer).refused == 0
+        assert cache.flush(PATIENT_SECONDS)
+        assert (disk.stats()["ready"], disk.stats()["drop_queue_full"]) == (48, 0)
+
+
 def test_a_tier_that_hangs_keeps_no_other_waiting(stack: Stack) -> None:
     stack.slab.fail_next("write", Fault.HANG)
     for seed in range(6):

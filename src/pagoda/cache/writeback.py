@@ -44,7 +44,9 @@ log = guarded_logger("pagoda.cache")
 _TICK_SECONDS = 0.1  # between two searches for cold chunks
 _GATHER_SECONDS = 0.2  # the time for which accesses are gathered before they are reported to the tier
 _MOST_ACCESSED = 1 << 16  # chunks in notes of accesses; beyond that the oldest notes are dropped
-_MOST_PIECE = 16  # chunks passed to a tier at once; at most two pieces are being written
+_MOST_WRITING = (
+    32  # chunks that are being written by a tier; fewer if its queue is shorter, which refuses the others
+)
 _WRITE_SECONDS = 60.0  # the thread does not wait longer for a write
 _CLEAN_SHARE = 8  # write_back keeps an eighth of the slots free or clean
 _LEASE_SECONDS = 30.0  # how long a slot is leased for a write
@@ -153,7 +155,8 @@ class WriteBackQueue:
         self._counters = counters
         self._clock = clock
         self._slots = host.ledger.slots if host is not None else 0
-        self._piece = max(1, min(_MOST_PIECE, config.queue_chunks // 2))
+        self._most_writing = min(_MOST_WRITING, tier.queue_chunks)
+        self._piece = max(1, self._most_writing // 2)  # chunks passed to the tier at once
         # the generation of the chunk in each host slot for which the tier has recently answered, and until when the
         # answer is believed: usually that the tier has the chunk, otherwise that its policy refuses the chunk
         self._known_generation: Generations = np.zeros(self._slots, np.uint64)
@@ -443,7 +446,7 @@ class WriteBackQueue:
 
     def _send(self, batch: _WriteBatch, piece: Sequence[ChunkRef]) -> None:
         """Pass chunks to the tier, after a bounded wait until it is writing few enough."""
-        most = 2 * self._piece - len(piece)
+        most = self._most_writing - len(piece)
         with self._changed:
             if self._writing > most:
                 self._changed.wait_for(lambda: self._closed or self._writing <= most, _WRITE_SECONDS)

@@ -60,6 +60,7 @@ class Tier(Protocol):
     # shared by machines: not used while the weights have no name that all machines know
     is_shared: bool = False
     read_only: bool = False  # nothing is saved or touched here
+    queue_chunks: int = 64  # the saves that may be outstanding; more are refused
     keeps_recency: bool = False  # `find` updates recency here, so a chunk that was loaded need not be touched
     # returns a recency stamp for one run; it is passed to all calls for the run, so that its tail stays older
     stamp: Callable[[], int] = time.monotonic_ns

@@ -490,6 +490,7 @@ class QueuedTier(BlockingCalls):
 
     def __init__(self, backend: WorkerBackend, threads: int, queue_chunks: int) -> None:
         self.read_ahead = threads
+        self.queue_chunks = queue_chunks
         self._backend = backend
         self._closed = False
         self._pool = WorkerPool(backend, threads, queue_chunks)
