@@ -312,6 +312,15 @@ def test_stats_show_every_reason(cache: Cache) -> None:
     assert stats["misses"] == stats["drops"] == dict.fromkeys(map(str, Reason), 1)
 
 
+def test_stats_show_what_lower_tiers_dropped(cache: Cache) -> None:
+    """A disk or a remote store counts by itself what it drops after the cache handed it over."""
+    cache._resources.counters.add({"drop_busy": 1})
+    host, disk = cache._tiers.ledgers()
+    disk[1].count({"drop_stale": 2, "drop_busy": 3})
+    assert (host[0], disk[0]) == ("host", "disk")
+    assert cache.stats()["drops"] == {"busy": 4, "stale": 2}
+
+
 def test_single_requests_are_remembered_by_the_store_that_counts_them(cache: Cache) -> None:
     tokens = prompt(3.5)
     stored(cache, tokens[: 2 * CHUNK])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -491,8 +492,9 @@ class Cache:
     def stats(self) -> CacheStats:
         """Return gauges and counters of every tier, hit rate, misses and drops by reason, and measured rates.
 
-        A tier that does not answer within `config.deadline_seconds` is empty, and named under "failed"; if it is the
-        first local tier, "counters" are those of this process alone.
+        "drops" are those of the cache and of all of its tiers. A tier that does not answer within
+        `config.deadline_seconds` is empty, and named under "failed"; if it is the first local tier, "counters" are
+        those of this process alone.
         """
         resources = self._resources
         if resources.closed:
@@ -504,6 +506,10 @@ class Cache:
             except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be shown
                 tiers[tier.name], failed[tier.name] = {}, f"{type(error).__name__}: {error}"
         counters = resources.counters.read(0.0 if failed else self.config.deadline_seconds)
+        dropped = Counter(counters)
+        for name, numbers in tiers.items():
+            if name != resources.counts_in:  # `counters` have those of that tier
+                dropped.update(numbers)
         recorder, host = resources.recorder, self._tiers.host
         stats: CacheStats = {
             "name": self.name,
@@ -512,7 +518,7 @@ class Cache:
             "counters": counters,
             "hit_rate": counters["hit_tokens"] / max(1, counters["asked_tokens"]),
             "misses": by_reason(counters, "miss_"),
-            "drops": by_reason(counters, "drop_"),
+            "drops": by_reason(dropped, "drop_"),
             "waiting_chunks": sum(queue.waiting for queue in resources.writeback),
             "staging_buffers": resources.load_staging.in_use + resources.store_staging.in_use,
             "pinned_bytes": host.slab.pinned_bytes if host is not None else 0,

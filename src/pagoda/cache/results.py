@@ -84,7 +84,7 @@ class CacheStats(TypedDict):
     counters: dict[str, int]
     hit_rate: float  # hit tokens / requested tokens
     misses: dict[str, int]  # reason -> misses
-    drops: dict[str, int]  # reason -> drops
+    drops: dict[str, int]  # reason -> drops, of the cache and of all tiers
     waiting_chunks: int  # chunks in the queues of the lower tiers
     staging_buffers: int  # in use
     pinned_bytes: int  # host memory that is registered with a GPU
