@@ -67,15 +67,15 @@ class Calls(Judge):
         assert match.num_tokens % BLOCK == 0 and match.num_tokens == cut(match.num_tokens // BLOCK) * BLOCK
         assert match.device_tokens <= here * BLOCK and match.num_tokens <= cut(everywhere) * BLOCK
         assert match.device_tokens >= cut(min(self.surely(keys), here)) * BLOCK, "a block in use did not hit"
+        most = cut(everywhere)
+        if most - here < self.min_hit:
+            most = cut(here)  # the rest is not worth a load
         alone = self.manager.paused or self.dead  # an item cannot end on the host then
-        ours = cut(here) if alone else min(cut(everywhere), here)
+        ours = cut(here) if alone else min(most, here)
         assert match.device_tokens == ours * BLOCK or self.kind == "disk"
         if not alone:
-            assert (
-                match.device_tokens + match.host_tokens == min(cut(everywhere), above) * BLOCK
-                or self.kind == "disk"
-            )
-            assert match.num_tokens == cut(everywhere) * BLOCK or self.kind == "disk"
+            assert match.device_tokens + match.host_tokens == min(most, above) * BLOCK or self.kind == "disk"
+            assert match.num_tokens == most * BLOCK or self.kind == "disk"
 
     def prefetch(self, which: int, wait: bool) -> None:
         """Prefetch from the lower tiers to the host, which has lost some chunks."""

@@ -75,6 +75,7 @@ class Engine:
             chunk_tokens=BLOCK,
             host_path=str(self.root / "host"),
             host_size=slots * 4096,
+            min_hit_tokens=self.min_hit * BLOCK,
             worth_it=False,
             policy="lru",
             deadline_seconds=20.0,  # patience: the machine may be busy

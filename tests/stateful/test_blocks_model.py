@@ -63,9 +63,13 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
         prefix=st.sampled_from([True] * 9 + [False]),
         write_back=st.booleans(),
         calm=st.sampled_from([True, False, False]),
+        min_hit=st.sampled_from([0, 0, 2, 4]),
     )
-    def begin(self, blocks: int, slots: int, ranks: int, prefix: bool, write_back: bool, calm: bool) -> None:
-        """Opens the cache, if there is one, and the manager."""
+    def begin(
+        self, blocks: int, slots: int, ranks: int, prefix: bool, write_back: bool, calm: bool, min_hit: int
+    ) -> None:
+        """Opens the cache, if there is one, and the manager. `min_hit`: blocks that are worth a load."""
+        self.min_hit = min_hit
         self.ranks, self.prefix, self.write_back_on, self.calm = ranks, prefix, write_back, calm
         self.layout = KVLayout.opaque(BLOCK, BLOCK * 8 * ranks, f"model of {ranks} ranks")
         self.clock = FakeClock() if self.kind == "host" else Clock()
