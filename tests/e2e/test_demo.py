@@ -147,7 +147,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(how: str, shm_root: Path, tmp
     out, errors = running.communicate(timeout=120)
     assert running.returncode == 130
     assert out == ""
-    assert errors == "pagoda: interrupted; the demo left nothing behind\n"
+    assert errors == "pagoda: interrupted; the demo has removed what it had stored\n"
     assert not list(shm_root.iterdir())
     assert not list(tmp_path.iterdir())
     with pytest.raises(ProcessLookupError):
