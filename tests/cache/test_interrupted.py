@@ -18,7 +18,7 @@ from pagoda.clock import Deadline
 from pagoda.finalizers import close_dropped
 from pagoda.ledger import admin
 from pagoda.tiers.io_queue import WorkerPool
-from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, stored
+from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, stored, wait_until
 from tests.interrupts import Interrupted, interrupts
 from tests.ledger.support import others_get_in
 
@@ -99,8 +99,8 @@ def test_what_a_broken_load_may_read_into_is_nobody_elses_until_it_has_ended(
         assert len(reading) == 3 and close_dropped(60)
         assert (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([3, 0], 3)
         reading.clear()
-        assert close_dropped(60)
-        assert (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([0, 0], 0)
+        assert close_dropped(60)  # reads that outlived the call may still have slots
+        wait_until(lambda: (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([0, 0], 0), 10)
         assert served(cache, prompt(3))[0].by_tier == {"disk": 3 * CHUNK}
 
 
@@ -165,6 +165,6 @@ def test_a_signal_before_the_commit_of_a_load_leaves_no_slot_reserved(
         with pytest.raises(Interrupted):
             cache.retrieve(prompt(3), blank(prompt(3)).transfer)
         monkeypatch.undo()
-        assert close_dropped(60)
-        assert (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([0, 0], 0)
+        assert close_dropped(60)  # reads that outlived the call may still have slots
+        wait_until(lambda: (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([0, 0], 0), 10)
         assert served(cache, prompt(3))[0].num_tokens == 3 * CHUNK
