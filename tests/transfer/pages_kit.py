@@ -47,13 +47,11 @@ class Case(NamedTuple):
         return make_planes(self.pages, seed, self.apart)
 
     def filled_slots(self) -> list[Bytes]:
+        slots = poisoned_slots(self.layout, len(self.starts), self.slot_offset)
         random = np.random.default_rng(7)
-        return [
-            random.integers(0, 256, self.slot_offset + self.layout.slot_bytes, dtype=np.uint8)[
-                self.slot_offset :
-            ]
-            for _ in self.starts
-        ]
+        for slot in slots:
+            slot[:] = random.integers(0, 256, slot.nbytes, dtype=np.uint8)
+        return slots
 
     def kv(self, transfer: Callable[..., T], planes: list[Memory], **options: object) -> T:
         return transfer(
@@ -101,6 +99,13 @@ def bytes_of(array: Bytes) -> bytes:
 def poisoned(layout: KVLayout, offset: int = 0) -> Bytes:
     """Return a slot that begins `offset` bytes after an aligned address."""
     return np.full(offset + layout.slot_bytes, POISON, np.uint8)[offset:]
+
+
+def poisoned_slots(layout: KVLayout, count: int, offset: int = 0) -> list[Bytes]:
+    """Return slots of one memory, at equal distances, as those of a tier: chunks of these are copied together."""
+    words = -(-(offset + layout.slot_bytes) // 8)
+    whole = np.full((count, words * 8), POISON, np.uint8)
+    return [row[offset : offset + layout.slot_bytes] for row in whole]
 
 
 def place(case: Case, plane: int, block: int) -> slice:

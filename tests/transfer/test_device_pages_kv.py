@@ -28,6 +28,7 @@ from tests.transfer.pages_kit import (
     expected_slot,
     layout_of,
     poisoned,
+    poisoned_slots,
 )
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -67,7 +68,7 @@ def check(case: Case, device: str = "cpu") -> None:
         case.kv(PagesKV, source).to_slots,
     ]
     for way in ways:
-        slots = [poisoned(case.layout, case.slot_offset) for _ in stored]
+        slots = poisoned_slots(case.layout, len(stored), case.slot_offset)
         way(stored, slots)
         assert [slot.tobytes() for slot in slots] == want
     assert bytes_on(wholes) == before
@@ -116,7 +117,7 @@ def test_a_snapshot_is_what_was_there_when_it_was_taken(device: str) -> None:
     assert snapshot.nbytes == 2 * case.layout.chunk_bytes
     for whole in wholes:
         whole.zero_()  # the engine continues
-    slots = [poisoned(case.layout) for _ in case.starts]
+    slots = poisoned_slots(case.layout, len(case.starts))
     with ThreadPoolExecutor(1) as thread:
         thread.submit(snapshot.to_slots, slots).result(60)
     assert [slot.tobytes() for slot in slots] == want
@@ -153,7 +154,7 @@ def test_another_table_of_the_same_planes(device: str) -> None:
     first = device_kv(other, on(device, source))
     kv = first.with_table(case.table)
     for one, its in ((kv, case), (first, other), (first.with_table(other.table), other)):
-        slots = [poisoned(case.layout) for _ in its.starts]
+        slots = poisoned_slots(case.layout, len(its.starts))
         one.to_slots(its.starts, slots)
         assert [slot.tobytes() for slot in slots] == [
             expected_slot(its, views, start) for start in its.starts
@@ -229,7 +230,7 @@ def test_a_snapshot_is_awaited_before_it_is_copied_out(seed: int) -> None:
     wholes = [torch.zeros_like(torch.from_numpy(plane.whole)) for plane in source]
     device = LateDevice(seed)
     device.device_memory(*wholes)
-    slots = [poisoned(case.layout) for _ in case.starts]
+    slots = poisoned_slots(case.layout, len(case.starts))
     device.register(*slots)
 
     def computed() -> None:
@@ -267,7 +268,7 @@ def test_snapshots_take_turns_in_memory_that_was_taken_before(seed: int) -> None
         device.current_stream().launch(computed)
         snapshot = kv.with_table(case.table).snapshot(case.starts, staging)
         assert staging.free == 0
-        slots = [poisoned(case.layout) for _ in case.starts]
+        slots = poisoned_slots(case.layout, len(case.starts))
         device.register(*slots)
         snapshot.to_slots(slots)
         assert [slot.tobytes() for slot in slots] == want

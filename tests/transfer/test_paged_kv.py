@@ -95,7 +95,7 @@ def check_with(
     kv = PagedKV(pools.given, layout, **kwargs)
     places = where["slot_mapping"] if "slot_mapping" in where else places_of(table)
     starts = list(range(0, len(places) - CHUNK + 1, CHUNK))[::-1]
-    slots = [np.full(layout.slot_bytes, 0xA5, np.uint8) for _ in starts]
+    slots = list(np.full((len(starts), layout.slot_bytes), 0xA5, np.uint8))  # of one memory, as a tier's
     kv.to_slots(starts, slots)
     for start, slot in zip(starts, slots, strict=True):
         assert slot[: layout.chunk_bytes].tobytes() == expected(pools, places[start : start + CHUNK])

@@ -24,6 +24,7 @@ from tests.transfer.pages_kit import (
     layout_of,
     make_planes,
     poisoned,
+    poisoned_slots,
 )
 
 
@@ -32,7 +33,7 @@ def check(case: Case, threads: int = 1) -> None:
     source = case.planes(seed=1)
     kv = case.kv(PagesKV, source, threads=threads)
     stored = [start for start in case.starts if -1 not in case.ids(start)]
-    slots = [poisoned(case.layout, case.slot_offset) for _ in stored]
+    slots = poisoned_slots(case.layout, len(stored), case.slot_offset)
     before = [bytes_of(plane.whole) for plane in source]
     kv.to_slots(stored, slots)
     for start, slot in zip(stored, slots, strict=True):
@@ -55,7 +56,7 @@ def test_both_ways(pages: list[int], table: list[int], apart: int) -> None:
 
 def test_another_table_of_the_same_planes() -> None:
     case = case_of([24, 64], [7, 3, 4, 5])
-    source, slots = case.planes(seed=1), [poisoned(case.layout) for _ in case.starts]
+    source, slots = case.planes(seed=1), poisoned_slots(case.layout, len(case.starts))
     first = case_of([24, 64], [1, 2]).kv(PagesKV, source)
     kv = first.with_table(case.table)
     kv.to_slots(case.starts, slots)
@@ -84,7 +85,7 @@ def test_what_is_minus_one_is_never_written_nor_stored(table: list[int]) -> None
     case = case_of([64, 32], table)
     check(case)
     with pytest.raises(ValueError, match="block_table: a block that is -1"):
-        slots = [poisoned(case.layout) for _ in case.starts]
+        slots = poisoned_slots(case.layout, len(case.starts))
         case.kv(PagesKV, case.planes(1)).to_slots(case.starts, slots)
     assert all((slot == 0xA5).all() for slot in slots)
 
@@ -130,7 +131,7 @@ def test_tensors(dtype: torch.dtype) -> None:
     case = case_of([48, 16], [5, 1, 2, 11])
     planes = case.planes(1)
     tensors = [torch.from_numpy(plane.view).view(dtype) for plane in planes]
-    slots = [poisoned(case.layout) for _ in case.starts]
+    slots = poisoned_slots(case.layout, len(case.starts))
     kv = PagesKV(tensors, case.layout, block_tokens=BLOCK_TOKENS, block_table=[5, 1, 2, 11])
     kv.to_slots(case.starts, slots)
     for start, slot in zip(case.starts, slots, strict=True):
@@ -189,7 +190,7 @@ def test_a_block_that_comes_twice_cannot_be_written() -> None:
     kv.from_slots([8], case.filled_slots()[:1])  # of these chunks no other has it
     with pytest.raises(ValueError, match="names a block twice"):
         kv.from_slots([0, 0], case.filled_slots())
-    slots = [poisoned(case.layout) for _ in range(2)]
+    slots = poisoned_slots(case.layout, 2)
     kv.to_slots([0, 8], slots)  # reading a block twice is right
     assert slots[0][:16].tobytes() == slots[1][:16].tobytes()
 
