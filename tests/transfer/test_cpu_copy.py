@@ -123,6 +123,12 @@ def test_slots_of_separate_memories_are_copied_one_by_one() -> None:
     in_child(there_and_back)
 
 
+def test_slots_that_own_their_memory_are_copied_one_by_one() -> None:
+    ids = np.array([[0], [1]])
+    assert len(list(cpu_copy._joined(ids, [np.zeros(4096, np.uint8) for _ in range(2)]))) == 2
+    assert len(list(cpu_copy._joined(ids, list(np.zeros((2, 4096), np.uint8))))) == 1
+
+
 # ---- threads
 
 

@@ -166,7 +166,8 @@ def _joined(ids: Ids, slots: Sequence[Bytes]) -> Iterator[_Batch]:
     begin = step = 0
     for at in range(1, len(slots) + 1):
         if at < len(slots) and whole[at - 1] and whole[at]:
-            one_memory, found = slots[at].base is slots[at - 1].base, places[at] - places[at - 1]
+            memory, found = slots[at].base, places[at] - places[at - 1]
+            one_memory = memory is not None and memory is slots[at - 1].base  # None: it owns its memory
             # otherwise the slots overlap, or are not a whole number of words apart, and are copied one by one
             apart = abs(found) >= slots[at].nbytes and not found % _WORD_BYTES
             if one_memory and apart and step in (0, found):
