@@ -44,9 +44,7 @@ log = guarded_logger("pagoda.cache")
 _TICK_SECONDS = 0.1  # between two searches for cold chunks
 _GATHER_SECONDS = 0.2  # the time for which accesses are gathered before they are reported to the tier
 _MOST_ACCESSED = 1 << 16  # chunks in notes of accesses; beyond that the oldest notes are dropped
-_MOST_WRITING = (
-    32  # chunks that are being written by a tier; fewer if its queue is shorter, which refuses the others
-)
+_MOST_WRITING = 32  # chunks that are being written by a tier; fewer if its queue is shorter
 _WRITE_SECONDS = 60.0  # the thread does not wait longer for a write
 _CLEAN_SHARE = 8  # write_back keeps an eighth of the slots free or clean
 _LEASE_SECONDS = 30.0  # how long a slot is leased for a write

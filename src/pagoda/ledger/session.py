@@ -43,6 +43,7 @@ from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLE
 from pagoda.ledger.table_integrity import is_damage
 from pagoda.ledger.transaction import BATCH, Transaction
 from pagoda.metrics import COUNTERS, Reason, guarded_logger
+from pagoda.signal_safe_threads import if_free
 
 log = guarded_logger("pagoda")
 
@@ -91,8 +92,8 @@ class Session:
         self._tables: Tables | None = None
         self._publish_from: int | None = 0 if store.sole else None
         # not while another thread forks: the fork could overlook the tables that this opens
-        with Tables.opening:
-            _sessions.add(self)
+        if_free(Tables.opening, partial(_sessions.add, self), _FORK_SECONDS)
+        _sessions.add(self)  # in any case, so that a fork during the opening closes it too
         self._begin(deadline_seconds)
 
     # ---- transactions
