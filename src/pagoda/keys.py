@@ -272,10 +272,10 @@ def _check_chain(root: bytes, chunk_tokens: int) -> None:
 class Namespace:
     """Everything that KV depends on besides the tokens: a different value is a different key space. Immutable.
 
-    `revision` is the model's version, `weights` a digest of its weights, `weights_epoch` counts updates in
-    place, `layout` is a layout's fingerprint, `lora` names the adapter's content (not its path), `salt` keeps
-    tenants apart. `approximate` says what makes KV approximate ("q4"); "" is exact KV. Raises ValueError for a field
-    of the wrong type.
+    `revision` is the model's version, `weights` a digest of its weights, `weights_epoch` counts updates in place,
+    `kv_dtype` is the dtype of KV, `layout` a layout's fingerprint (`Cache` fills it in), `world_size` the number of
+    ranks that computed it, `lora` names the adapter's content (not its path), `salt` keeps tenants apart. `approximate`
+    says what makes KV approximate ("q4"); "" is exact KV. Raises ValueError for a field of the wrong type.
 
     Example:
         >>> mine = Namespace(model="meta-llama/Llama-3.1-8B", revision="d04e592", salt="tenant A")

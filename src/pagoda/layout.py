@@ -140,8 +140,17 @@ class KVLayout:
     ) -> KVLayout:
         """Return the layout of K and V per layer, each [kv_heads, chunk_tokens, head_dim] (or tokens first).
 
-        `scales` is the dtype of the scales, one per head and token; they follow K and V, first those of K.
-        For scales of other shapes use `of`.
+        Args:
+            layers: layers that keep KV.
+            kv_heads: heads of K and V, fewer than those of the queries in models with grouped attention.
+            head_dim: numbers of a head.
+            dtype: of K and V, such as "bfloat16".
+            chunk_tokens: tokens in one chunk.
+            v_head_dim: that of V, if it differs.
+            has_v: False: K alone.
+            token_order: "heads_first" or "tokens_first".
+            scales: the dtype of scales, one per head and token; they follow K and V, first those of K. For other shapes
+                use `of`.
         """
         dims = [head_dim, head_dim if v_head_dim is None else v_head_dim] if has_v else [head_dim]
         planes = [Plane(kv_heads, dim, dtype) for dim in dims]

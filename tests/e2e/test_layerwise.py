@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers import CachedModel
@@ -302,6 +303,20 @@ def test_a_streamer_is_told_everything_once(fails: bool, warm) -> None:
     assert told == [*IDS[0].tolist(), *want[0], "end"]
 
 
+def test_layers_of_a_cache_need_not_have_a_dtype(warm, monkeypatch) -> None:
+    """Those of Transformers 5.24 have none."""
+    cached, device, want = warm
+    make = DynamicLayer.lazy_initialization
+
+    def lazy_initialization(layer: DynamicLayer, *planes: torch.Tensor) -> None:
+        make(layer, *planes)
+        layer.__dict__.pop("dtype", None)
+
+    monkeypatch.setattr(DynamicLayer, "lazy_initialization", lazy_initialization)
+    assert text(cached) == want
+    assert device.waited and cached.last.columns == 96
+
+
 def test_whoever_touches_a_layer_waits_for_it(warm) -> None:
     cached, device, want = warm
     device.before = lambda number: time.sleep(0.0005)
@@ -309,7 +324,7 @@ def test_whoever_touches_a_layer_waits_for_it(warm) -> None:
 
     def look(module, args, kwargs) -> None:
         if not seen:
-            layer = kwargs["past_key_values"].layers[-1]
+            layer = kwargs.get("past_key_values", kwargs.get("cache")).layers[-1]
             assert layer.get_seq_length() == 96
             seen.extend((layer.keys, layer.values))
 

@@ -11,6 +11,7 @@ import transformers
 
 from pagoda import Cache
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
+from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.metrics import Reason
 from tests.cache.kit import wait_until
 from tests.e2e.tiny import deepseek, generated, llama, prompt, qwen
@@ -447,10 +448,22 @@ def test_models_that_cannot_be_cut_are_refused(kind: str, house: House) -> None:
         house.open(build())
 
 
+def test_a_model_gets_its_kv_by_the_name_that_it_knows() -> None:
+    class Older(torch.nn.Module):
+        def forward(self, input_ids, past_key_values=None): ...
+
+    class Newer(torch.nn.Module):  # since Transformers 5.24
+        def forward(self, input_ids, cache=None): ...
+
+    assert kv_argument(Older(), 1) == {"past_key_values": 1}
+    assert kv_argument(Newer(), 1) == {"cache": 1}
+
+
 @pytest.mark.parametrize(
     ("kwargs", "says"),
     [
         ({"past_key_values": transformers.DynamicCache()}, "past_key_values cannot be given"),
+        ({"cache": transformers.DynamicCache()}, "cache cannot be given"),
         ({"cache_implementation": "static"}, "cache_implementation cannot be given"),
         ({"inputs_embeds": torch.zeros(1, 20, 96)}, "inputs_embeds cannot be given"),
         ({"use_cache": False}, "use_cache=False"),

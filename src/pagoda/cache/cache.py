@@ -82,6 +82,19 @@ class Cache:
     threads is free; its deadline starts with the call. A cancelled await first ends its call: when CancelledError is
     raised, nothing writes into the KV any more and nothing stays reserved.
 
+    Calls take the token ids of a prompt (1-D; a list, an array or a tensor) and, to copy, `kv`: a view of the engine's
+    memory from `pagoda.transfer`, such as `DenseKV` or `PagedKV`. Their `**options`, by keyword:
+        start_tokens: skip the chunks before this token, a multiple of chunk_tokens.
+        mask: the same as one bool per token: False...False True...True.
+        keys: the keys of the whole chunks, 32 bytes each, instead of hashing the tokens, which may then be None.
+        any_position: with `keys`: find them at any position of a prompt; only the keys identify the chunks.
+        items: multimodal items (`pagoda.keys.Item`) at their token positions.
+        lora: an adapter's content, instead of the namespace's.
+        salt: a tenant, instead of the namespace's: different salts share nothing.
+        weights_version: instead of the version that `weights_changed` named; "" is the namespace's weights.
+        tiers: the names of the only tiers to use.
+        deadline_seconds: for the whole call; default: config.deadline_seconds without progress.
+
     Example:
         >>> import numpy as np
         >>> from pagoda.transfer import DenseKV
@@ -114,7 +127,7 @@ class Cache:
             namespace: what the keys depend on besides the tokens; its `layout` is filled in.
             layout: the form of the KV of one chunk.
             name: `Cache.get` finds the cache by this name for as long as something refers to the cache.
-            tiers: from the top down; they are closed with the cache.
+            tiers: instead of those that `config` describes, from the top down; they are closed with the cache.
             weights_of: another cache of the same model and config: `weights_changed` on one of them is valid for both.
             key_scheme: how keys are made; the default is that of every PagodaKV process.
             clock: for tests.
@@ -229,7 +242,7 @@ class Cache:
     def store(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Stored:
         """Store the whole chunks of `kv`: in host memory when this returns, in the lower tiers some time later.
 
-        `kv` holds what the *present* weights computed for `tokens`. Options as in `CallOptions`.
+        `kv` holds what the *present* weights computed for `tokens`. Returns how much is new, and why not more.
         """
         return self._store_call(tokens, kv, options).run()
 
@@ -298,7 +311,10 @@ class Cache:
         lora: str | None = None,
         salt: str | None = None,
     ) -> list[tuple[int, int, bytes]]:
-        """Return (start, end, key) of each whole chunk from token `start` on. Pure."""
+        """Return (start, end, key) of each whole chunk from token `start` on, a multiple of chunk_tokens. Pure.
+
+        `items`, `lora` and `salt` as in the options of calls.
+        """
         options: CallOptions = {"start_tokens": start, "items": items, "lora": lora, "salt": salt}
         request = self._checked(tokens, options)
         return [
@@ -471,8 +487,9 @@ class Cache:
         return resources.events.endpoint
 
     def clear(self, *, lora: str | None = None, salt: str | None = None, everything: bool = False) -> Cleared:
-        """Remove the chunks of this namespace (with an adapter or a tenant), or of all namespaces, from every tier.
+        """Remove the chunks of this namespace, or with `everything` of all namespaces, from every tier.
 
+        `lora` and `salt` name an adapter and a tenant instead of the namespace's.
         Chunks that are being written at that moment do not return. A tier that fails, or that cannot be changed for
         five seconds, is named in the result: its chunks are still there.
         """

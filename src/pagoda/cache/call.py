@@ -44,20 +44,18 @@ KeyScheme: TypeAlias = Callable[[TokenIds, bytes, int, Iterable[Item]], list[byt
 
 
 class CallOptions(TypedDict, total=False):
-    """The options that every call takes by keyword."""
+    """The options that every call takes by keyword; `Cache` says what they mean."""
 
-    start_tokens: int  # skips the chunks before this token: a multiple of chunk_tokens
-    mask: Mask | None  # the same as one bool per token: False...False True...True
-    keys: Keys | None  # instead of hashing the tokens (which may then be None)
-    # with `keys`: find them at any position of a prompt; only the keys identify the chunks
+    start_tokens: int
+    mask: Mask | None
+    keys: Keys | None
     any_position: bool
-    items: Sequence[Item]  # multimodal items at their token positions
-    lora: str | None  # instead of the namespace's
-    salt: str | None  # instead of the namespace's: keeps tenants apart
-    # instead of the version that `weights_changed` named; "": the namespace's weights
+    items: Sequence[Item]
+    lora: str | None
+    salt: str | None
     weights_version: str | None
-    tiers: Iterable[str] | None  # only these
-    deadline_seconds: float | None  # for the whole call; default: config.deadline_seconds without progress
+    tiers: Iterable[str] | None
+    deadline_seconds: float | None
 
 
 _OPTIONS = CallOptions.__optional_keys__

@@ -16,15 +16,23 @@ class Hit:
     """How many leading tokens, from which tiers, and why not more. Immutable. True if there are any; an int of them.
 
     The tokens served are [start_tokens, stop_tokens); a destination beyond them has undefined content.
+
+    Attributes:
+        num_tokens: tokens served, in whole chunks, validated after the copy; counted from `start_tokens`.
+        by_tier: tokens served by each tier; the values add up to num_tokens.
+        mask: (length of the prompt,), True for the tokens served.
+        reason: why the first missing chunk was not served; None: every whole chunk was served.
+        detail: for people: "evicted 12 s ago", "another salt".
+        start_tokens: the first token that was requested.
+        approximate: the lossy codec that may have changed the KV of every token served ("q4"); empty: all are exact.
     """
 
-    num_tokens: int  # whole chunks, validated after the copy; counted from `start_tokens`
-    by_tier: dict[str, int]  # tokens; the values add up to num_tokens
-    mask: npt.NDArray[np.bool_] = field(repr=False)  # (length of the prompt,): True for the tokens served
-    reason: Reason | None  # why the first missing chunk was not served; None: every whole chunk was served
-    detail: str = ""  # for people: "evicted 12 s ago", "another salt"
-    start_tokens: int = 0  # the first token that was requested
-    # the lossy codec that may have changed the KV of every token served ("q4"); empty: all tokens are exact
+    num_tokens: int
+    by_tier: dict[str, int]
+    mask: npt.NDArray[np.bool_] = field(repr=False)
+    reason: Reason | None
+    detail: str = ""
+    start_tokens: int = 0
     approximate: str = ""
 
     def __bool__(self) -> bool:

@@ -159,7 +159,7 @@ def _verified(ledger: Ledger, slab: FileSlab) -> Iterator[tuple[ChunkRow, bool]]
 
 def _print(verdicts: list[StoreCheck], wide: bool) -> None:
     if not verdicts:
-        printing.note("nothing is stored yet (pagoda config show says where it will be)")
+        printing.note(printing.NOTHING_STORED)
         return
     rows = [
         {

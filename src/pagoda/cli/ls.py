@@ -95,6 +95,8 @@ def ls(
         for tier in dict.fromkeys(total.tier for total in shared):
             chunks_there = sum(total.chunks for total in shared if total.tier == tier)
             printing.note(f"{tier}: {chunks_there:,} more chunks (--by namespace shows of which namespaces)")
+    if not (number or shared or broken):
+        printing.note("no chunks are stored")
     for address, trouble in broken.items():
         printing.note(f"not listed: {address}: {trouble}")
     return FAILED if broken else 0

@@ -113,6 +113,9 @@ def progress(json_wanted: bool = False) -> Progress:
     return Progress(*bars, console=Console(stderr=True), transient=True, disable=quiet)
 
 
+NOTHING_STORED = "nothing is stored yet (pagoda config show says where it will be)"
+
+
 def note(message: str) -> None:
     """Print a remark to stderr, so that it is not in a pipe."""
     print(f"pagoda: {printable(message)}", file=sys.stderr)

@@ -77,7 +77,7 @@ def remote_usage(spec: RemoteSpec) -> RemoteUsage:
 
 def _print(found: list[StoreStats], wide: bool) -> None:
     if not found:
-        printing.note("nothing is stored yet (pagoda config show tells where it would be)")
+        printing.note(printing.NOTHING_STORED)
         return
     stores = dict(zip(store_names(found), found, strict=True))
     _print_room(stores, wide)

@@ -164,7 +164,7 @@ def _view(sample: TopSample, width: int) -> list[Text]:
     clock = time.strftime("%H:%M:%S")
     lines.append(Text(f"PagodaKV {clock}  policy {sample.policy}", style="bold"))
     if not sample.stores and not sample.failed:
-        lines.append(Text("nothing is stored yet (pagoda config show says where it will be)"))
+        lines.append(Text(printing.NOTHING_STORED))
     stores = dict(zip(store_names(sample.stores), sample.stores, strict=True))
     for tier, snapshot in stores.items():
         chunks = f"{printing.count(snapshot.gauges['ready']):>9} chunks"

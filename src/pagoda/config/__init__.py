@@ -43,6 +43,8 @@ def _option(default: T, help: str, check: Check | None = None, secret: bool = Fa
 class Config:
     """The options of a cache. Immutable: threads may share it. Sizes are for the whole machine, never per rank.
 
+    `pagoda config schema` says what each option means.
+
     Raises:
         ConfigError: a value is invalid; the message names the field, the value and what to do.
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 
 import torch
 
+from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.quality.approaches import Approach, KVCache, Prepared
 from pagoda.quality.prompt_lines import QualityPrompt, Tokenizer
 
@@ -147,7 +148,7 @@ class _Runner:
         ids = torch.tensor([list(tokens)], device=self._device)
         last = not all_logits and getattr(self._model, "_supports_logits_to_keep", bool)()
         keep = {"logits_to_keep": 1} if last else {}
-        out = self._model(input_ids=ids, past_key_values=kv, use_cache=True, **keep)
+        out = self._model(input_ids=ids, use_cache=True, **kv_argument(self._model, kv), **keep)
         return cast("torch.Tensor", out.logits[0] if all_logits else out.logits[0, -1:])
 
     def _answered(self, first: torch.Tensor, answer: Sequence[int], kv: KVCache) -> torch.Tensor:

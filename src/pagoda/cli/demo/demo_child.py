@@ -137,7 +137,9 @@ class _Asker:
 
     def ask(self, ids: torch.Tensor, kv: KVCache, new_tokens: int | None = None) -> DemoAnswer:
         """Generate without PagodaKV, starting from the KV in `kv`; fills `kv`."""
-        return self._timed(ids, self.model.generate, new_tokens, past_key_values=kv)
+        from pagoda.connectors.transformers.model_checks import kv_argument
+
+        return self._timed(ids, self.model.generate, new_tokens, **kv_argument(self.model, kv))
 
     def ask_cached(self, cached: CachedModel, ids: torch.Tensor, new_tokens: int | None = None) -> DemoAnswer:
         """Generate with PagodaKV."""

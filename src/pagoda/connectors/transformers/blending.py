@@ -39,7 +39,7 @@ from pagoda.blend.blend_policies import (
 from pagoda.cache import Cache, Hit
 from pagoda.connectors.transformers.batch_rows import BatchRow
 from pagoda.connectors.transformers.dynamic_cache import Planes, dynamic_cache, kv_of_row, room_for
-from pagoda.connectors.transformers.model_checks import ProbedModel
+from pagoda.connectors.transformers.model_checks import ProbedModel, kv_argument
 from pagoda.connectors.transformers.rotary import check_attention, rotary_of
 from pagoda.keys import Int32s
 from pagoda.metrics import Reason
@@ -273,7 +273,11 @@ class Blender:
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
         places = torch.from_numpy(positions).to(device)[None]
         self._model.base_model(
-            input_ids=ids, position_ids=places, attention_mask=mask, past_key_values=cache, use_cache=True
+            input_ids=ids,
+            position_ids=places,
+            attention_mask=mask,
+            use_cache=True,
+            **kv_argument(self._model.base_model, cache),
         )
 
 

@@ -394,6 +394,11 @@ class CachedModel:
 
     # ---- loading
 
+    def _generate_from(self, kv: Any, input_ids: Any, mask: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the result of `model.generate`, started from `kv`, which it fills."""
+        given = model_checks.kv_argument(self.model, kv)
+        return self.model.generate(input_ids, attention_mask=mask, **given, **kwargs)
+
     def _generated(
         self, input_ids: Any, mask: Any, repeats: int, ready: _Ready, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
@@ -414,7 +419,7 @@ class CachedModel:
         if repeats > 1:
             kv.batch_repeat_interleave(repeats)
         with self._prefills.measured(self.model, watch_for(self._seen.devices)):
-            return self.model.generate(input_ids, attention_mask=mask, past_key_values=kv, **kwargs), kv
+            return self._generate_from(kv, input_ids, mask, kwargs), kv
 
     def _generated_from(self, found: Prefix, repeats: int, kwargs: dict[str, Any]) -> Any:
         """Return the result of `model.generate` for a prompt of documents; `last` gets the prefix."""
@@ -425,7 +430,7 @@ class CachedModel:
         ids = torch.from_numpy(found.blend.tokens).long().to(self.model.device)[None]
         if repeats > 1:
             kv.batch_repeat_interleave(repeats)
-        return self.model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=kv, **kwargs)
+        return self._generate_from(kv, ids, torch.ones_like(ids), kwargs)
 
     def _looked(self, rows: list[BatchRow], ready: _Ready) -> Hit | None:
         """Look up and count a single prompt of a model on a device; None: `retrieve` looks it up."""
@@ -454,7 +459,7 @@ class CachedModel:
 
         kv = load.kv
         try:
-            out = self.model.generate(input_ids, attention_mask=mask, past_key_values=kv, **kwargs)
+            out = self._generate_from(kv, input_ids, mask, kwargs)
             hit = load.result()
         except LoadShort:
             return None

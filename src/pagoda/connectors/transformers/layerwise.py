@@ -113,7 +113,7 @@ class ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._load, self._layers, self._index, self._plain = load, layers, index, plain
         self._tokens = int(plain.keys.shape[-2])
         self.keys, self.values = plain.keys, plain.values
-        self.dtype, self.device, self.is_initialized = plain.dtype, plain.device, True
+        self.dtype, self.device, self.is_initialized = plain.keys.dtype, plain.keys.device, True
 
     @property
     def keys(self) -> Any:

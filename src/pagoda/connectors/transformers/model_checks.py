@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagoda.connectors.identity.plain_values import rope_types
@@ -23,6 +24,7 @@ _LENGTH_ROPES = ("dynamic", "longrope")  # rotary frequencies that depend on the
 
 
 _APART = ("negative_prompt_ids", "negative_prompt_attention_mask")  # for a separate pass with its own cache
+_CACHES = ("cache", "past_key_values", "cache_params")  # the first since Transformers 5.24
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
@@ -112,7 +114,7 @@ def check_call(model: Any, kwargs: dict[str, Any]) -> Any:
         raise ValueError(
             "the model is in training mode, where dropout changes the KV: call model.eval() first"
         )
-    for name in ("past_key_values", "cache_implementation", "inputs_embeds", "inputs", "custom_generate"):
+    for name in (*_CACHES, "cache_implementation", "inputs_embeds", "inputs", "custom_generate"):
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"{name} cannot be given here: this call makes the KV cache itself, from input_ids"
@@ -148,6 +150,14 @@ def _generation_config(model: Any, kwargs: dict[str, Any]) -> Any:
     return config
 
 
+def kv_argument(model: Any, kv: Any) -> dict[str, Any]:
+    """Return `kv` as the keyword argument that a call of the model, or of its `generate`, takes. Pure.
+
+    Transformers 5.24 renamed `past_key_values` to `cache`.
+    """
+    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": kv}
+
+
 def probed_kv(model: Any, tokens: int, first: int | None = None) -> list[tuple[Any, Any]]:
     """Return K and V of each layer for so many tokens, at the positions from `first` on if that is given.
 
@@ -163,7 +173,7 @@ def probed_kv(model: Any, tokens: int, first: int | None = None) -> list[tuple[A
     if first is not None:
         more["position_ids"] = torch.arange(first, first + tokens, device=model.device)[None]
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache, use_cache=True, **more)
+        model(input_ids=ids, use_cache=True, **kv_argument(model, cache), **more)
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     if any(
         plane is None or plane.ndim != 4 or plane.shape[2] != tokens for layer in layers for plane in layer
