@@ -272,12 +272,9 @@ class Blender:
         device = self._model.device
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)[None]
         places = torch.from_numpy(positions).to(device)[None]
+        given = kv_argument(self._model.base_model, cache)
         self._model.base_model(
-            input_ids=ids,
-            position_ids=places,
-            attention_mask=mask,
-            use_cache=True,
-            **kv_argument(self._model.base_model, cache),
+            input_ids=ids, position_ids=places, attention_mask=mask, use_cache=True, **given
         )
 
 
