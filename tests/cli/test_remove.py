@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.ledger.store_state import LOCKS
 from pagoda.tiers import DiskTier, recorded_tiers
 from tests.cli.shelf import LLAMA, answer, disk, done_here, host, pagoda, put, refused, save
 from tests.tiers.test_recorded_tiers import LAYOUT
@@ -66,6 +67,15 @@ def test_what_is_not_ours_stays(shm_root: Path, tmp_path: Path) -> None:
     (shm_root / "ours" / "photos").mkdir()
     assert "has no store" in refused("remove", shm_root, "--yes")
     assert (mine / "sub" / "letter").exists() and (shm_root / "ours" / "photos").exists()
+
+
+def test_what_the_system_refuses_is_said_with_the_store(shm_root: Path) -> None:
+    host(shm_root).close()
+    (shm_root / LOCKS).unlink()
+    (shm_root / LOCKS).mkdir()  # it cannot be opened, as on a file system that may only be read
+    done = done_here("remove", shm_root, "--yes")
+    said = f"pagoda: {shm_root / 'layout'}: cannot be removed: Is a directory\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_damaged_stores_go_too(shm_root: Path) -> None:

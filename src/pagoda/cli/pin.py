@@ -51,11 +51,8 @@ def pin(
     elif done:
         rows = [(one.tier, one.num_tokens, one.model) for one in done]
         printing.print_table("pinned", ("tier", "tokens", "model"), rows)
-    else:
-        printing.note(
-            "nothing was pinned: no tier has the beginning of this prompt, or a quarter of the tier is pinned "
-            "already (see pagoda explain)"
-        )
+    elif tiers or not broken:
+        printing.note("nothing was pinned: no tier has its beginning, or too many pins (see pagoda explain)")
     return FAILED if broken or not done else 0
 
 
@@ -79,7 +76,7 @@ def unpin(
         ended = {str(ledger.directory): admin.unpin(ledger, keys, owner) for ledger in tiers}
     if as_json:
         printing.print_json({"ended": ended, "failed": broken})
-    else:
+    elif tiers or not broken:
         printing.note(f"{sum(ended.values()):,} chunks are no longer pinned by {owner}")
     return FAILED if broken else 0
 

@@ -111,6 +111,8 @@ def _remove(stores: list[DoomedStore], broken: dict[str, str]) -> list[DoomedSto
             gone.append(store._replace(bytes=remove_store(directory)))
             if not stores_in(directory.parent):
                 recorded_tiers.remove(str(directory.parent.resolve()))
-        except (StoreError, OSError) as trouble:
+        except StoreError as trouble:
             broken[store.directory] = str(trouble)
+        except OSError as trouble:
+            broken[store.directory] = f"{directory}: cannot be removed: {trouble.strerror}"
     return gone
