@@ -323,6 +323,7 @@ def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:
     assert "did you mean PAGODA_HOST_SIZE?" in refused("ls", PAGODA_HOSTSIZE="1GiB")
 
 
+@pytest.mark.slow
 def test_with_stdout_closed_the_code_tells(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
     for place, code in ((shm_root, 0), (shm_root / "none", 2)):

@@ -11,7 +11,7 @@ from pagoda.cli import FAILED, UsageError, printing, stores
 from pagoda.cli.prompt_source import read_tokens
 
 if TYPE_CHECKING:
-    from pagoda.cli.prompt_coverage import Prompt
+    from pagoda.cli.prompt_explanation import Prompt
     from pagoda.ledger import Ledger
 
 _OWNER = "pagoda"
@@ -38,7 +38,7 @@ def pin(
     config: stores.ConfigFile = None,
 ) -> int:
     """Protect the stored chunks of a prompt from eviction: at most a quarter of a tier, until `pagoda unpin`."""
-    from pagoda.cli.prompt_coverage import prompt_of
+    from pagoda.cli.prompt_explanation import prompt_of
 
     ids, broken = read_tokens(tokens), dict[str, str]()
     with stores.all_attached(directory, config, broken) as tiers:
@@ -64,7 +64,7 @@ def unpin(
     config: stores.ConfigFile = None,
 ) -> int:
     """End the pins of an owner: those of one prompt, or without --tokens all of them."""
-    from pagoda.cli.prompt_coverage import prompt_of
+    from pagoda.cli.prompt_explanation import prompt_of
     from pagoda.ledger import admin
 
     ids, broken = None if tokens is None else read_tokens(tokens), dict[str, str]()
