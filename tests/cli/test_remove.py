@@ -37,6 +37,15 @@ def test_one_tier_then_all(shm_root: Path, tmp_path: Path) -> None:
     assert "no local tier" in done_here("remove", "--yes").stderr
 
 
+def test_with_a_configuration_file_only_its_tiers(shm_root: Path, tmp_path: Path) -> None:
+    filled(shm_root, tmp_path)
+    file = tmp_path / "mine.toml"
+    file.write_text(f'host_path = "{shm_root / "host"}"\n')
+    found = answer("remove", "--yes", "--config", file)
+    assert [store["tier"] for store in found["stores"]] == ["host"] and found["failed"] == {}  # type: ignore[attr-defined]
+    assert list((tmp_path / "disk").glob("*/slab"))
+
+
 def test_a_path_is_a_root_or_a_store(shm_root: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         host(shm_root, name=name).close()
