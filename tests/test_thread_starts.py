@@ -17,8 +17,10 @@ import pytest
 
 import pagoda
 from pagoda import signal_safe_threads
-from pagoda.signal_safe_threads import DeferredCall, Pool, begin
-from tests.thread_limits import no_threads
+from pagoda.signal_safe_threads import DeferredCall, Pool, begin, start_thread
+from tests.cache.kit import wait_until
+from tests.interrupts import Interrupted
+from tests.thread_limits import interrupted_once, no_threads
 
 SECONDS = 60.0
 SOURCE = Path(pagoda.__file__).parent
@@ -94,6 +96,19 @@ def test_a_deferred_call_that_runs_at_the_close_is_done_once_more() -> None:
     assert not call.close(0.0)
     writer.may_go_on.set()
     assert call.close(SECONDS) and writer.written == 2
+
+
+def test_a_thread_that_an_exception_kept_from_being_recorded_ends_with_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for number in range(20):
+        monkeypatch.setattr(signal_safe_threads, "start_thread", interrupted_once(start_thread))
+        call = DeferredCall(threading.Event().set, f"deferred-{number}", 0.0)
+        with pytest.raises(Interrupted):
+            call.request()
+        call.request()
+        assert call.close(SECONDS)
+        wait_until(lambda name=f"deferred-{number}": name not in {one.name for one in threading.enumerate()})
 
 
 def test_a_pool_goes_on_with_the_threads_that_it_has() -> None:

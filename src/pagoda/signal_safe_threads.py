@@ -265,6 +265,7 @@ class DeferredCall:
             if (call := self._call()) is not None:
                 call()
             del call
+        self._requested.set()  # for a thread that a signal handler's exception kept `request` from recording
 
 
 class _Work(Generic[T]):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cache import Cache
+from pagoda.cache import Cache, writeback
 from pagoda.errors import StoreError
 from pagoda.ledger import admin
 from pagoda.metrics import Reason
@@ -24,7 +24,8 @@ from tests.cache.kit import (
     stored,
     wait_until,
 )
-from tests.thread_limits import no_threads
+from tests.interrupts import Interrupted
+from tests.thread_limits import interrupted_once, no_threads
 
 SECONDS = 60.0
 
@@ -103,3 +104,21 @@ def test_copies_that_find_no_helper_are_done_all_the_same() -> None:
     with no_threads():
         in_threads([lambda n=n: done.append(n) for n in range(5)], 5)  # type: ignore[misc]
     assert sorted(done) == [0, 1, 2, 3, 4]
+
+
+def test_a_writer_that_an_exception_kept_from_being_recorded_is_the_only_one_or_ends(
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def writers() -> list[threading.Thread]:
+        return [one for one in threading.enumerate() if one.name == "pagoda-writeback-disk"]
+
+    before = len(writers())
+    with cache_at(shm_root, tmp_path) as cache:
+        monkeypatch.setattr(writeback, "start_thread", interrupted_once(writeback.start_thread))
+        kv = kv_of(prompt(4, 1))
+        with pytest.raises(Interrupted):
+            cache.store(prompt(4, 1), kv.transfer)
+        stored(cache, prompt(4, 2))
+        assert cache.flush(SECONDS) and len(writers()) == before + 1
+        assert served(cache, prompt(4, 2), tiers=["disk"])[0].num_tokens == 64
+    wait_until(lambda: len(writers()) == before)

@@ -323,6 +323,13 @@ class WriteBackQueue:
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with self._changed:  # `_wake` holds it while it starts a thread
+            if self._thread is None:  # a signal handler's exception interrupted `_wake` after the start
+                self._thread = threading.current_thread()
+            elif (
+                self._thread is not threading.current_thread()
+            ):  # and the next `_wake` started another thread
+                return
         while (note := self._wait_for_note()) is not None:
             try:
                 self._write(note if isinstance(note, _WriteBatch) else self._batch_of(*note))
