@@ -15,6 +15,7 @@ from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
 from pagoda.clock import Deadline
 from pagoda.connectors.extra_options import unused_options
+from pagoda.connectors.sglang import storage_options
 from pagoda.connectors.sglang.engine_facts import EngineFacts, engine_facts, namespace_of
 from pagoda.connectors.sglang.pool_pages import PoolPages
 from pagoda.connectors.sglang.storage_options import check_version, read_options
@@ -200,8 +201,7 @@ class PagodaHiCache(HiCacheStorage):
         Each look-up asks for the unknown pages of a window, from the longest prefix on. It finds the first missing
         page, and no window with this page can be complete.
         """
-        pool = self._pools.get(name)
-        deadline = Deadline(pool.cache.config.deadline_seconds if pool is not None else 0.0)
+        deadline = Deadline(self._limit_seconds())
         found: set[int] = set()
         end = known = len(keys)  # pages [known, end) are stored
         looks = 0
@@ -212,7 +212,9 @@ class PagodaHiCache(HiCacheStorage):
                 if looks == _MOST_LOOKS or deadline.passed:
                     break
                 looks += 1
-                here = self._stored(name, keys[begin:known], extra_info, after=begin, counted=False)
+                here = self._stored(
+                    name, keys[begin:known], extra_info, after=begin, counted=False, limit_seconds=deadline.remaining()
+                )  # fmt: skip
             if begin + here < known:
                 end = known = begin + here
                 continue
@@ -223,12 +225,15 @@ class PagodaHiCache(HiCacheStorage):
     # ---- calls of a cache
 
     def _stored(
-        self, name: str, keys: Sequence[str], extra_info: Any, *, after: int = 0, counted: bool = True
-    ) -> int:
+        self, name: str, keys: Sequence[str], extra_info: Any, *, after: int = 0, counted: bool = True,
+        limit_seconds: float | None = None,
+    ) -> int:  # fmt: skip
         """Return how many leading pages a pool's cache has; `after`: the pages between the known prefix and these."""
         run = self._run(name, keys, extra_info, after)
         if run is None:
             return 0
+        if limit_seconds is not None:
+            run.options["limit_seconds"] = limit_seconds
         hit = run.pool.cache.lookup(None, counted=counted, **run.options)
         return hit.num_tokens // run.pool.pages.layout.chunk_tokens
 
@@ -305,10 +310,15 @@ class PagodaHiCache(HiCacheStorage):
             "keys": [((begin + i) * size, (begin + i + 1) * size, key) for i, key in enumerate(derived)],
             "start_tokens": first * size,
             "any_position": True,  # SGLang does not always name the whole prefix of the pages
+            "limit_seconds": self._limit_seconds(),
         }
         if version:
             options["weights_version"] = version
         return _Run(pool, first, len(keys), options)
+
+    def _limit_seconds(self) -> float:
+        """Return the longest that the calls of one pool may take while SGLang waits for one answer of all pools."""
+        return storage_options.LIMIT_SECONDS / max(1, len(self._pools))
 
     def _guarded(self, work: Callable[[], T], miss: T) -> T:
         try:
