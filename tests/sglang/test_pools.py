@@ -277,7 +277,22 @@ def test_a_pool_that_comes_late_is_stored_or_said_not_to_be(shm_root: Path) -> N
         assert made.batch_set_v2([good, bad]) == {"draft": [True, True], "indexer": [False, False]}
 
 
-# ---- time
+# ---- trouble
+
+
+def test_pages_that_are_lost_between_a_look_up_and_its_load_are_a_miss_that_is_counted(
+    shm_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator clears the store; a tier that fails or takes too long ends a load in the same way."""
+    kv = mha("page_first")
+    with storage(storage_config(shm_root), {"kv": kv}) as made:
+        cache = made._pools["kv"].cache
+        assert all(made.batch_set_v1(KEYS, slots(kv, range(PAGES))))
+        assert made.batch_exists(KEYS) == PAGES and not cache.stats()["misses"]
+        cache.clear()
+        assert made.batch_get_v1(KEYS, slots(kv, range(PAGES))) == [False] * PAGES
+        assert sum(cache.stats()["misses"].values()) == 1
+        assert f"{PAGES} of {PAGES} pages of 'kv' were not loaded" in caplog.text
 
 
 def test_a_thread_that_asks_all_pools_of_a_stuck_storage_ends_in_time(

@@ -240,6 +240,8 @@ class PagodaHiCache(HiCacheStorage):
     def _get(self, name: str, keys: Sequence[str], host_indices: Any, extra_info: Any) -> list[bool]:
         def work(run: _Run, kv: PagesKV) -> tuple[int, Reason | None, str]:
             hit = run.pool.cache.retrieve(None, kv, counted=False, **run.options)
+            if hit.reason is not None and (slots := run.pool.cache.slots) is not None:
+                slots.count_request(0, {}, hit.reason)  # the look-up has counted the tokens
             return hit.num_tokens // run.pool.pages.layout.chunk_tokens, hit.reason, hit.detail
 
         took = self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth
