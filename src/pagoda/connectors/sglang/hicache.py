@@ -18,7 +18,6 @@ from pagoda.connectors.extra_options import unused_options
 from pagoda.connectors.sglang import storage_options
 from pagoda.connectors.sglang.engine_facts import EngineFacts, engine_facts, namespace_of
 from pagoda.connectors.sglang.pool_pages import PoolPages
-from pagoda.connectors.sglang.storage_options import check_version, read_options
 from pagoda.connectors.sglang.weight_updates import watch_weights, weights_in_memory
 from pagoda.errors import StoreError
 from pagoda.keys import derive_keys
@@ -61,8 +60,8 @@ class PagodaHiCache(HiCacheStorage):
         extra = storage_config.extra_config
         if extra is None:
             extra = storage_config.extra_config = {}
-        self._options = read_options(extra)
-        check_version(sglang.__version__, self._options.allow_untested_sglang)
+        self._options = storage_options.read_options(extra)
+        storage_options.check_version(sglang.__version__, self._options.allow_untested_sglang)
         watch_weights()
         if storage_config.tp_rank == 0 and (unused := unused_options("SGLang", extra)):
             log.warning(unused)
@@ -201,7 +200,7 @@ class PagodaHiCache(HiCacheStorage):
         Each look-up asks for the unknown pages of a window, from the longest prefix on. It finds the first missing
         page, and no window with this page can be complete.
         """
-        deadline = Deadline(self._limit_seconds())
+        deadline = Deadline(self._limit_seconds(name))
         found: set[int] = set()
         end = known = len(keys)  # pages [known, end) are stored
         looks = 0
@@ -312,15 +311,16 @@ class PagodaHiCache(HiCacheStorage):
             "keys": [((begin + i) * size, (begin + i + 1) * size, key) for i, key in enumerate(derived)],
             "start_tokens": first * size,
             "any_position": True,  # SGLang does not always name the whole prefix of the pages
-            "limit_seconds": self._limit_seconds(),
+            "limit_seconds": self._limit_seconds(name),
         }
         if version:
             options["weights_version"] = version
         return _Run(pool, first, len(keys), options)
 
-    def _limit_seconds(self) -> float:
-        """Return the longest that the calls of one pool may take while SGLang waits for one answer of all pools."""
-        return storage_options.LIMIT_SECONDS / max(1, len(self._pools))
+    def _limit_seconds(self, name: str) -> float:
+        """Return a pool's share of the limit: half is for the KV, whose bytes are the most, or all without others."""
+        parts = min(2, len(self._pools)) if name == PoolName.KV else 2 * (len(self._pools) - 1)
+        return storage_options.LIMIT_SECONDS / max(1, parts)
 
     def _guarded(self, work: Callable[[], T], miss: T) -> T:
         try:
