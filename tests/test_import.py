@@ -81,7 +81,14 @@ with Cache(namespace=Namespace("m"), layout=layout, **sizes, remote=sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("remote", ["", "redis://127.0.0.1:1", "http://127.0.0.1:1/"])  # nobody listens there
+@pytest.mark.parametrize(
+    "remote",
+    [
+        "",
+        pytest.param("redis://127.0.0.1:1", marks=pytest.mark.slow),  # nobody listens there
+        pytest.param("http://127.0.0.1:1/", marks=pytest.mark.slow),
+    ],
+)
 def test_the_calls_of_an_engine_import_nothing(tmp_path: Path, remote: str) -> None:
     """Another thread may fork during an import: the child would wait for its lock for ever."""
     if remote:

@@ -7,6 +7,8 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
+
 from pagoda.blocks import PrefixMatch
 from pagoda.ledger import admin
 from tests.blocks.kit import (
@@ -66,6 +68,7 @@ def test_what_one_process_demotes_another_promotes(shm_root: Path, tmp_path: Pat
         assert engine.start("c", [*TOKENS, 7]).by_tier == {"host": 24}
 
 
+@pytest.mark.slow
 def test_two_processes_that_demote_the_same_at_once(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         run_all([SPAWN.Process(target=_demotes, args=(shm_root, tmp_path)) for _ in range(2)])

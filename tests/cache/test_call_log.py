@@ -117,6 +117,7 @@ logging.getLogger("another").warning("not ours")
 """
 
 
+@pytest.mark.slow
 def test_json_is_one_object_a_line_and_only_for_our_loggers(shm_root: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", CHILD, str(shm_root), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

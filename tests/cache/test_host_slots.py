@@ -309,6 +309,7 @@ def _copies_out(shm_root: Path, tmp_path: Path) -> None:
         assert count == 10 and (blocks == kv_of(prompt(10)).blocks).all()
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_slots(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path):  # the store outlives the committing process
         run_all([SPAWN.Process(target=work, args=(shm_root, tmp_path)) for work in (_copies_out, _commits)])

@@ -277,7 +277,6 @@ def dropped(cache: Cache) -> int:
     return int(state["dropped"])
 
 
-@pytest.mark.slow
 def test_calls_that_are_too_many_are_dropped(trace: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(trace, CHUNK, FakeClock())
     keys = [bytes([n]) * 32 for n in range(200)]

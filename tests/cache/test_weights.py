@@ -169,7 +169,6 @@ print("fine")
 """
 
 
-@pytest.mark.slow
 def test_a_full_disk_does_not_keep_the_epoch_from_being_raised(tmp_path: Path) -> None:
     assert "fine" in succeeded(python(FULL, tmp_path, ROOT, before=own_mounts(), seconds=200))
 
@@ -258,7 +257,6 @@ def _another_process(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:
         pipe.send(cache.store(tokens, kv_of(tokens).transfer).num_chunks)
 
 
-@pytest.mark.slow
 def test_other_processes_notice_at_their_next_call(shm_root: Path, tmp_path: Path) -> None:
     tokens = prompt(4)
     here, there = SPAWN.Pipe()

@@ -149,6 +149,19 @@ def test_tiers_that_no_configuration_names_are_cleared(shm_root: Path, tmp_path:
     assert {store["tier"] for store in answer("stats")["stores"]} == {"host", "disk"}  # type: ignore[attr-defined]
 
 
+def test_with_a_configuration_file_only_its_tiers(shm_root: Path, tmp_path: Path) -> None:
+    mine, other = host(shm_root / "mine"), host(shm_root / "other")
+    for ledger in (mine, other):
+        put(ledger, LLAMA, range(64))
+    recorded_tiers.add("host", shm_root / "other")
+    recorded_tiers.add("remote", "redis://127.0.0.1:1/0")  # nobody listens there
+    file = tmp_path / "mine.toml"
+    file.write_text(f'host_path = "{shm_root / "mine"}"\n')
+    found = answer("clear", "--yes", "--config", file)
+    assert found["cleared"] == 4 and found["failed"] == {}
+    assert (admin.gauges(mine)["ready"], admin.gauges(other)["ready"]) == (0, 4)
+
+
 def test_a_remote_tier_whose_password_is_not_kept_is_named(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(64))
     recorded_tiers.add("host", shm_root)

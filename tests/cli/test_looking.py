@@ -207,6 +207,9 @@ def test_a_store_that_cannot_be_used_fails_and_hides_no_other(shm_root: Path) ->
         found = answer(command, shm_root, "--tokens", "-", stdin=prompt, code=1)
         assert found[name] and list(found["failed"]) == [bad], found
         assert bad in done_here(command, shm_root, "--tokens", "-", stdin=prompt).stderr
+        (line,) = done_here(command, bad, "--tokens", "-", stdin=prompt).stderr.splitlines()
+        assert "no usable store" in line
+    assert done_here("top", shm_root, "--once").returncode == 1
 
 
 def test_a_root_that_cannot_be_read_fails_and_hides_no_other(shm_root: Path, tmp_path: Path) -> None:
@@ -320,6 +323,7 @@ def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:
     assert "did you mean PAGODA_HOST_SIZE?" in refused("ls", PAGODA_HOSTSIZE="1GiB")
 
 
+@pytest.mark.slow
 def test_with_stdout_closed_the_code_tells(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
     for place, code in ((shm_root, 0), (shm_root / "none", 2)):

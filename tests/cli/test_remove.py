@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.ledger.store_state import LOCKS
 from pagoda.tiers import DiskTier, recorded_tiers
 from tests.cli.shelf import LLAMA, answer, disk, done_here, host, pagoda, put, refused, save
 from tests.tiers.test_recorded_tiers import LAYOUT
@@ -34,6 +35,15 @@ def test_one_tier_then_all(shm_root: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "disk").glob("*/slab"))
     assert recorded_tiers.entries() == []
     assert "no local tier" in done_here("remove", "--yes").stderr
+
+
+def test_with_a_configuration_file_only_its_tiers(shm_root: Path, tmp_path: Path) -> None:
+    filled(shm_root, tmp_path)
+    file = tmp_path / "mine.toml"
+    file.write_text(f'host_path = "{shm_root / "host"}"\n')
+    found = answer("remove", "--yes", "--config", file)
+    assert [store["tier"] for store in found["stores"]] == ["host"] and found["failed"] == {}  # type: ignore[attr-defined]
+    assert list((tmp_path / "disk").glob("*/slab"))
 
 
 def test_a_path_is_a_root_or_a_store(shm_root: Path, tmp_path: Path) -> None:
@@ -66,6 +76,15 @@ def test_what_is_not_ours_stays(shm_root: Path, tmp_path: Path) -> None:
     (shm_root / "ours" / "photos").mkdir()
     assert "has no store" in refused("remove", shm_root, "--yes")
     assert (mine / "sub" / "letter").exists() and (shm_root / "ours" / "photos").exists()
+
+
+def test_what_the_system_refuses_is_said_with_the_store(shm_root: Path) -> None:
+    host(shm_root).close()
+    (shm_root / LOCKS).unlink()
+    (shm_root / LOCKS).mkdir()  # it cannot be opened, as on a file system that may only be read
+    done = done_here("remove", shm_root, "--yes")
+    said = f"pagoda: {shm_root / 'layout'}: cannot be removed: Is a directory\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_damaged_stores_go_too(shm_root: Path) -> None:

@@ -207,6 +207,7 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
     assert "--jobs" in refused("replay", trace, *some, "--jobs", 0)
 
 
+@pytest.mark.slow
 def test_interrupted_is_130_and_no_process_stays(tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
     line = json.dumps({"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": []})

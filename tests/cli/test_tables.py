@@ -166,7 +166,6 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", [in_pipe, in_terminal])
 def test_no_line_is_wider_than_80_and_no_value_is_cut(
     machine: Path, run: Callable[..., tuple[int, str]]
@@ -184,7 +183,6 @@ def test_no_line_is_wider_than_80_and_no_value_is_cut(
             assert re.search(r"meta-llama/Llama-3.1-8B-Instruct kv_dtype=bfloat16 salt=\S{8,}", text), text
 
 
-@pytest.mark.slow
 def test_wide_shows_all_columns(machine: Path) -> None:
     for command, more in (
         (["stats"], ["slots", "unbacked", "reserved", "leased", "slot "]),

@@ -197,9 +197,9 @@ def test_a_broken_store_is_named_and_hides_no_other(
         assert admin.gauges(tier.ledger)["ready"] == 1
     (shm_root / "bad" / "state").write_bytes(b"{}")
     code, text = in_pipe("top", shm_root, "--once")
-    assert code == 0 and re.search("host .* 1 chunks", text) and f"{shm_root}/bad: " in text
+    assert code == 1 and re.search("host .* 1 chunks", text) and f"{shm_root}/bad: " in text
     monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root / "nothing"))
     monkeypatch.setenv("PAGODA_DISK_PATH", str(tmp_path / ("x" * 300)))  # longer than a name can be
     monkeypatch.setenv("PAGODA_DISK_SIZE", "1GiB")
     code, text = in_pipe("top", "--once")
-    assert code == 0 and "File name too long" in text
+    assert code == 1 and "File name too long" in text

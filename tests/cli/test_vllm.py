@@ -313,6 +313,7 @@ def test_tiers_that_cannot_be_opened_are_refused_before_vllm_is_run(tmp_path: Pa
     )
 
 
+@pytest.mark.slow
 def test_a_remote_tier_without_its_password_is_refused_before_vllm_is_run(tmp_path: Path) -> None:
     host = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]
     url = f"redis://127.0.0.1:1?password_file={tmp_path / 'none'}"

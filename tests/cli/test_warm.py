@@ -264,7 +264,6 @@ def test_a_server_that_counts_uses(where: dict[str, str], host: HostTier) -> Non
     assert [positions(host, run) for run in keys] == [[0], [0, 1, 2]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pool", "cluster"])
 def test_several_nodes(where: dict[str, str], host: HostTier, kind: str) -> None:
     with ExitStack() as stack:
@@ -278,6 +277,7 @@ def test_several_nodes(where: dict[str, str], host: HostTier, kind: str) -> None
     assert positions(host, keys) == list(range(20))
 
 
+@pytest.mark.slow
 def test_the_table_has_80_columns(where: dict[str, str], host: HostTier, url: str) -> None:
     share(url, 1, 3)
     done = pagoda("warm", **where)

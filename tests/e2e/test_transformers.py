@@ -66,6 +66,7 @@ def served(cached: CachedModel) -> dict[str, int]:
     return cached.last.hit.by_tier
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_tokens_cold_from_host_and_from_disk(name: str, house: House) -> None:
     model, ids = MODELS[name](), prompt(100)
@@ -86,6 +87,7 @@ def test_the_same_tokens_cold_from_host_and_from_disk(name: str, house: House) -
     assert served(cached) == {"host": 96}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_controls_zeroed_kv_and_another_prompts_kv_change_the_text(name: str, house: House) -> None:
     """If they did not, the tests above would prove nothing."""
@@ -143,6 +145,7 @@ def test_output_tokens_are_kept_if_asked(house: House) -> None:
     assert cached.last.columns == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_batch_uses_what_all_rows_have(name: str, house: House) -> None:
     model = MODELS[name]()
@@ -160,6 +163,7 @@ def test_a_batch_uses_what_all_rows_have(name: str, house: House) -> None:
     assert generated(model, first) == want[:1]
 
 
+@pytest.mark.slow
 def test_left_padding(house: House) -> None:
     model = llama(pad_token_id=0)
     cached = house.open(model)

@@ -222,6 +222,7 @@ def test_every_token_is_exact_recomputed_or_reused(policy: str, house: House) ->
     closed(engine)
 
 
+@pytest.mark.slow
 def test_an_exact_request_after_a_blended_one_finds_nothing_approximate(house: House) -> None:
     model, (documents, question) = model_of("llama-3"), pieces()
     ids = whole(documents, question)
@@ -369,6 +370,7 @@ def test_preempted_requests_are_blended_again(house: House) -> None:
         assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_requests_are_aborted_wherever_they_are(house: House) -> None:
     engine = engine_of(
         house.cache("llama-3", slots=512, unchecked=True), "llama-3", blocks=60, step_tokens=10

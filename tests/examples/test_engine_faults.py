@@ -98,7 +98,6 @@ def test_copies_that_fail(up: int, down: int, house: House) -> None:
     closed(engine)
 
 
-@pytest.mark.slow
 def test_requests_that_wait_for_the_same_failing_copy(house: House) -> None:
     cache = house.cache(slots=512)
     tokens, answer = talks_of("llama")[1][0]

@@ -106,7 +106,6 @@ def test_without_a_cache_and_without_anything() -> None:
     assert engine.manager.free == engine.manager.total == BLOCKS
 
 
-@pytest.mark.slow
 def test_tenants_share_nothing(house: House) -> None:
     engine = engine_of(house.cache(slots=512), blocks=200)
     tokens, answer = talks_of("llama")[1][0]
@@ -133,6 +132,7 @@ def test_tenants_with_a_small_pool(house: House) -> None:
     closed(engine)
 
 
+@pytest.mark.slow
 def test_what_one_engine_demotes_another_promotes(house: House) -> None:
     first, second = engine_of(house.cache(slots=512)), engine_of(house.cache(slots=512))
     tokens, answer = talks_of("llama")[1][-1]

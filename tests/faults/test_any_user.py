@@ -209,7 +209,16 @@ def test_stores_of_another_user_are_not_none(theirs: Path) -> None:
         become_stranger(None)
         return told(others)
 
+    def configured() -> str:
+        become_stranger(None)
+        os.environ |= {"PAGODA_DISK_PATH": str(others), "PAGODA_DISK_SIZE": "1MiB", "PAGODA_HOST_SIZE": "0"}
+        return told(None)
+
     assert apart(work).count("belongs to user 0: run the command as that user") == len(COMMANDS)
+    others.chmod(0o700)
+    said = apart(configured)
+    assert said.count(f"{others} belongs to user 0, not to user {STRANGER}: run this as that user") == 4, said
+    assert said.count(f"{others}: cannot be read: Permission denied") == 1 and "pagoda remove" not in said
     os.chown(others, STRANGER, STRANGER)
     for path in others.iterdir():
         os.chown(path, STRANGER, STRANGER)
@@ -217,11 +226,12 @@ def test_stores_of_another_user_are_not_none(theirs: Path) -> None:
     assert told(others).count("as that user") == len(COMMANDS)
 
 
-def told(root: Path) -> str:
-    """Return what all commands print of a root that they cannot use."""
+def told(root: Path | None) -> str:
+    """Return what all commands print of a root that they cannot use. None: it is configured."""
+    where = [] if root is None else [str(root)]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        codes = [main([command, str(root), *yes]) for command, yes in COMMANDS]
+        codes = [main([command, *where, *yes]) for command, yes in COMMANDS]
     assert all(codes), out.getvalue()
     return err.getvalue()
 

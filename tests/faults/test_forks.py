@@ -51,7 +51,6 @@ Path(sys.argv[2]).write_text("fine")
 """
 
 
-@pytest.mark.slow
 def test_a_child_outlives_its_killed_parent(shm_root: Path, tmp_path: Path) -> None:
     done = python(OUTLIVES, shm_root, tmp_path / "said")
     assert done.returncode == -signal.SIGKILL

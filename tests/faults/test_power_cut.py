@@ -141,6 +141,7 @@ def test_a_whole_slab_is_found_again_whatever_the_ledger_looks_like(
         assert int(line.split()[1]) >= tier_before - 5, line
 
 
+@pytest.mark.slow
 def test_a_ledger_that_is_not_trusted_is_deleted_unopened(images: tuple[Path, Path], tmp_path: Path) -> None:
     root = shutil.copytree(images[1], tmp_path / "root")
     watch = OpenWatch(root / LAYOUT.fingerprint / "data.mdb")

@@ -253,6 +253,7 @@ def test_weights_that_another_process_has_changed_take_all_back_without_a_reques
     router.close()
 
 
+@pytest.mark.slow
 def test_a_store_that_was_replaced_under_the_cache_is_credited_as_it_hits(shm_root: Path) -> None:
     """An open store is used on until its tables are opened again, here after a fork: then nothing of it hits."""
     tokens = prompt(3)

@@ -455,6 +455,7 @@ def test_two_threads_that_fork_at_once_leave_the_gate_open(
     assert ledger.match_prefix(keys(1), deadline_seconds=0.2).reason is Reason.ABSENT
 
 
+@pytest.mark.slow
 def test_forks_among_busy_threads(ledger: Ledger) -> None:
     done = threading.Event()
 
@@ -543,7 +544,6 @@ def test_a_closed_ledger_says_so(shm_root: Path, call: str) -> None:
             calls[call]()
 
 
-@pytest.mark.slow
 def test_closing_ends_in_time_while_another_sits_in_the_gate(shm_root: Path) -> None:
     ledger = opened(shm_root)
     ledger.reserve(keys(1), namespace=TENANT)

@@ -416,7 +416,6 @@ def test_pages_that_a_gpu_knows_stay(shm_root: Path, monkeypatch: pytest.MonkeyP
     two.close()
 
 
-@pytest.mark.slow
 def test_an_error_names_who_holds_the_room(shm_root: Path) -> None:
     (shm_root / "strange").mkdir()
     (shm_root / "strange" / "locks").touch()

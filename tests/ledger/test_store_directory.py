@@ -177,7 +177,6 @@ def test_opening_ends_in_time_while_another_has_the_store_to_itself(shm_root: Pa
     opened(shm_root).close()
 
 
-@pytest.mark.slow
 def test_opening_ends_in_time_while_another_sits_in_the_gate(shm_root: Path) -> None:
     ledger = opened(shm_root)
     with gate_taken(ledger):

@@ -224,6 +224,7 @@ def test_a_clear_that_is_written_late_brings_nothing_back(shm_root: Path) -> Non
     again.close()
 
 
+@pytest.mark.slow
 def test_several_processes_clear_at_once(shm_root: Path) -> None:
     """Each process has separate tenants, more than a file holds, and one that it never clears."""
 

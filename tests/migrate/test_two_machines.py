@@ -54,6 +54,7 @@ def hits_by(cache: Cache, tier: str) -> None:
     assert tier in seen
 
 
+@pytest.mark.slow
 def test_lmcaches_server(shm_root: Path) -> None:
     with pagoda_server(shm_root / "server", "--host-size", "16MiB") as server:
         share_token(server)

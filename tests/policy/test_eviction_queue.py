@@ -106,6 +106,7 @@ def grow(tree: list[tuple[int, int, int, int, bool]]) -> tuple[Columns, list[flo
     return columns, ranks
 
 
+@pytest.mark.slow
 @given(trees, st.integers(1, SLOTS), st.sampled_from([15_000, 50_000, 10**6]))
 @settings(max_examples=300)
 def test_the_order_is_that_of_a_plain_one(

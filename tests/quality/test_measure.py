@@ -63,6 +63,7 @@ def exact_kv(model: LlamaForCausalLM, tokens: list[int]) -> KVCache:
     return kv
 
 
+@pytest.mark.slow
 def test_the_rows(model: LlamaForCausalLM, run: QualityRun) -> None:
     assert [row.name for row in run.rows] == [
         "exact", "plain reuse", "first_k:0.3", "deviation:1", "q8", "q4", "zeroed KV", "swapped values",
@@ -201,6 +202,7 @@ def greedy(model: LlamaForCausalLM, tokens: list[int], kv: KVCache, count: int) 
     return found
 
 
+@pytest.mark.slow
 def test_answers_are_those_that_the_model_would_write_over_that_kv(model: LlamaForCausalLM) -> None:
     """From the first other token on, the answer is the approach's own."""
     different = 0

@@ -87,6 +87,7 @@ def test_after_a_store_of_what_is_here_already(shm_root: Path) -> None:
         assert found_by_another(redis.url, shm_root / "b") == 20
 
 
+@pytest.mark.slow
 def test_while_others_fill_the_server(shm_root: Path) -> None:
     clock = FakeClock()
     limits = ("--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru", "--maxmemory-samples", "10")

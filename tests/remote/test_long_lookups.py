@@ -118,6 +118,7 @@ def test_what_was_not_asked_about_is_stored(server: Server, db: client.Redis) ->
         assert db.exists(name_of("pagoda", keys[HOLE]))
 
 
+@pytest.mark.slow
 def test_a_hole_is_a_shorter_hit(server: Server, db: client.Redis, tmp_path: Path) -> None:
     """With the right bytes, a reason, and the hole is filled by what is computed then."""
     url, tokens = f"{server.url}/0?deadline=30s&look=30s&queue_chunks=4096", prompt(LONG)

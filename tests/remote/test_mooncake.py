@@ -420,6 +420,7 @@ def test_a_forked_child_has_processes_of_its_own(pool: Server) -> None:
         recovers(tier, keys)
 
 
+@pytest.mark.slow
 def test_the_processes_end_with_the_one_that_started_them(pool: Server) -> None:
     code = f"""
 import os, sys, time

@@ -62,7 +62,6 @@ def in_child(work: Callable[[], str]) -> str:
     return said
 
 
-@pytest.mark.slow
 def test_a_forked_child_is_told_at_once(store: Store, connection: ObjectStoreConnection) -> None:
     remote = store.remote()
 

@@ -546,6 +546,7 @@ def test_explain_asks_the_neighbours_that_are_named(
         assert told == [("host", 0), ("peers", 64), ("all", 64)]
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_missing(meeting: Server) -> None:
     lookup = {"PAGODA_LOOKUP": f"redis://:hunter2@127.0.0.1:{meeting.port}"}
     shown = answer("config", "show", **lookup)["options"]

@@ -281,7 +281,6 @@ def test_many_writers_of_the_same_keys(server: Server, client: Client) -> None:
     assert client.dbsize() == 6
 
 
-@pytest.mark.slow
 def test_a_dead_writer_leaves_nothing_for_long(
     server: Server, second: RedisConnection, client: Client
 ) -> None:

@@ -276,6 +276,7 @@ def reshard(servers: Sequence[Server], keys: Sequence[bytes]) -> None:
         finish_move(slot_of(key), source, target)
 
 
+@pytest.mark.slow
 def test_resharding_under_load(shared: list[Server]) -> None:
     prefix, keys = fresh_prefix(), keys_of(30)
     remote = on(*shared, prefix=prefix, look_seconds=PATIENT_SECONDS)

@@ -185,6 +185,7 @@ def test_chunks_are_on_all_nodes_and_all_calls_reach_them(shared: list[Server]) 
         connection.close()
 
 
+@pytest.mark.slow
 def test_random_operations(shared: list[Server]) -> None:
     """Two machines; a third one that reads all of it at the end."""
     rng, prefix = random.Random(5), fresh_prefix()

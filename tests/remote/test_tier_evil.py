@@ -186,6 +186,7 @@ def test_names_that_a_server_makes_up_are_not_deleted(shared: Server, liar: Lyin
     assert not deleted & set(theirs)
 
 
+@pytest.mark.slow
 def test_a_walk_that_never_ends(shared: Server, liar: LyingRedis) -> None:
     """It takes no memory, and a `close` ends it."""
     prefix, numbers = fresh_prefix(), iter(range(1 << 60))

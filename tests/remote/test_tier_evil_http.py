@@ -244,7 +244,6 @@ time.sleep(0.7)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "lie", [lambda: SILENCE, lambda: [http(500)], lambda: [b""]], ids=["late", "bad", "cut"]
 )

@@ -91,7 +91,6 @@ def test_a_load_over_a_bad_network(server: Server, proxy: Proxy, prefix: str, fa
         assert proxy.open_connections <= 2  # one for transfers, one for probes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", [STEADY[name] for name in WHEN_SAVING], ids=WHEN_SAVING)
 def test_a_save_over_a_bad_network(server: Server, proxy: Proxy, prefix: str, fault: Fault) -> None:
     warm, keys = keys_of(1, chain=1), keys_of(1)

@@ -114,6 +114,7 @@ def stream(seed: int, count: int, longest: int, talks: int) -> list[Request]:
     return requests
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.integers(0, 2**32), st.sampled_from([32, 40]), st.sampled_from(POLICIES))
 def test_short_requests(seed: int, slots: int, policy: str) -> None:

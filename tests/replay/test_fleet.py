@@ -65,6 +65,7 @@ def test_second_sight_stores_what_is_asked_for_again_within_an_hour() -> None:
     assert (hits(above), above.store.written) == ({"host": 2, "remote": 0}, 1), "a hit above asks too"
 
 
+@pytest.mark.slow
 def test_one_machine_is_what_its_tiers_would_be() -> None:
     requests = sample()[:500]
     specs = [TierSpec("host", 100, "lru"), TierSpec("remote", 1000, "lru")]

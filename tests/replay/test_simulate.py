@@ -161,6 +161,7 @@ def test_what_is_hot_above_stays_below() -> None:
         assert {1, 2, 3} <= simulation._tiers[1].residents().keys()
 
 
+@pytest.mark.slow
 def test_the_same_again() -> None:
     tiers = [TierSpec("host", 300, "hindsight"), TierSpec("disk", 1000, "hindsight")]
     assert simulate(sample()[:500], tiers) == simulate(sample()[:500], tiers)

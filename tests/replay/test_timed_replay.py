@@ -168,6 +168,7 @@ def test_one_engine_is_never_better_than_the_optimum(requests: list[Request], ch
     assert done.ttft.median <= done.ttft.p90
 
 
+@pytest.mark.slow
 def test_the_sample_again_and_again() -> None:
     def play() -> TimedOutcome:
         tiers = [tier(1000, 1e10), tier(5000, 2e9, name="disk")]

@@ -26,6 +26,7 @@ def test_every_byte_of_an_engines_chunks_arrives_from_memory(name: str, shm_root
                 assert found is not None and (found == payload_of(1, position, layout)).all()
 
 
+@pytest.mark.slow
 def test_every_byte_arrives_from_the_disk(shm_root: Path, tmp_path: Path) -> None:
     with engine(host_size=0, disk_path=str(tmp_path), disk_size=16 << 20) as running:
         keys = running.store(1, 5)
@@ -38,6 +39,7 @@ def test_every_byte_arrives_from_the_disk(shm_root: Path, tmp_path: Path) -> Non
                 assert found is not None and (found == payload_of(1, position)).all()
 
 
+@pytest.mark.slow
 def test_a_store_outlives_its_engine_and_is_served(shm_root: Path) -> None:
     with engine(host_path=str(shm_root), host_size=16 << 20) as running:
         keys = running.store(1, 3)
@@ -46,6 +48,7 @@ def test_a_store_outlives_its_engine_and_is_served(shm_root: Path) -> None:
         assert served.get(running.root, keys[2]).status == 200
 
 
+@pytest.mark.slow
 def test_what_is_absent_is_a_miss_with_its_reason(shm_root: Path) -> None:
     with engine(host_path=str(shm_root), host_size=16 << 20) as running, server(shm_root) as served:
         keys = running.store(1, 3)

@@ -163,7 +163,6 @@ def test_a_slow_body_ends(served: Server, path: str) -> None:
         assert all(closed_within(slow, 10.0) for slow in many)
 
 
-@pytest.mark.slow
 def test_an_endless_body_is_refused(served: Server, path: str) -> None:
     assert (
         raw(served, head("PUT", path, AUTH + "Transfer-Encoding: chunked\r\n").encode() + b"5\r\nabcde\r\n")
@@ -178,7 +177,6 @@ def test_an_endless_body_is_refused(served: Server, path: str) -> None:
     assert memory_of(served) < 400 << 20
 
 
-@pytest.mark.slow
 def test_a_reader_that_does_not_read_is_disconnected(served: Server, path: str) -> None:
     with served.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -194,7 +192,6 @@ def test_a_reader_that_does_not_read_is_disconnected(served: Server, path: str) 
         assert got < 4 << 20
 
 
-@pytest.mark.slow
 def test_too_many_connections_are_closed_and_memory_stays_bounded(served: Server, path: str) -> None:
     before = memory_of(served)
     with contextlib.ExitStack() as stack:
@@ -204,7 +201,6 @@ def test_too_many_connections_are_closed_and_memory_stays_bounded(served: Server
         assert memory_of(served) - before < 100 << 20
 
 
-@pytest.mark.slow
 def test_idle_connections_without_a_token_keep_nobody_out(served: Server, path: str) -> None:
     asked = head("GET", "/healthz", "").encode()
     with contextlib.ExitStack() as stack:
@@ -239,7 +235,6 @@ def test_many_who_leave_at_once_keep_nobody_out(served: Server, path: str) -> No
             served.process.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.slow
 def test_who_reads_nothing_of_small_answers_is_disconnected(served: Server, path: str) -> None:
     files = len(os.listdir(f"/proc/{served.process.pid}/fd"))
     asked = head("GET", "/page/page.js").encode() * 400  # 10 MB of answers

@@ -298,6 +298,7 @@ def test_a_stream_begins_with_the_history_and_goes_on(page: Server) -> None:
     connection.close()
 
 
+@pytest.mark.slow
 def test_streams_are_a_bounded_number(page: Server) -> None:
     from pagoda.serve.live_feed import MOST_READERS
 

@@ -124,6 +124,7 @@ def test_without_a_store_and_a_size_for_one_the_reason_says_so(tmp_path: Path) -
         assert "--host-size" in str(answer.json["remedy"])
 
 
+@pytest.mark.slow
 def test_a_full_store_evicts_and_one_too_small_refuses(shm_root: Path) -> None:
     with server("--host-size", "1MiB", PAGODA_HOST_PATH=str(shm_root)) as running:
         large = value_of(ROOT, KEYS[0], 0, payload_of(1, 0, kit.LARGE), kit.LARGE)

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 from pagoda.ledger import admin
 from pagoda.metrics import Reason
 from pagoda.testing import Fault
@@ -178,6 +180,7 @@ def test_a_fork_while_writes_are_queued(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.slow
 def test_forks_in_the_middle_of_io(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, slots=200, queue_chunks=128)
     for chain in range(1, 13):

@@ -349,7 +349,6 @@ def test_with_the_real_kernels(way: str, direction: str, slots: str) -> None:
         MOVES[direction](CopyEngine(device, way=way, staging_bytes=500), device, it)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("kernels", ["plain", None])
 def test_what_was_taken_is_what_was_there(kernels: str | None, prepared: bool) -> None:

@@ -123,6 +123,7 @@ def test_block_table_round_trip(form: str, dtype: str, apart: bool) -> None:
     check(form, dtype, [7, 3, 15, 0, 9], apart=apart)
 
 
+@pytest.mark.slow
 @given(table=st.permutations(range(16)).flatmap(lambda ids: st.integers(2, 16).map(lambda n: ids[:n])))
 def test_any_block_table(table: list[int]) -> None:
     for form in FORMATS:

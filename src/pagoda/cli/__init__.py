@@ -5,7 +5,8 @@ what is wrong), 130 interrupted.
 
     app, docstring_help    the commands and their names; the help of their options
     stats, top, ls, check  show what is stored and what hits; list chunks; find damage
-    explain                says why a prompt misses: `prompt_source`, `prompt_coverage`, `nearest_prompt`, `prompt_keys`
+    explain                says why a prompt misses: `prompt_source`, `prompt_explanation`, `nearest_prompt`,
+                           `prompt_keys`
     clear, pin, remove     change what is stored
     warm                   fills the host tier of a machine that has just started
     serve                  sends chunks to other machines, and shows the page: `web_page_options`

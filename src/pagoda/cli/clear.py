@@ -30,10 +30,13 @@ def clear(
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
 ) -> int:
-    """Remove all chunks, or those of one model or namespace, from every tier; from remote tiers for all machines."""
-    directories = stores.find_stores(directory, config)
+    """Remove all chunks, or those of one model or namespace, from every tier; from remote tiers for all machines.
+
+    With --config, only from the tiers of that file.
+    """
+    directories = stores.find_stores(directory, config, opened_too=config is None)
     everything = model is None and namespace is None
-    remotes, sealed = all_remotes(directory, config)
+    remotes, sealed = all_remotes(directory, config, opened_too=config is None)
     known = _known(directories)
     broken = {} if everything else censuses(remotes, known)[1]
     broken |= {spec.redacted: NO_SECRET for spec in sealed}

@@ -13,7 +13,7 @@ from pagoda.cli.prompt_source import read_prompt
 from pagoda.cli.remote_stores import pinged, remotes_of
 
 if TYPE_CHECKING:
-    from pagoda.cli.prompt_coverage import PromptExplanation
+    from pagoda.cli.prompt_explanation import PromptExplanation
 
 _INDENT = "  "
 
@@ -45,7 +45,7 @@ def explain(
         prefill: Tokens per second that the engine computes: is loading faster?
     """
     ids, served = read_prompt(tokens, text, messages, tokenizer, url, api_key_file)
-    from pagoda.cli.prompt_coverage import explanations, neighbours_of, prompt_of
+    from pagoda.cli.prompt_explanation import explanations, neighbours_of, prompt_of
 
     # top down
     specs = [*neighbours_of(directory, stores.configured(config)), *remotes_of(directory, config)]

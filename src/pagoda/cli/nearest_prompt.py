@@ -1,6 +1,6 @@
 """Finds the stored prompt nearest to a prompt, and the token in which they differ. Uses the log of prompts; pure.
 
-`pagoda explain` calls it through `prompt_coverage`; it calls `prompt_keys` for the schemes of keys.
+`pagoda explain` calls it through `prompt_explanation`; it calls `prompt_keys` for the schemes of keys.
 """
 
 from __future__ import annotations

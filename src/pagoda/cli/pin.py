@@ -11,7 +11,7 @@ from pagoda.cli import FAILED, UsageError, printing, stores
 from pagoda.cli.prompt_source import read_tokens
 
 if TYPE_CHECKING:
-    from pagoda.cli.prompt_coverage import Prompt
+    from pagoda.cli.prompt_explanation import Prompt
     from pagoda.ledger import Ledger
 
 _OWNER = "pagoda"
@@ -38,7 +38,7 @@ def pin(
     config: stores.ConfigFile = None,
 ) -> int:
     """Protect the stored chunks of a prompt from eviction: at most a quarter of a tier, until `pagoda unpin`."""
-    from pagoda.cli.prompt_coverage import prompt_of
+    from pagoda.cli.prompt_explanation import prompt_of
 
     ids, broken = read_tokens(tokens), dict[str, str]()
     with stores.all_attached(directory, config, broken) as tiers:
@@ -51,11 +51,8 @@ def pin(
     elif done:
         rows = [(one.tier, one.num_tokens, one.model) for one in done]
         printing.print_table("pinned", ("tier", "tokens", "model"), rows)
-    else:
-        printing.note(
-            "nothing was pinned: no tier has the beginning of this prompt, or a quarter of the tier is pinned "
-            "already (see pagoda explain)"
-        )
+    elif tiers or not broken:
+        printing.note("nothing was pinned: no tier has its beginning, or too many pins (see pagoda explain)")
     return FAILED if broken or not done else 0
 
 
@@ -67,7 +64,7 @@ def unpin(
     config: stores.ConfigFile = None,
 ) -> int:
     """End the pins of an owner: those of one prompt, or without --tokens all of them."""
-    from pagoda.cli.prompt_coverage import prompt_of
+    from pagoda.cli.prompt_explanation import prompt_of
     from pagoda.ledger import admin
 
     ids, broken = None if tokens is None else read_tokens(tokens), dict[str, str]()
@@ -79,7 +76,7 @@ def unpin(
         ended = {str(ledger.directory): admin.unpin(ledger, keys, owner) for ledger in tiers}
     if as_json:
         printing.print_json({"ended": ended, "failed": broken})
-    else:
+    elif tiers or not broken:
         printing.note(f"{sum(ended.values()):,} chunks are no longer pinned by {owner}")
     return FAILED if broken else 0
 

@@ -55,16 +55,19 @@ def remotes_of(directory: Path | None, config_file: Path | None) -> tuple[Remote
 
 
 def all_remotes(
-    directory: Path | None, config_file: Path | None
+    directory: Path | None, config_file: Path | None, opened_too: bool = True
 ) -> tuple[tuple[RemoteSpec, ...], tuple[RemoteSpec, ...]]:
-    """Return the remote tiers that are known here: those that can be asked, and those whose secret is not known."""
+    """Return the remote tiers that are known here: those that can be asked, and those whose secret is not known.
+
+    Without `opened_too`, these are only the configured ones.
+    """
     if directory is not None:
         return (), ()
     from pagoda.config.remote_urls import parse
     from pagoda.tiers import recorded_tiers
 
     specs = {spec.redacted: spec for spec in configured(config_file).remotes()}
-    for entry in recorded_tiers.entries():
+    for entry in recorded_tiers.entries() if opened_too else ():
         if entry.tier == "remote":
             with suppress(ConfigError):  # of another version
                 specs.setdefault(entry.place, parse(entry.place))

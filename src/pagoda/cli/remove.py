@@ -32,7 +32,8 @@ def remove(
     A tier that a process has open stays. For a remote tier only its entry in the register is removed, not its chunks.
 
     Args:
-        what: A tier, a tier's root, one store in it, or the URL of a remote tier; default: all local tiers.
+        what: A tier, a tier's root, one store in it, or the URL of a remote tier; default: all local tiers, with
+            --config only those of that file.
     """
     if what is not None and "://" in what:
         return _forget_remote(what)
@@ -73,7 +74,7 @@ def _stores(what: str | None, config: Path | None, broken: dict[str, str]) -> li
     """
     from pagoda.ledger.stores_under_root import allocated_bytes, refuse_others, stores_in
 
-    roots = find_roots(config)
+    roots = find_roots(config, opened_too=config is None)
     if what in (None, "host", "disk"):
         found = []
         for root in (root for root, tier in roots.items() if what in (None, tier)):
@@ -111,6 +112,8 @@ def _remove(stores: list[DoomedStore], broken: dict[str, str]) -> list[DoomedSto
             gone.append(store._replace(bytes=remove_store(directory)))
             if not stores_in(directory.parent):
                 recorded_tiers.remove(str(directory.parent.resolve()))
-        except (StoreError, OSError) as trouble:
+        except StoreError as trouble:
             broken[store.directory] = str(trouble)
+        except OSError as trouble:
+            broken[store.directory] = f"{directory}: cannot be removed: {trouble.strerror}"
     return gone

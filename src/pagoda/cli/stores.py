@@ -68,22 +68,26 @@ def given_bytes(option: str, text: str) -> int:
     return size
 
 
-def find_roots(config_file: Path | None) -> dict[Path, str]:
-    """Return the roots of all known local tiers and their tiers: first the configured, then the registered ones."""
+def find_roots(config_file: Path | None, opened_too: bool = True) -> dict[Path, str]:
+    """Return the roots of all known local tiers and their tiers: first the configured ones.
+
+    Then, with `opened_too`, those that this user has opened in another way.
+    """
     from pagoda.tiers import recorded_tiers
 
     named = configured(config_file).roots().items()
-    opened = [(entry.tier, Path(entry.place)) for entry in recorded_tiers.entries() if entry.tier != "remote"]
+    entries = recorded_tiers.entries() if opened_too else []
+    opened = [(entry.tier, Path(entry.place)) for entry in entries if entry.tier != "remote"]
     roots: dict[Path, str] = {}
     for tier, root in sorted([*named, *opened], key=lambda found: found[0] != "host"):
         roots.setdefault(Path(os.path.realpath(root)), tier)
     return roots
 
 
-def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
+def find_stores(directory: Path | None, config_file: Path | None, opened_too: bool = True) -> list[Path]:
     """Return the directories of the stores, host tier first; empty if the known roots have none.
 
-    Without `directory`, these are the stores of the configuration and those that this user has opened in another way.
+    Without `directory`, these are the stores in `find_roots`.
     A root that cannot be read is in the result too: opening it raises its error, and the other stores are still used.
 
     Raises:
@@ -91,7 +95,7 @@ def find_stores(directory: Path | None, config_file: Path | None) -> list[Path]:
         StoreError: it has only stores of another user.
     """
     if directory is None:
-        return [store for root in find_roots(config_file) for store in _stores_of(root)]
+        return [store for root in find_roots(config_file, opened_too) for store in _stores_of(root)]
     try:
         if not directory.is_dir():
             wrong = "not a directory" if directory.exists() else "no such directory"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Option
 
-from pagoda.cli import UsageError, printing
+from pagoda.cli import FAILED, UsageError, printing
 from pagoda.cli.remote_stores import remotes_of
 from pagoda.cli.stats import counted, hit_rows, namespace_rows, remote_usage, snapshots, store_names
 from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores
@@ -79,7 +79,7 @@ def top(
             out.show_cursor(True)
             for sample in samples:
                 live.update(Group(*_view(sample, out.width)[: out.height - 1]), refresh=True)
-    return 0
+    return FAILED if sample.failed else 0
 
 
 def _samples(

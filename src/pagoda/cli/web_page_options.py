@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pagoda.cli import UsageError
 from pagoda.cli.explain import in_words
-from pagoda.cli.prompt_coverage import explanations, neighbours_of, prompt_of
+from pagoda.cli.prompt_explanation import explanations, neighbours_of, prompt_of
 from pagoda.cli.prompt_source import text_tokenizer
 from pagoda.cli.remote_stores import pinged, remotes_of
 from pagoda.cli.stats import remote_usage

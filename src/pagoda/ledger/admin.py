@@ -96,20 +96,15 @@ def pin(ledger: Ledger, keys: Sequence[bytes], owner: str) -> int:
     """Keep chunks from eviction in the name of `owner`; return how many. At most a quarter of the slots."""
     if not owner or "\n" in owner:
         raise ValueError(f"{owner!r} cannot own pins: give a name of one line")
-
-    pinned = 0
-    for batch in batches(keys):
-        pinned += ledger.session.write(partial(hold_pin_remove.pin, keys=batch, owner=owner))
-    return pinned
+    step = partial(hold_pin_remove.pin, owner=owner)
+    return sum(ledger.session.write(partial(step, keys=batch)) for batch in batches(keys))
 
 
 def unpin(ledger: Ledger, keys: Sequence[bytes] | None, owner: str) -> int:
     """End the pins of `owner` on these chunks (None: on all that are pinned now); return how many."""
     wanted = list_pins(ledger).get(owner, []) if keys is None else keys
-    return sum(
-        ledger.session.write(partial(hold_pin_remove.unpin, keys=batch, owner=owner))
-        for batch in batches(wanted)
-    )
+    step = partial(hold_pin_remove.unpin, owner=owner)
+    return sum(ledger.session.write(partial(step, keys=batch)) for batch in batches(wanted))
 
 
 def remove(ledger: Ledger, keys: Sequence[bytes], reason: Reason = Reason.REMOVED) -> int:

@@ -35,7 +35,7 @@ log = guarded_logger("pagoda.ledger.clears")
 
 ALL = 2**64 - 1  # a watermark that clears everything
 
-_FILES = ("clears-0", "clears-1")
+FILES = ("clears-0", "clears-1")
 _RECORD = Struct("<I32sQ")  # run, namespace, watermark
 _CHECK = Struct("<I")
 _BYTES = _RECORD.size + _CHECK.size
@@ -65,7 +65,7 @@ class ClearLog:
     """The two files of one store. The caller makes sure that only one thread of one process uses it at a time."""
 
     def __init__(self, directory: Path) -> None:
-        self._paths = [directory / name for name in _FILES]
+        self._paths = [directory / name for name in FILES]
 
     def allocate(self, slots: int) -> None:
         """Enlarge both files for that many slots; they never shrink. Raises NoRoomError."""

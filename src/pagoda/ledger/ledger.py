@@ -27,6 +27,7 @@ from pagoda.errors import ClosedError, NoRoomError, StoreError
 from pagoda.finalizers import close_dropped
 from pagoda.fork import call_in_child
 from pagoda.ledger import allocation, hold_pin_remove, queries
+from pagoda.ledger.clear_log import FILES
 from pagoda.ledger.columns import KEY_BYTES, NOT_READY, Columns, marks_of
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.locks import barrier
@@ -44,6 +45,7 @@ from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.ledger.upkeep_thread import UpkeepThread, map_learned
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.signal_safe_threads import Condition
+from pagoda.store_place import require_own
 
 log = guarded_logger("pagoda")
 
@@ -125,12 +127,12 @@ class Ledger:
         directory = directory.resolve()
         state = read_state(directory)
         if state is None:
-            why = "its state is missing or damaged"
             try:
+                require_own(directory)
                 os.listdir(directory)
             except OSError as trouble:
-                why = str(trouble.strerror)
-            raise unusable(directory, why)
+                raise StoreError(f"{directory} cannot be read: {trouble.strerror}") from trouble
+            raise unusable(directory, "its state is missing or damaged")
         spec = StoreSpec(
             directory.parent, directory.name, state.kind, state.slots, state.slot_bytes, private=state.private
         )
@@ -556,9 +558,13 @@ class Ledger:
     def last_clear(self) -> int:
         """Return a number that changes when chunks are cleared, of whatever namespace, by any process. Takes no lock.
 
-        It is for chunks that wait without a slot: nothing in the tables says that they were cleared.
+        It is for chunks that wait without a slot: nothing in the tables says that they were cleared. A process of an
+        older version does not mark its clear, but it writes it to the files of a store on disk.
         """
-        return self.session.store.locks.marked()
+        number = self.session.store.locks.marked()
+        with contextlib.suppress(OSError):  # a store in memory has no such files
+            number += sum(os.stat(self.directory / name).st_mtime_ns for name in FILES)
+        return number
 
     def last_change(self) -> int | None:
         """Return the published number of the last change; None if it is not known now. Never waits.
@@ -566,10 +572,9 @@ class Ledger:
         As long as the number is the same, each slot keeps the chunk that it has now, and a slot that is not ready stays
         so.
         """
-        try:
+        with contextlib.suppress(StoreError, ClosedError):
             return self.session.read(lambda txn, _: txn.id(), deadline_seconds=0.0)
-        except (StoreError, ClosedError):
-            return None
+        return None
 
     def lease(self, slots: NDArray[np.int64], generations: NDArray[np.uint64], seconds: float) -> None:
         """Keep the policy from evicting these slots for a while: at most 60 s, at most half of the slots."""

@@ -228,7 +228,7 @@ class PolicyConformance:
                 self.evict(columns, victims[: int(rng.integers(0, 4))])
 
     def test_nor_when_another_process_evicted_what_was_leased(self, tmp_path: Path) -> None:
-        for seed in range(10):
+        for seed in range(5):
             columns, ready, policy = self.branching(tmp_path, seed)
             other = self.make_policy(columns)
             rng = np.random.default_rng(seed)
