@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # A slower device counts as hung. So this limits how long the transfer of some bytes may take.
-_SLOWEST_BYTES_PER_SECOND = 50e6
+SLOWEST_BYTES_PER_SECOND = 50e6
 _NEVER_NS = 2**63 - 1
 _LAST_SECONDS = 0.05
 _SLICE_SECONDS = 0.05  # how late a cancelled call notices it
@@ -56,17 +56,12 @@ _MACHINE = Clock()
 class Deadline:
     """A limit for the waits of one call. Thread-safe: any thread may call `cancel`.
 
-    A call may wait `patience_seconds` without progress. Its total limit is that plus the time that `nbytes` take on the
-    slowest useful device (None: no total limit while there is progress); with `strict`, only `patience_seconds` in
-    total. If progress is never noted, `Deadline(seconds)` is simply that many seconds from now.
+    A call may wait `patience_seconds` without progress, and `limit_seconds` in total (None: no total limit while there
+    is progress). If progress is never noted, `Deadline(seconds)` is simply that many seconds from now.
     """
 
     def __init__(
-        self,
-        patience_seconds: float,
-        nbytes: int | None = None,
-        strict: bool = False,
-        clock: Clock = _MACHINE,
+        self, patience_seconds: float, limit_seconds: float | None = None, clock: Clock = _MACHINE
     ) -> None:
         self._clock = clock
         self.patience_seconds = patience_seconds
@@ -74,12 +69,7 @@ class Deadline:
         now = clock.monotonic_ns()
         self._patience_ns = int(patience_seconds * 1e9)
         self._next_ns = now + self._patience_ns
-        if strict:
-            self._end_ns = self._next_ns
-        elif nbytes is None:
-            self._end_ns = _NEVER_NS
-        else:
-            self._end_ns = self._next_ns + int(nbytes / _SLOWEST_BYTES_PER_SECOND * 1e9)
+        self._end_ns = _NEVER_NS if limit_seconds is None else now + int(limit_seconds * 1e9)
 
     def remaining(self) -> float:
         """Return the seconds that a wait beginning now may take; 0 after the deadline."""

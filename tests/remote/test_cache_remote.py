@@ -33,6 +33,7 @@ from tests.cache.kit import (
     wait_until,
 )
 from tests.remote.chunks import fresh_prefix, soon
+from tests.remote.proxy import Fault, proxy_to
 
 PATIENT = "deadline=30s&look=30s"
 TENANT = {"salt": "a tenant"}
@@ -224,6 +225,19 @@ def test_a_clear_that_fails_names_the_tier(shm_root: Path) -> None:
         cleared = cache.clear()
         assert not cleared.ok and list(cleared.failed) == ["redis"]
         assert cleared.chunks["host"] == 4
+
+
+def test_a_limit_ends_a_load_whose_chunks_still_come(redis: Server, url: str) -> None:
+    """Each chunk begins the patience of a call again, and the end of the call must not depend on it."""
+    with proxy_to(redis.port) as proxy:
+        far = url.replace(str(redis.port), str(proxy.port))
+        with cache_over(far, None, deadline_seconds=30.0) as cache:
+            stored(cache, prompt(12))
+            proxy.down = Fault(delay_seconds=0.1, piece_bytes=LAYOUT.chunk_bytes // 4)
+            hit, _ = served(cache, prompt(12), limit_seconds=1.0)
+            assert hit.num_tokens < 12 * CHUNK and hit.reason is Reason.DEADLINE
+            proxy.heal()
+            wait_until(lambda: served(cache, prompt(12), limit_seconds=30.0)[0].num_tokens == 12 * CHUNK)
 
 
 def test_weights_that_changed_here_only_are_not_shared(shm_root: Path, url: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from pagoda.config import option_names
 from pagoda.connectors.sglang import engine_facts as facts
 from pagoda.connectors.sglang import storage_options
 from pagoda.errors import ConfigError
+from tests.ledger.support import gate_taken
 from tests.sglang.engines import Shape, storage_config
 
 from sglang.srt.arg_groups.arg_utils import record_fields  # isort: skip
@@ -273,6 +275,45 @@ def test_a_pool_that_comes_late_is_stored_or_said_not_to_be(shm_root: Path) -> N
         good = PoolTransfer(PoolName.DRAFT, slots(draft, range(2)), keys=KEYS[:2])
         bad = PoolTransfer(PoolName.INDEXER, slots(draft, range(2)), keys=KEYS[:2])
         assert made.batch_set_v2([good, bad]) == {"draft": [True, True], "indexer": [False, False]}
+
+
+# ---- trouble
+
+
+def test_pages_that_are_lost_between_a_look_up_and_its_load_are_a_miss_that_is_counted(
+    shm_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator clears the store; a tier that fails or takes too long ends a load in the same way."""
+    kv = mha("page_first")
+    with storage(storage_config(shm_root), {"kv": kv}) as made:
+        cache = made._pools["kv"].cache
+        assert all(made.batch_set_v1(KEYS, slots(kv, range(PAGES))))
+        assert made.batch_exists(KEYS) == PAGES and not cache.stats()["misses"]
+        cache.clear()
+        assert made.batch_get_v1(KEYS, slots(kv, range(PAGES))) == [False] * PAGES
+        assert sum(cache.stats()["misses"].values()) == 1
+        assert f"{PAGES} of {PAGES} pages of 'kv' were not loaded" in caplog.text
+
+
+def test_a_thread_that_asks_all_pools_of_a_stuck_storage_ends_in_time(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks them one after the other, and a flush of SGLang waits until it has ended."""
+    monkeypatch.setattr(storage_options, "LIMIT_SECONDS", 0.3)
+    pools = {"kv": mha("page_first"), "swa": mha("page_first", heads=1), "mamba": mamba()}
+    asked = PoolTransfer(PoolName.SWA, keys=["", ""], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    with storage(storage_config(shm_root, deadline_seconds=4), pools) as made, ExitStack() as stuck:
+        assert all(made.batch_set_v1(KEYS, slots(pools["kv"], range(PAGES))))
+        for pool in made._pools.values():
+            stuck.enter_context(gate_taken(dict(pool.cache._tiers.ledgers())["host"]))
+        new = ["a" * 64, "b" * 64]
+        transfers = [
+            PoolTransfer(PoolName(name), slots(pool, range(2)), keys=new) for name, pool in pools.items()
+        ]
+        began = time.monotonic()
+        assert made.batch_set_v2(transfers) == {name: [False, False] for name in pools}
+        assert made.batch_exists_v2(KEYS, [asked]).kv_hit_pages == 0
+        assert time.monotonic() - began < 4.0  # deadline_seconds of one pool
 
 
 # ---- ranks and identity

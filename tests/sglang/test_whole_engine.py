@@ -37,7 +37,7 @@ def answers(model: str, extra: dict[str, Any] | None = None, **plan: Any) -> lis
     """Start an engine, and return its answers to four prompts."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.sglang.whole_engine"]
     command.append(json.dumps({"model": model, "extra": extra, **plan}))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert found and found[-1] == {"ended": True}, done.stderr[-3000:]
     return found[:-1]

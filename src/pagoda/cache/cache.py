@@ -94,6 +94,7 @@ class Cache:
         weights_version: instead of the version that `weights_changed` named; "" is the namespace's weights.
         tiers: the names of the only tiers to use.
         deadline_seconds: for the whole call; default: config.deadline_seconds without progress.
+        limit_seconds: for the whole call, also while it makes progress; default: by the bytes of the chunks.
 
     Example:
         >>> import numpy as np

@@ -23,7 +23,7 @@ from pagoda.cache.counters import CacheCounters
 from pagoda.cache.otel_spans import SpanRecorder
 from pagoda.cache.results import Hit
 from pagoda.cache.tier_stack import TierStack
-from pagoda.clock import Clock, Deadline
+from pagoda.clock import SLOWEST_BYTES_PER_SECOND, Clock, Deadline
 from pagoda.errors import ClosedError, ConfigError
 from pagoda.keys import Int32s, Item, Namespace, TokenIds, as_token_ids
 from pagoda.layout import KVLayout
@@ -56,6 +56,7 @@ class CallOptions(TypedDict, total=False):
     weights_version: str | None
     tiers: Iterable[str] | None
     deadline_seconds: float | None
+    limit_seconds: float | None
 
 
 _OPTIONS = CallOptions.__optional_keys__
@@ -156,13 +157,11 @@ def build_request(
     skip = first - origin
     parent = given[skip - 1] if 0 < skip <= len(given) else None
     head, asked = given[:skip], given[skip:]
-    strict = (seconds := options.get("deadline_seconds")) is not None
-    deadline = Deadline(
-        deadline_seconds if seconds is None else seconds,
-        len(asked) * layout.chunk_bytes if bounded else None,
-        strict,
-        clock,
-    )
+    limits = [seconds := options.get("deadline_seconds"), options.get("limit_seconds")]
+    patience = deadline_seconds if seconds is None else seconds
+    if bounded:
+        limits.append(patience + len(asked) * layout.chunk_bytes / SLOWEST_BYTES_PER_SECOND)
+    deadline = Deadline(patience, min((each for each in limits if each is not None), default=None), clock)
     return CacheRequest(
         namespace, tiers, deadline, asked, first, parent, length, chunk_tokens, ids, tuple(items), head,
         options.get("any_position", False),

@@ -290,7 +290,7 @@ class HostSlots:
     ) -> T:  # fmt: skip
         """Run `work` as a `Call`: every error is a miss, counted and logged."""
         seconds = self._host.deadline_seconds if deadline_seconds is None else deadline_seconds
-        deadline = Deadline(seconds, strict=True, clock=self._resources.clock)
+        deadline = Deadline(seconds, seconds, self._resources.clock)
 
         def checked() -> T:
             if self._resources.closed:

@@ -326,9 +326,7 @@ class WriteBackQueue:
         with self._changed:  # `_wake` holds it while it starts a thread
             if self._thread is None:  # a signal handler's exception interrupted `_wake` after the start
                 self._thread = threading.current_thread()
-            elif (
-                self._thread is not threading.current_thread()
-            ):  # and the next `_wake` started another thread
+            if self._thread is not threading.current_thread():  # and the next `_wake` started another one
                 return
         while (note := self._wait_for_note()) is not None:
             try:

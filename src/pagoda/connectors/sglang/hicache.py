@@ -15,9 +15,9 @@ from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
 from pagoda.clock import Deadline
 from pagoda.connectors.extra_options import unused_options
+from pagoda.connectors.sglang import storage_options
 from pagoda.connectors.sglang.engine_facts import EngineFacts, engine_facts, namespace_of
 from pagoda.connectors.sglang.pool_pages import PoolPages
-from pagoda.connectors.sglang.storage_options import check_version, read_options
 from pagoda.connectors.sglang.weight_updates import watch_weights, weights_in_memory
 from pagoda.errors import StoreError
 from pagoda.keys import derive_keys
@@ -60,8 +60,8 @@ class PagodaHiCache(HiCacheStorage):
         extra = storage_config.extra_config
         if extra is None:
             extra = storage_config.extra_config = {}
-        self._options = read_options(extra)
-        check_version(sglang.__version__, self._options.allow_untested_sglang)
+        self._options = storage_options.read_options(extra)
+        storage_options.check_version(sglang.__version__, self._options.allow_untested_sglang)
         watch_weights()
         if storage_config.tp_rank == 0 and (unused := unused_options("SGLang", extra)):
             log.warning(unused)
@@ -200,8 +200,7 @@ class PagodaHiCache(HiCacheStorage):
         Each look-up asks for the unknown pages of a window, from the longest prefix on. It finds the first missing
         page, and no window with this page can be complete.
         """
-        pool = self._pools.get(name)
-        deadline = Deadline(pool.cache.config.deadline_seconds if pool is not None else 0.0)
+        deadline = Deadline(self._limit_seconds(name))
         found: set[int] = set()
         end = known = len(keys)  # pages [known, end) are stored
         looks = 0
@@ -212,7 +211,9 @@ class PagodaHiCache(HiCacheStorage):
                 if looks == _MOST_LOOKS or deadline.passed:
                     break
                 looks += 1
-                here = self._stored(name, keys[begin:known], extra_info, after=begin, counted=False)
+                here = self._stored(
+                    name, keys[begin:known], extra_info, after=begin, counted=False, limit_seconds=deadline.remaining()
+                )  # fmt: skip
             if begin + here < known:
                 end = known = begin + here
                 continue
@@ -223,18 +224,23 @@ class PagodaHiCache(HiCacheStorage):
     # ---- calls of a cache
 
     def _stored(
-        self, name: str, keys: Sequence[str], extra_info: Any, *, after: int = 0, counted: bool = True
-    ) -> int:
+        self, name: str, keys: Sequence[str], extra_info: Any, *, after: int = 0, counted: bool = True,
+        limit_seconds: float | None = None,
+    ) -> int:  # fmt: skip
         """Return how many leading pages a pool's cache has; `after`: the pages between the known prefix and these."""
         run = self._run(name, keys, extra_info, after)
         if run is None:
             return 0
+        if limit_seconds is not None:
+            run.options["limit_seconds"] = limit_seconds
         hit = run.pool.cache.lookup(None, counted=counted, **run.options)
         return hit.num_tokens // run.pool.pages.layout.chunk_tokens
 
     def _get(self, name: str, keys: Sequence[str], host_indices: Any, extra_info: Any) -> list[bool]:
         def work(run: _Run, kv: PagesKV) -> tuple[int, Reason | None, str]:
             hit = run.pool.cache.retrieve(None, kv, counted=False, **run.options)
+            if hit.reason is not None and (slots := run.pool.cache.slots) is not None:
+                slots.count_request(0, {}, hit.reason)  # the look-up has counted the tokens
             return hit.num_tokens // run.pool.pages.layout.chunk_tokens, hit.reason, hit.detail
 
         took = self._metrics.prefetch_pgs, self._metrics.prefetch_bandwidth
@@ -305,10 +311,16 @@ class PagodaHiCache(HiCacheStorage):
             "keys": [((begin + i) * size, (begin + i + 1) * size, key) for i, key in enumerate(derived)],
             "start_tokens": first * size,
             "any_position": True,  # SGLang does not always name the whole prefix of the pages
+            "limit_seconds": self._limit_seconds(name),
         }
         if version:
             options["weights_version"] = version
         return _Run(pool, first, len(keys), options)
+
+    def _limit_seconds(self, name: str) -> float:
+        """Return a pool's share of the limit: half is for the KV, whose bytes are the most, or all without others."""
+        parts = min(2, len(self._pools)) if name == PoolName.KV else 2 * (len(self._pools) - 1)
+        return storage_options.LIMIT_SECONDS / max(1, parts)
 
     def _guarded(self, work: Callable[[], T], miss: T) -> T:
         try:

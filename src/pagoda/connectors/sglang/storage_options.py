@@ -19,8 +19,10 @@ OF_SGLANG = (
     "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
 )  # fmt: skip
 _WHERE = "--hicache-storage-backend-extra-config"
-# the longest call: SGLang ends itself if a call of its storage is still running 10 s after a flush began
-_MOST_SECONDS = 4.0
+# SGLang ends itself if its storage is still working 10 s after a flush began. A thread of SGLang may ask all pools one
+# after the other before it ends: together they may take so long.
+LIMIT_SECONDS = 8.0
+_MOST_SECONDS = 4.0  # without progress
 
 
 @dataclass(frozen=True)

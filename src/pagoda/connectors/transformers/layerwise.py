@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from pagoda.cache import Cache, Hit
-from pagoda.clock import Deadline
+from pagoda.clock import SLOWEST_BYTES_PER_SECOND, Deadline
 from pagoda.connectors.transformers.dynamic_cache import kv_of_row, room_for
 from pagoda.connectors.transformers.model_checks import ProbedModel
 from pagoda.signal_safe_threads import Pool
@@ -29,7 +29,6 @@ from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.gpu.layer_events import LayerEvents
 
 _THREADS = 4  # concurrent loads: as many as a copy engine runs
-_SLOWEST_BYTES_PER_SECOND = 50e6  # a slower load counts as hung; as in the cache's own deadlines
 
 
 class LoadShort(Exception):
@@ -173,7 +172,7 @@ class LayerLoads:
             return None
         future.add_done_callback(lambda _: layer_events.end())
         kv: Any = DynamicCache(config=model.config)
-        seconds = cache.config.deadline_seconds + chunks * layout.chunk_bytes / _SLOWEST_BYTES_PER_SECOND
+        seconds = cache.config.deadline_seconds + chunks * layout.chunk_bytes / SLOWEST_BYTES_PER_SECOND
         load = LayerLoad(kv, layer_events, seen.copy_engine.device, future, len(tokens), Deadline(seconds))
         for index, (plain, (keys, values)) in enumerate(zip(list(kv.layers), planes, strict=True)):
             plain.lazy_initialization(keys, values)
