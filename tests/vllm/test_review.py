@@ -48,7 +48,7 @@ from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from tests.cache.kit import config_of, wait_until
 from tests.ledger.support import gate_taken
 from tests.thread_limits import no_threads
-from tests.vllm import models
+from tests.vllm import models, patience
 
 BLOCK, CHUNK, PAGE, BLOCKS = 4, 16, 2048, 256
 LAYOUT = KVLayout.opaque(CHUNK, CHUNK // BLOCK * PAGE, "tests of the connector")
@@ -454,6 +454,7 @@ def test_what_was_refused_for_want_of_time_is_saved_in_a_later_step(halves: Halv
     holder = threading.Thread(target=host.session.write, args=(hold, 20.0))
     holder.start()
     assert locked.wait(20)
+    patience.wait_shortly()
     assert not halves.step(table, late=2 * CHUNK, other=1).saves
     request.num_computed_tokens = 2 * CHUNK
     assert not halves.step(table, late=1).saves
