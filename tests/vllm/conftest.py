@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from pagoda.config import Config
-from pagoda.connectors.vllm import scheduler
-from pagoda.connectors.vllm.offloading import offloading_manager
-from tests.vllm import models, stores
+from tests.vllm import models, patience, stores
 from tests.vllm.engines import CHUNK, Engine, connector, options
-from tests.vllm.halves import PATIENT_SECONDS, Halves, config_of
+from tests.vllm.halves import Halves, config_of
 from tests.vllm.inside import Answer
 from tests.vllm.routers import SECONDS, Service
 
@@ -202,9 +200,9 @@ def config(host: Path) -> Config:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every step store its chunks, however late a busy machine reserves the slots."""
-    for module in (offloading_manager, scheduler):
-        monkeypatch.setattr(module, "_RESERVE_SECONDS", PATIENT_SECONDS)
+    """Let every step store its chunks and every look-up end, however late a busy machine does so."""
+    for module, name in patience.WAITS:
+        monkeypatch.setattr(module, name, patience.PATIENT_SECONDS)
 
 
 @pytest.fixture

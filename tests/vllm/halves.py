@@ -23,7 +23,6 @@ from vllm.v1.kv_offload.base import (
 from pagoda.cache import Cache
 from pagoda.config import Config
 from pagoda.connectors.vllm.event_publisher import EventOutlet
-from pagoda.connectors.vllm.offloading import offloading_manager
 from pagoda.connectors.vllm.offloading.chunk_finder import Group
 from pagoda.connectors.vllm.offloading.messages import SlotsSpec
 from pagoda.connectors.vllm.offloading.offloading_manager import PagodaOffloadingManager
@@ -33,6 +32,7 @@ from pagoda.keys import Namespace
 from pagoda.kv_events.notes import BlockFacts
 from pagoda.layout import KVLayout
 from tests.vllm import engines
+from tests.vllm.patience import PATIENT_SECONDS, wait_long
 
 BLOCK, EACH, PAGE, POOL, PLANES = (
     16,
@@ -49,7 +49,6 @@ EVENT_GROUPS = {
     FULL: BlockFacts(CHUNK, BLOCK, "full_attention"),
     SLIDING: BlockFacts(CHUNK, BLOCK, "sliding_window", WINDOW, needs_all=False),
 }
-PATIENT_SECONDS = 30.0
 NO_STEP = ScheduleEndContext((), ())
 
 
@@ -304,7 +303,7 @@ def forks() -> Any:
 
 def store_elsewhere(config: Config) -> None:
     """Act as another engine: store a prompt and end; as patient as the test's own process."""
-    offloading_manager._RESERVE_SECONDS = PATIENT_SECONDS
+    wait_long()
     halves = Halves(config, seed=3)
     halves.store_prompt("p", 5)
     halves.close()

@@ -49,6 +49,7 @@ class Room:
         gc.freeze()  # a start collects garbage five times: half of its time would go to modules imported before it
         self.preemptions = 0
         self.counts = _counted()
+        wait_patiently(self)
         self.kept: dict[str, Any] = {}  # data that one function keeps for a later one
         self._prefills: dict[str, Any] = {}
         self.llm = LLM(**options)
@@ -153,6 +154,20 @@ def _is_of(name: str, request: str) -> bool:
 def reset(room: Room) -> None:
     """Drop the device's cached blocks: all later hits come through the connector."""
     assert room.llm.reset_prefix_cache()
+
+
+def wait_patiently(room: Room) -> None:
+    """Lengthen the connector's short waits."""
+    from tests.vllm import patience
+
+    patience.wait_long()
+
+
+def wait_as_users_do(room: Room) -> None:
+    """Give the connector's waits the values that users have."""
+    from tests.vllm import patience
+
+    patience.wait_shortly()
 
 
 def counts(room: Room) -> dict[str, float]:

@@ -246,10 +246,12 @@ def test_busy_ledger(
     one = prompt(2500 if tier == "host" else 2501, 4 * CHUNK + 9)
     only_on_disk(one)
     root = session_shm / "cramped" if tier == "host" else tiers.disk
+    cramped.call(inside.wait_as_users_do)
     with stores.busy(root):
         (answer,) = same(cramped, one)
         assert answer.external == 0
         same(cramped, prompt(2510, 200), prompt(2511, 300), max_tokens=70)
+    cramped.call(inside.wait_patiently)
     hits_again(cramped, same, one)
 
 

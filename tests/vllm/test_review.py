@@ -48,7 +48,7 @@ from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from tests.cache.kit import config_of, wait_until
 from tests.ledger.support import gate_taken
 from tests.thread_limits import no_threads
-from tests.vllm import models
+from tests.vllm import models, patience
 
 BLOCK, CHUNK, PAGE, BLOCKS = 4, 16, 2048, 256
 LAYOUT = KVLayout.opaque(CHUNK, CHUNK // BLOCK * PAGE, "tests of the connector")
@@ -454,6 +454,7 @@ def test_what_was_refused_for_want_of_time_is_saved_in_a_later_step(halves: Halv
     holder = threading.Thread(target=host.session.write, args=(hold, 20.0))
     holder.start()
     assert locked.wait(20)
+    patience.wait_shortly()
     assert not halves.step(table, late=2 * CHUNK, other=1).saves
     request.num_computed_tokens = 2 * CHUNK
     assert not halves.step(table, late=1).saves
@@ -1005,3 +1006,29 @@ def test_what_another_connector_loads_is_saved_when_its_step_has_ended(halves: H
     halves.worker.begin(meta)
     halves.told()
     assert [save.request for save in halves.step(table, r1=1, r3=1).saves] == ["r1", "r3"]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_is_computed_after_a_failed_load_of_another_connector_is_not_stored(
+    shm_root: Path, early: bool
+) -> None:
+    """With asynchronous scheduling vLLM goes on from a token that it does not keep, and its own cache has that KV."""
+    halves, table = Halves(shm_root, schedules_early=early), list(range(8))
+
+    def saved_after(seed: int, ours: set[int], all_bad: set[int]) -> int:
+        """Let another connector load within a step; return how much of a request that comes after it is saved."""
+        halves.worker.begin(halves.step(table, others_load=True, loads=1))
+        halves.worker._report.bad_blocks.update(ours)
+        meta = halves.worker.take_meta()
+        output = KVConnectorOutput(kv_connector_worker_meta=meta, invalid_block_ids=all_bad)
+        halves.scheduler.take_output(output)
+        request = halves.request(tokens(1, seed), f"r{seed}")
+        assert halves.asked(request) == 0
+        halves.scheduler.allocated(request, None, 0)
+        return len(halves.step(table, **{f"r{seed}": CHUNK}).saves)
+
+    assert saved_after(1, set(), set()) == 1
+    assert saved_after(2, {5}, {5}) == 1  # our own loads run beside the steps
+    assert saved_after(3, {5}, {5, 6}) == (0 if early else 1)
+    assert saved_after(4, set(), set()) == (0 if early else 1)
+    halves.close()

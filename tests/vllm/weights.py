@@ -43,19 +43,22 @@ def named(room: Room, version: str) -> None:
 def queued(room: Room, prompt: list[int], step: int, version: str) -> tuple[tuple[int, ...], int]:
     """Update the weights while a request waits that was looked up before; return its tokens and its hit."""
     _ask(room, prompt)
-    connector = room.scheduler.connector
-    for request in room.scheduler.requests.values():  # as a step does, which comes to nothing
-        while connector.get_num_new_matched_tokens(request, 0)[0] is None:
-            connector.build_connector_meta(_nothing())
+    for request in room.scheduler.requests.values():
+        while room.scheduler.connector.get_num_new_matched_tokens(request, 0)[0] is None:
+            _empty_step(room)
     become(room, step, version)
     (answer,) = _finish(room)
     return answer
 
 
-def _nothing() -> Any:
+def _empty_step(room: Room) -> None:
+    """Do a step that computes nothing, also in the worker: a step that it does not see is one that was lost."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    return SchedulerOutput.make_empty()
+    output = SchedulerOutput.make_empty()
+    output.kv_connector_metadata = room.scheduler.connector.build_connector_meta(output)
+    executor = room.llm.llm_engine.engine_core.engine_core.model_executor
+    room.scheduler.update_from_output(output, executor.execute_model(output))
 
 
 def named_while_one_runs(room: Room, prompt: list[int], step: int, version: str) -> tuple[int, ...]:

@@ -63,6 +63,7 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
                 shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
                 drops_last_block=speculative is not None and speculative.use_eagle_block_drop(),
                 in_lockstep=vllm_config.parallel_config.data_parallel_size > 1,
+                schedules_early=bool(vllm_config.scheduler_config.async_scheduling),
                 hashes_media=hashes_media(vllm_config),
                 role=vllm_config.kv_transfer_config.kv_role,
             )

@@ -71,6 +71,7 @@ class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
     # from each rank once, if no handshake reaches the scheduler's half
     described: tuple[Handshake, ...] = ()
     ended: int = 0  # the last step of `PagodaMetadata.loads_of_others` that has ended
+    bad_blocks: set[int] = field(default_factory=set)  # those that our loads left unfilled
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PagodaWorkerMetadata:
         """Join the messages of two ranks; changes neither."""
@@ -85,6 +86,7 @@ class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
             later,
             self.described + other.described,
             max(self.ended, other.ended),
+            self.bad_blocks | other.bad_blocks,
         )
 
 

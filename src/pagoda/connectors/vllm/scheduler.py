@@ -50,6 +50,7 @@ class PagodaScheduler:
         shares_blocks: bool = True,
         drops_last_block: bool = False,
         in_lockstep: bool = False,
+        schedules_early: bool = False,
         hashes_media: bool = True,
         role: str = "kv_both",
     ) -> None:
@@ -58,13 +59,14 @@ class PagodaScheduler:
         `outlet`: the outlet of KV events; None: events are off. `kv_kind`: the kind of attention and its window, for
         events. `shares_blocks`: other requests find the blocks that one request has loaded in the engine's own cache.
         `drops_last_block`: the last block of a hit is always computed. `in_lockstep`: other engines wait for each step
-        of this one. `hashes_media`: vLLM names media by their content. `role`: a `kv_producer` only stores, a
-        `kv_consumer` only loads.
+        of this one. `schedules_early`: a step is scheduled before the last one has ended. `hashes_media`: vLLM names
+        media by their content. `role`: a `kv_producer` only stores, a `kv_consumer` only loads.
         """
         self._options = options
         self._shares_blocks = shares_blocks
         self._drops_last_block = drops_last_block
         self._in_lockstep = in_lockstep
+        self._schedules_early = schedules_early
         self._hashes_media = hashes_media
         self._loads_any, self._saves_any = role != "kv_producer", role != "kv_consumer"
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
@@ -264,6 +266,8 @@ class PagodaScheduler:
             if meta.described:
                 self._open_late(meta.described)
             self._others_ended = max(self._others_ended, meta.ended)
+            if meta.ended and self._schedules_early and not output.invalid_block_ids <= meta.bad_blocks:
+                self._others_failed()
             for request in meta.failed:
                 if (tracked := self._tracked.get(request)) is not None:
                     tracked.loads, tracked.saved, tracked.seen = False, 0, 0
@@ -280,6 +284,21 @@ class PagodaScheduler:
                 self._slots.abort(list(meta.unsaved))
         for request in output.finished_recving or ():
             self._loading.pop(request, None)
+
+    def _others_failed(self) -> None:
+        """Store nothing from now on: vLLM computes the request again, but for a token that it does not keep.
+
+        The step after the failed one has its place already. That KV also remains in vLLM's own prefix cache.
+        """
+        if self._saves_any:
+            log.error(
+                "another connector failed to load within a step: with asynchronous scheduling, vLLM then has KV of "
+                "other tokens than a request's, so this engine stores nothing until it is restarted; start vLLM with "
+                "--no-async-scheduling"
+            )
+        self._saves_any = False
+        for tracked in self._tracked.values():
+            tracked.saves = False
 
     def _open_late(self, described: Iterable[Handshake]) -> None:
         try:

@@ -283,6 +283,7 @@ class PagodaWorker:
         self.stats.count("load_seconds", time.perf_counter() - loading.began)
         if bad:
             self._bad_blocks.update(bad)
+            self._report.bad_blocks.update(bad)
             self._report.failed.add(load.request)
             self._lines.warn(
                 log, reason, f"{len(bad)} of {len(wanted)} blocks of a load were not loaded: {why}"
