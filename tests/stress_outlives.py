@@ -9,7 +9,9 @@ fills the disk. All of it happens after a number of operations, not after a time
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import gc
 import json
 import logging
@@ -203,11 +205,9 @@ class Worker:
     def touch_locks(self) -> None:
         """Do what a copy or a scan of the directories does."""
         for directory in (self.places.host, self.places.disk):
-            for path in directory.glob("*/locks"):
-                try:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                for path in directory.glob("*/locks"):
                     path.read_bytes()
-                except OSError:  # removed meanwhile
-                    continue
 
     def fork(self, cache: Cache, layout: KVLayout) -> None:
         """Fork a child that continues with the same cache at the same time as its parent."""
@@ -297,7 +297,10 @@ def main(root: str, seed: str, operations: str) -> None:
     worker.run(int(operations))
     signal.setitimer(signal.ITIMER_REAL, 0)
     print(json.dumps(worker.counts | {"leaks": 0}), flush=True)
-    print(json.dumps(worker.leaks()), flush=True)
+    leaks = worker.leaks()
+    if leaks:
+        faulthandler.dump_traceback(all_threads=True)
+    print(json.dumps(leaks), flush=True)
 
 
 # ---- the parent of the processes -----------------------------------------------------------------------------------
@@ -431,6 +434,8 @@ class Run:
             self.outcome.fail("dead", f"a process ended with {code}:{one.trace()}")
         for leak in one.leaks or []:
             self.outcome.fail("leaks", leak)
+        if one.leaks:
+            self.outcome.violations[-1] += one.trace()
         for what in FAILURES:
             if one.counts[what]:
                 self.outcome.violations.append(f"{what}: {one.counts[what]}:{one.trace()}")
