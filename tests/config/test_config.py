@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,24 @@ def test_private_memory_has_no_root_that_others_see() -> None:
 def test_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().chunk_tokens = 1  # type: ignore[misc]
+
+
+def test_a_directory_that_another_process_removes_meanwhile_is_no_file(tmp_path: Path) -> None:
+    place, over = tmp_path / "disk", threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            place.mkdir()
+            place.rmdir()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(500):
+            Config(disk_path=str(place), disk_size="1GiB")
+    finally:
+        over.set()
+        thread.join(60)
 
 
 @pytest.mark.parametrize(
