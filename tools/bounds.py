@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 MOST_RUNS = 12
 # figure: (bound, aim). Functions are those of all threads.
 BOUNDS = {
-    "lines of code": (39_199, 23_000),
+    "lines of code": (39_193, 23_000),
     "lines of the core": (14_691, 9_200),
     "class names used twice": (0, 5),
     "mixed modules": (0, 0),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import stat
 from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Literal, get_args
@@ -78,14 +77,6 @@ def _size(name: str, value: object) -> object:
     return size
 
 
-def _is_file(path: str) -> bool:
-    """Look once: between two looks another process may remove or create the directory."""
-    try:
-        return not stat.S_ISDIR(os.stat(path).st_mode)
-    except OSError:
-        return False
-
-
 def place(what: Literal["directory", "file", "path"], needed: bool = False) -> Check:
     """Return the check of a path, which may be empty unless it is `needed`."""
 
@@ -98,7 +89,8 @@ def place(what: Literal["directory", "file", "path"], needed: bool = False) -> C
         path = os.path.abspath(expanded(text)) if text else ""
         if what == "file" and (os.path.isdir(path) or text.endswith(os.sep)):
             raise ValueError("is a directory; name a file")
-        if what == "directory" and _is_file(path):
+        # one look: between two of them another process may remove or create the directory
+        if what == "directory" and os.path.isfile(path):
             raise ValueError("is a file; name a directory")
         return path
 
