@@ -205,10 +205,17 @@ def test_the_neighbour_ends_in_the_middle_of_a_load(
     failed = counter(second.engine.get("/metrics"), "failed_loads")
     second.cable.down, before = _SLOW, second.cable.down_bytes
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(second.says, one)
-        stores.wait_until(lambda: second.cable.down_bytes > before + (1 << 19), "a load under way")
+        asked = [threads.submit(second.says, one)]
+
+        def is_under_way() -> bool:
+            if asked[-1].done():  # it was computed: see `loads`
+                second.empty()
+                asked.append(threads.submit(second.says, one))
+            return second.cable.down_bytes > before + (1 << 19)
+
+        stores.wait_until(is_under_way, "a load under way")
         getattr(first, how)()
-        tokens, _, _ = asked.result()
+        tokens, _, _ = asked[-1].result()
     assert (tokens,) == plain.says(one)[0]
     stores.wait_until(
         lambda: counter(second.engine.get("/metrics"), "failed_loads") == failed + 1, "a failed load"
