@@ -198,8 +198,8 @@ mutants-sglang: $(SGLANG_READY)
 
 soak: $(READY)
 	$(BIN)/python tests/soak.py $(ARGS)
-	PAGODA_TEST_EXAMPLES=50 $(BIN)/python -m pytest -q -m soak --ignore=tests/vllm --ignore=tests/sglang
-	PAGODA_TEST_EXAMPLES=50 HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n auto tests/faults tests/replay tests/stateful
+	STRESS_EXAMPLES=50 $(BIN)/python -m pytest -q -m soak --ignore=tests/vllm --ignore=tests/sglang
+	STRESS_EXAMPLES=50 HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n auto tests/faults tests/replay tests/stateful
 	$(MAKE) bench-full ARGS=
 
 format: $(READY)

@@ -265,7 +265,7 @@ RUNS: dict[str, tuple[type[BlocksMachine], int, int, dict[str, int]]] = {
 def run(name: str) -> None:
     """Runs one of the machines; AssertionError if something is wrong, or if too little happened."""
     machine, examples, least, usual = RUNS[name]
-    share = int(os.environ.get("PAGODA_TEST_EXAMPLES", "25")) / 50
+    share = int(os.environ.get("STRESS_EXAMPLES", "25")) / 50
     machine.seen = Counter()
     run_state_machine_as_test(
         machine,

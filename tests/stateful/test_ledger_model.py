@@ -473,7 +473,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 SETTINGS = settings(
-    max_examples=int(os.environ.get("PAGODA_TEST_EXAMPLES", "50")),
+    max_examples=int(os.environ.get("STRESS_EXAMPLES", "50")),
     stateful_step_count=40,
     deadline=None,
     # to shrink one takes minutes: set Phase.shrink by hand
