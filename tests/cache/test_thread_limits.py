@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
@@ -106,19 +107,24 @@ def test_copies_that_find_no_helper_are_done_all_the_same() -> None:
     assert sorted(done) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["the first", "the second"])
 def test_a_writer_that_an_exception_kept_from_being_recorded_is_the_only_one_or_ends(
-    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
+    """The first thread goes on, or the second one, if that is started before the first one has done anything."""
+
     def writers() -> list[threading.Thread]:
         return [one for one in threading.enumerate() if one.name == "pagoda-writeback-disk"]
 
     before = len(writers())
     with cache_at(shm_root, tmp_path) as cache:
         monkeypatch.setattr(writeback, "start_thread", interrupted_once(writeback.start_thread))
-        kv = kv_of(prompt(4, 1))
-        with pytest.raises(Interrupted):
-            cache.store(prompt(4, 1), kv.transfer)
-        stored(cache, prompt(4, 2))
-        assert cache.flush(SECONDS) and len(writers()) == before + 1
+        (queue,) = cache._resources.writeback
+        with queue._changed if late else contextlib.nullcontext():
+            with pytest.raises(Interrupted):
+                cache.store(prompt(4, 1), kv_of(prompt(4, 1)).transfer)
+            assert cache.store(prompt(4, 2), kv_of(prompt(4, 2)).transfer).num_chunks == 4
+        assert cache.flush(SECONDS)
+        wait_until(lambda: len(writers()) == before + 1)
         assert served(cache, prompt(4, 2), tiers=["disk"])[0].num_tokens == 64
     wait_until(lambda: len(writers()) == before)
