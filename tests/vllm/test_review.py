@@ -251,6 +251,8 @@ def test_a_load_that_cannot_begin_is_told_as_failed(halves: Halves) -> None:
     assert halves.worker.finished_loads(False) == {"second"}
     assert halves.worker.take_bad_blocks() == set(far)
     meta = halves.worker.take_meta()
+    # told apart from those of another connector's loads
+    assert meta is not None and meta.bad_blocks == set(far)
     halves.scheduler.take_output(
         KVConnectorOutput(finished_recving={"second"}, kv_connector_worker_meta=meta)
     )
