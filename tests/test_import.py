@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -108,3 +109,15 @@ def test_the_names_of_loggers_are_pinned() -> None:
         "pagoda.ledger.store_directory", "pagoda.serve", "pagoda.slab", "pagoda.tiers.disk", "pagoda.tiers.register",
         "pagoda.quality", "pagoda.sglang", "pagoda.tiers.remote", "pagoda.transfer", "pagoda.vllm", "vllm",
     }  # fmt: skip
+
+
+def test_each_class_name_is_used_once() -> None:
+    """A reader who searches for a class finds one definition."""
+    package = Path(__file__).parents[1] / "src" / "pagoda"
+    places: dict[str, list[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(package)))
+    assert len(places) > 100
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
