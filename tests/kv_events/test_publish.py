@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -414,3 +415,64 @@ def test_a_namespace_with_a_salt_of_its_own_tells_no_tokens(shm_root: Path) -> N
         wait_until(lambda: router.hear() or len(router.held["CPU"]) == 2)  # type: ignore[func-returns-value]
         assert not any(event.get("token_ids") for event in router.events)
         router.close()
+
+
+def held_after_restart(host: Path, disk: Path, tokens: kit.Prompt) -> tuple[int, int, int, int]:
+    """Return what a router credits a restarted engine with, in both tiers, and what its look-ups find there."""
+    with cache_at(host, disk) as cache:
+        found_on_host = cache.lookup(tokens, tiers=["host"]).num_tokens // CHUNK
+        found_on_disk = cache.lookup(tokens, tiers=["disk"]).num_tokens // CHUNK
+    with cache_at(host, disk) as cache:
+        router = Router(cache.publish_events(ANY))
+
+        def credited() -> tuple[int, int]:
+            return router.believes(tokens, "CPU"), router.believes(tokens, "STORAGE")
+
+        with suppress(AssertionError):
+            wait_until(lambda: credited() == (found_on_host, found_on_disk), seconds=5)
+        on_host, on_disk = credited()
+        router.close()
+    return on_host, on_disk, found_on_host, found_on_disk
+
+
+def stored_and_closed(host: Path, disk: Path, tokens: kit.Prompt, pause_seconds: float) -> None:
+    """Store a prompt in a cache that publishes its events, and close the cache a moment later."""
+    with cache_at(host, disk) as cache:
+        cache.publish_events(ANY)
+        cache.store(tokens, kit.kv_of(tokens).transfer)
+        time.sleep(pause_seconds)
+
+
+@pytest.mark.parametrize("pause_seconds", [0.0, 0.02, 0.15])
+def test_a_restarted_engine_tells_what_was_stored_just_before_a_close(
+    shm_root: Path, tmp_path: Path, pause_seconds: float
+) -> None:
+    tokens = prompt(5)
+    stored_and_closed(shm_root, tmp_path, tokens, pause_seconds)
+    assert held_after_restart(shm_root, tmp_path, tokens) == (5, 5, 5, 5)
+
+
+@pytest.mark.soak
+def test_a_router_credits_what_a_lookup_finds_after_closes_at_any_moment(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    random = Random(3)
+    agreed = 0
+    for number in range(50):
+        host, disk = shm_root / str(number), tmp_path / str(number)
+        tokens = prompt(random.randrange(1, 12), number)
+        stored_and_closed(host, disk, tokens, random.random() * 0.4)
+        on_host, on_disk, found_on_host, found_on_disk = held_after_restart(host, disk, tokens)
+        assert found_on_host == len(tokens) // CHUNK
+        agreed += (on_host, on_disk) == (found_on_host, found_on_disk)
+    print(f"a router's credit is what a look-up finds: {agreed} of 50")
+    assert agreed == 50
+
+
+def test_without_a_prompt_log_a_close_leaves_no_tokens(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(3)
+    with cache_at(shm_root, tmp_path, prompt_log=False) as cache:
+        cache.publish_events(ANY)
+        cache.store(tokens, kit.kv_of(tokens).transfer)
+        directories = [ledger.directory for _, ledger in cache._tiers.ledgers()]
+    assert not any((directory / "notes").exists() for directory in directories)

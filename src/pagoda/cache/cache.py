@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -452,10 +452,12 @@ class Cache:
         """Publish to routers, over ZMQ, which chunks this machine's host memory and disk hold for this cache.
 
         The messages are those of vLLM's KV events, so that routers made for vLLM understand them: a block is a chunk,
-        host memory is the medium CPU, the disk STORAGE. When a router subscribes, everything is published once, also
-        chunks that other processes stored or evicted; after that, each change within a moment. Chunks of a salt are
-        published without tokens, chunks of multimodal prompts not at all. vLLM publishes its own events
-        (--kv-events-config).
+        host memory is the medium CPU, the disk STORAGE. When a router subscribes, every chunk with a note is
+        published once; after that, each change within a moment, whichever process made it. A chunk has a note if a
+        cache that publishes its events stored or found it, also before a restart. Chunks without one (stored by other
+        caches, in the last moments before a kill, or with prompt_log off) are published when a request finds them.
+        Chunks of a salt are published without tokens, chunks of multimodal prompts not at all. vLLM
+        publishes its own events (--kv-events-config).
 
         Args:
             endpoint: where to listen, "tcp://*:5557"; with "tcp://127.0.0.1:*" a free port is taken. Any client that
@@ -485,7 +487,16 @@ class Cache:
         resources.events = RequestEvents(
             publisher, ledgers, weights.scope, chunk_tokens, self.config.prompt_log
         )
+        resources.last_steps.append(resources.events.keep_notes)
         return resources.events.endpoint
+
+    def before_closing(self, step: Callable[[], None]) -> None:
+        """Call `step` when the cache closes: what was stored is written down, and the tiers are still open.
+
+        For connectors, at their end: a step that refers to the cache keeps it alive until it is closed. `step` must be
+        short and must not raise. Thread-safe.
+        """
+        self._resources.last_steps.append(step)
 
     def clear(self, *, lora: str | None = None, salt: str | None = None, everything: bool = False) -> Cleared:
         """Remove the chunks of this namespace, or with `everything` of all namespaces, from every tier.

@@ -56,6 +56,11 @@ class RequestEvents:
         if self._scope(space.lora, space.salt, version)[0].root == space.root:
             stored.found(partial(_note_of, request, keys), space.root, present, 0, keys)
 
+    def keep_notes(self) -> None:
+        """Keep beside the tiers what a restarted engine reports of the last chunks. Call it after `close`."""
+        if self._stored is not None:
+            self._stored.keep_notes()
+
     def close(self) -> None:
         """End within about a second. Idempotent."""
         if self._stored is not None and self._stored.close():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +52,8 @@ class Resources:
     recorder: Recorder | None = None
     prompt_log: PromptLog | None = None
     events: RequestEvents | None = None
+    # called when all that was stored has been written down, before the tiers are closed
+    last_steps: list[Callable[[], None]] = field(default_factory=list)
     closed: bool = False
     registered: set[bytes] = field(default_factory=set)  # roots of namespaces
 
@@ -78,6 +81,8 @@ class Resources:
         end_helpers()
         writing = Deadline(timeout * 0.6)
         ended = [queue.close(writing.remaining()) for queue in self.writeback]
+        for step in self.last_steps:
+            step()
         if self.prompt_log is not None:
             self.prompt_log.close()
         self.counters.close()

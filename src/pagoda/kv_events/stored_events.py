@@ -157,6 +157,39 @@ class StoredEvents:
             self._thread.join(1.0)
         return not self._thread.is_alive()
 
+    def keep_notes(self) -> None:
+        """Write the notes of chunks that requests met and that are beside no tier yet; an engine's close calls it.
+
+        The thread writes a chunk's note when it reports the chunk. What was stored shortly before a close was not
+        reported, and without a note the restarted engine would report it only when a request finds it. Call it after
+        `close`, when the last chunks were written to the lower tiers. A failure costs events and nothing else.
+        """
+        with self._lock:
+            self._follow_weights()
+            fresh = dict(self._fresh)
+        if not fresh or not self._keeps_notes:
+            return
+        for tier in self._tiers:
+            try:
+                self._write(tier, self._without_note(tier, fresh))
+            except Exception as trouble:  # noqa: BLE001  # a boundary: the engine is closing
+                why = f"chunks are not reported to routers after a restart: {trouble}"
+                self._lines.warn(log, Reason.IO_ERROR, why)
+
+    def _without_note(
+        self, tier: TierDifference, fresh: Mapping[bytes, ChunkNote]
+    ) -> list[tuple[int, int, bytes, ChunkNote]]:
+        """Return slot, generation, key and note of those chunks that a tier has without a note beside it."""
+        columns = tier.ledger.columns
+        places = columns.places_of(list(fresh))
+        found = tier.notes.read(places)
+        lacking = []
+        for (slot, key), note in zip(places, found, strict=True):
+            generation = int(columns.generation[slot])
+            if note is None and columns.has(slot, key):
+                lacking.append((slot, generation, key, fresh[key]))
+        return lacking
+
     def _remember(
         self, make: NoteMaker, root: bytes, present: bytes, chunks: Sequence[tuple[int, bytes]]
     ) -> dict[bytes, ChunkNote]:

@@ -443,6 +443,7 @@ class PagodaScheduler:
             events, self._events = self._events, None
             if events is not None:
                 events.close()
+                cache.before_closing(events.keep_notes)
             self._lookups.close()
             let_go(cache)
 

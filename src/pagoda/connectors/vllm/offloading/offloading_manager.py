@@ -375,6 +375,7 @@ class PagodaOffloadingManager(OffloadingManager):
         self._closed = True
         if self._events is not None:
             self._events.close()
+            self._cache.before_closing(self._events.keep_notes)
         self._questions.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._slots.abort(list(self._storing.values()))
