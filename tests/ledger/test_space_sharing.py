@@ -36,7 +36,7 @@ from pagoda.ledger.upkeep_thread import UpkeepThread
 from pagoda.slab import FileSlab, MemorySlab, aligned
 from tests.children import child, in_child, wait
 from tests.faults.support import ROOT, AfterReboot, own_mounts, python, succeeded
-from tests.ledger.support import PATIENT_SECONDS, TENANT, Other, absorb_nothing, keys, put
+from tests.ledger.support import PATIENT_SECONDS, TENANT, Other, absorb_nothing, keys, put, spec
 
 PAGE = 4096
 LIMIT = 64 * PAGE
@@ -1002,3 +1002,17 @@ def test_what_was_killed_while_it_made_or_removed_a_store_is_not_grown_beside(
     assert one.pages == 64 and not (shm_root / passing).exists()
     one.check()
     one.close()
+
+
+def test_space_that_another_store_of_the_root_holds_is_no_lack_of_memory(
+    shm_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second cache in one root gets its share later; the log must not send people to look for memory."""
+    size = 32 << 20
+    stores = [
+        Ledger.open(spec(shm_root, size // 24576, name=name, slot_bytes=24576, limit_bytes=size))
+        for name in ("a", "b")
+    ]
+    for store in stores:
+        store.close()
+    assert "no more" not in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -52,14 +53,16 @@ def test_no_secret_is_written(register_of_tiers: Path) -> None:
     assert not parse("redis://127.0.0.1:1/0?password_file=/run/secret").lacks_secret
 
 
-def test_what_a_new_tier_takes_is_said_once(
+def test_what_a_new_tier_takes_is_said_once_and_is_no_warning(
     shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "pagoda")
     for _ in range(2):
         HostTier.open(LAYOUT, shm_root, 1 << 20).close()
         DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
     said = [record.getMessage() for record in caplog.records if "remove" in record.getMessage()]
     assert len(said) == 2
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
     assert "1.0 MiB" in said[0] and str(shm_root) in said[0] and "`pagoda remove host`" in said[0]
     assert "`pagoda remove disk`" in said[1]
 

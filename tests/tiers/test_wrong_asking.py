@@ -104,3 +104,32 @@ def test_storing_under_the_keys_of_another_namespace(tier: Local) -> None:
     for done in ends(tier.save(chunks_of(KEYS), OTHER.root)):
         assert not done.ok and done.reason is Reason.OTHER_NAMESPACE
     unharmed(tier)
+
+
+def test_a_key_of_the_wrong_length_is_named_and_loses_no_chunk_of_others(tier: Local) -> None:
+    good = chunks_of(keys_of(3, chain=5))
+    batch = [*good[:2], good[2]._replace(key=b"short")]
+    with pytest.raises(ValueError, match=r"keys\[2\] is not a key of 32 bytes"):
+        tier.save(batch, ROOT)
+    with pytest.raises(ValueError, match=r"keys\[0\] is not a key of 32 bytes"):
+        tier.load([b"short"], [room()], namespace=ROOT)
+    for _ in range(40):
+        with pytest.raises(ValueError, match="32 bytes"):
+            tier.put(b"short", good[0].payload[: LAYOUT.chunk_bytes], namespace=ROOT)
+    with pytest.raises(ValueError, match="32 bytes"):
+        tier.put_many(batch[2:], namespace=ROOT)
+    assert not tier.resting
+    assert all(oks(tier.save(good, ROOT)))
+    unharmed(tier)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_put_takes_a_tensor_of_any_element_type_of_kv(tier: Local, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    key = keys_of(1, chain=6)[0]
+    words = torch.arange(LAYOUT.chunk_bytes, dtype=torch.int16).to(torch.uint8)
+    assert tier.put(key, words.view(getattr(torch, dtype)), namespace=ROOT)
+    found = tier.get(key, namespace=ROOT)
+    assert found is not None and found.tobytes() == words.numpy().tobytes()
+    with pytest.raises(ValueError, match="payload must be a tensor or a numpy array, got list"):
+        tier.put(key, [1, 2], namespace=ROOT)  # type: ignore[arg-type]

@@ -101,8 +101,12 @@ class SpaceShare:
         if asked_bytes is not None and self._limit(every) > asked_bytes:
             text = "%s may hold %d bytes as long as it is open with that size elsewhere, not the %d asked for"
             log.warning(text, self._root, self._limit(every), asked_bytes)
+        if not meta.unbacked() or meta.unscanned():
+            return
         left = self._limit(every) - sum(holding.nbytes for holding in every)
-        if left >= self._slot_bytes and meta.unbacked() and not meta.unscanned():
+        wanted = min(left, meta.unbacked() * self._slot_bytes)
+        # what the other stores of the root hold is shared later, and is no lack of space
+        if wanted >= self._slot_bytes and free_bytes(self._root, self._in_memory) < wanted:
             log.warning(
                 "%s has space for %d of %d chunks: %s has no more",
                 self._directory, meta.with_pages(), meta.slots,

@@ -14,9 +14,10 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.keys import Namespace
+from pagoda.keys import KEY_BYTES, Namespace
 from pagoda.metrics import Reason
 from pagoda.signal_safe_threads import Answer
+from pagoda.transfer.base import as_words
 
 Bytes = npt.NDArray[np.uint8]
 _T = TypeVar("_T")
@@ -44,7 +45,8 @@ class Done(NamedTuple):
 class Tier(Protocol):
     """A place that stores chunks. All methods are thread-safe; a failure is a value with a reason, not an exception.
 
-    ValueError is for wrong use only: a payload or buffer smaller than a chunk, or unequal numbers of keys and buffers.
+    ValueError is for wrong use only, and then nothing is changed: a key that does not have 32 bytes, a payload or
+    buffer smaller than a chunk, or unequal numbers of keys and buffers.
     Calls whose failure the caller must notice (`register`, `remove`, `clear`, `stats`) raise StoreError after some
     seconds. After `close()` nothing is found, and saves and loads end with Reason.CLOSED.
 
@@ -225,9 +227,22 @@ def clamp_deadline(own_seconds: float, deadline_seconds: float | None) -> float:
     return own_seconds if deadline_seconds is None else max(0.0, min(own_seconds, deadline_seconds))
 
 
-def flat_bytes(array: npt.NDArray[np.generic]) -> Bytes:
-    """Return `array` as (nbytes,) uint8; copies only if it is not contiguous."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def flat_bytes(array: object) -> Bytes:
+    """Return a numpy array, or a tensor in CPU memory, as (nbytes,) uint8; copies only if it is not contiguous.
+
+    numpy has no bfloat16 and no fp8: a tensor of these is taken as it is. Raises ValueError for anything else.
+    """
+    words = as_words(array, "payload", None)
+    return np.ascontiguousarray(words).reshape(-1).view(np.uint8)
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Raise ValueError that names the first key that is none."""
+    for at, key in enumerate(keys):
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise ValueError(
+                f"keys[{at}] is not a key of {KEY_BYTES} bytes: use Cache.keys, KeyChain or derive_keys"
+            )
 
 
 def check_sizes(name: str, arrays: Sequence[Bytes], chunk_bytes: int, keys: int | None = None) -> None:

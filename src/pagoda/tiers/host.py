@@ -25,7 +25,17 @@ from pagoda.metrics import Reason
 from pagoda.signal_safe_threads import Condition
 from pagoda.slab import MemorySlab
 from pagoda.tiers import recorded_tiers
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, clamp_deadline, completed_future, follows, runs
+from pagoda.tiers.base import (
+    Bytes,
+    Chunk,
+    Done,
+    check_keys,
+    check_sizes,
+    clamp_deadline,
+    completed_future,
+    follows,
+    runs,
+)
 from pagoda.tiers.put_and_load import BlockingCalls
 
 
@@ -232,6 +242,7 @@ class HostTier(BlockingCalls):
         self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
     ) -> list[Future[Done]]:
         """Copy chunks into slots, run by run. The futures are done when it returns. See Tier.save."""
+        check_keys([chunk.key for chunk in chunks])
         check_sizes("payload", [chunk.payload for chunk in chunks], self.chunk_bytes)
         try:
             with self.copying():
@@ -298,6 +309,7 @@ class HostTier(BlockingCalls):
         deadline_seconds: float | None = None,
     ) -> list[Future[Done]]:  # fmt: skip
         """Copy chunks out of slots, then validate them. The futures are done when it returns. See Tier.load."""
+        check_keys(keys)
         check_sizes("buffer", buffers, self.chunk_bytes, len(keys))
         if self._closed:
             return [completed_future(False, Reason.CLOSED) for _ in keys]

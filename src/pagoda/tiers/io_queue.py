@@ -24,7 +24,7 @@ from pagoda.finalizers import close_when_dropped
 from pagoda.fork import reset_in_child
 from pagoda.metrics import Reason
 from pagoda.signal_safe_threads import Condition, Event, begin, complete
-from pagoda.tiers.base import Bytes, Chunk, Done, check_sizes, completed_future, running_future
+from pagoda.tiers.base import Bytes, Chunk, Done, check_keys, check_sizes, completed_future, running_future
 from pagoda.tiers.put_and_load import BlockingCalls
 
 _FEWEST = 2  # the background thread and one I/O thread, which are started first
@@ -534,6 +534,7 @@ class QueuedTier(BlockingCalls):
         self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
     ) -> list[Future[Done]]:
         """Queue chunks, which are written directly from their payloads; never waits for space. See Tier.save."""
+        check_keys([chunk.key for chunk in chunks])
         check_sizes("payload", [chunk.payload for chunk in chunks], self.chunk_bytes)
         refusal = self._refusal()
         if refusal is not None:
@@ -562,6 +563,7 @@ class QueuedTier(BlockingCalls):
         deadline_seconds: float | None = None,
     ) -> list[Future[Done]]:  # fmt: skip
         """Queue reads of chunks directly into `buffers`. See Tier.load."""
+        check_keys(keys)
         check_sizes("buffer", buffers, self.chunk_bytes, len(keys))
         refusal = self._refusal()
         if refusal is not None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
-from pagoda.tiers.base import Bytes, Chunk, Done, Tier, check_sizes, completed_future, flat_bytes
+from pagoda.tiers.base import Bytes, Chunk, Done, Tier, check_keys, check_sizes, completed_future, flat_bytes
 
 
 class BlockingCalls(Tier, ABC):
@@ -64,7 +64,12 @@ class BlockingCalls(Tier, ABC):
         tokens: int = 0,
         block: bool = True,
     ) -> bool:
-        """Store a copy of `payload`. True: it is stored or, without `block`, queued (and readable)."""
+        """Store a copy of `payload`. True: it is stored or, without `block`, queued (and readable).
+
+        `payload`: a numpy array, or a tensor in CPU memory, of any element type of KV. Raises ValueError for anything
+        else, and for a key that does not have 32 bytes.
+        """
+        check_keys([key])
         flat = flat_bytes(payload)
         if flat.nbytes > self.chunk_bytes:
             self._dropped(Reason.TOO_LARGE)
@@ -96,6 +101,7 @@ class BlockingCalls(Tier, ABC):
         return sum(map(self.contains, stored))
 
     def _put(self, chunk: Chunk, namespace: bytes) -> Future[Done]:
+        check_keys([chunk.key])
         if chunk.payload.nbytes > self.slot_bytes:
             return self._dropped(Reason.TOO_LARGE)
         check_sizes("payload", [chunk.payload], self.chunk_bytes)

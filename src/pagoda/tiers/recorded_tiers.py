@@ -41,7 +41,7 @@ def add(tier: str, place: str | os.PathLike[str], made_bytes: int = 0) -> None:
     free it.
     """
     if made_bytes:
-        log.warning(
+        log.info(
             "made a %s tier of %s in %s: it stays there when this process ends; `pagoda remove %s` gives it back",
             tier, _size(made_bytes), place, tier,
         )  # fmt: skip
