@@ -16,7 +16,7 @@ from pagoda.metrics import Reason
 from pagoda.tiers.base import Chunk, Done
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient
-from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import RefusedError, StoreClient
 from testbed.servers import Server, need, redis_cluster, redis_server

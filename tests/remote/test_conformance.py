@@ -27,7 +27,7 @@ from pagoda.tiers.remote.open_client import url_with_password
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient
-from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import StoreClient
 from testbed.servers import (

@@ -14,7 +14,7 @@ from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis import RedisClient
-from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from testbed.servers import Server, redis_server
 from tests.cache.kit import CHUNK, cache_at, keys_of, prompt, served, stored
 from tests.remote.chunks import PATIENT_SECONDS, ROOT, name_of, save, tier_on

@@ -17,7 +17,7 @@ from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient, SlotRange
-from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, RefusedError
 from testbed.servers import Server, free_port, redis_cluster, redis_server
 from tests.remote.chunks import (

@@ -22,7 +22,8 @@ from pagoda.metrics import Reason
 from pagoda.signal_safe_threads import wait
 from pagoda.slab import aligned
 from pagoda.tiers.remote import redis_nodes
-from pagoda.tiers.remote.redis_nodes import RedisNode, RedisPoolClient
+from pagoda.tiers.remote.redis_nodes import RedisNode
+from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import RefusedError
 from testbed.servers import Server, redis_server
@@ -56,8 +57,12 @@ from tests.thread_limits import no_threads
 
 @contextlib.contextmanager
 def three() -> Iterator[list[Server]]:
+    """Three nodes that had values before: each chunk is stored at its own place (see `test_redis_pool_runs`)."""
     with redis_server() as first, redis_server() as second, redis_server() as third:
-        yield [first, second, third]
+        servers = [first, second, third]
+        for server in servers:
+            server.call("SET", "another:program", "1")
+        yield servers
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from testbed.servers import Server
 from tests.remote import test_tier_evil, test_tier_faults
 from tests.remote.chunks import PATIENT_SECONDS, QuickClock

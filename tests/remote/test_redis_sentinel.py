@@ -12,7 +12,7 @@ import redis as client
 from pagoda.config.remote_urls import parse
 from pagoda.errors import ConfigError
 from pagoda.tiers.remote.redis import RedisClient
-from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.store_client import RefusedError
 from testbed.servers import free_port, redis_sentinel, redis_server
 from tests.remote.chunks import (

@@ -19,7 +19,8 @@ from pagoda.tiers.remote import redis as redis_module
 from pagoda.tiers.remote import remote_tier
 from pagoda.tiers.remote.redis import RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient
-from pagoda.tiers.remote.redis_nodes import RedisNodesClient, RedisPoolClient
+from pagoda.tiers.remote.redis_nodes import RedisNodesClient
+from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.redis_ttl import LIFE_SECONDS, ChunkLives, ReuseAges
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult

@@ -452,3 +452,46 @@ def test_an_answer_nobody_read_is_noticed(peer: Peer) -> None:
     assert connection.read_reply(soon(), ANY) == b"OK"
     with pytest.raises(OSError, match="out of step"):
         connection.check_usable()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_answers_of_one_digit_are_read_together_and_others_one_by_one(peer: Peer, seed: int) -> None:
+    connection, theirs = peer
+    draw = np.random.default_rng(seed)
+    usual, rare = [b":0\r\n", b":1\r\n"], [b":7\r\n", b":-1\r\n", b":11\r\n", b":000\r\n"]
+    sent = [usual[draw.integers(2)] if draw.random() < 0.97 else rare[draw.integers(4)] for _ in range(5000)]
+    whole = b"".join(sent)
+    cuts = sorted(draw.integers(0, len(whole), 7).tolist())
+
+    def answer() -> None:
+        for begin, end in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+            theirs.sendall(whole[begin:end])
+
+    beside = threading.Thread(target=answer)
+    beside.start()
+    connection.send([b"x"], len(sent) + 1, soon(LATE))
+    found = connection.read_bits(len(sent), soon(LATE))
+    beside.join()
+    assert found == [int(one[1:]) == 1 for one in sent]
+    theirs.sendall(b":5\r\n")
+    assert connection.read_reply(soon(LATE)) == 5  # in step
+
+
+def test_an_error_among_many_answers_is_returned_and_the_rest_is_read(peer: Peer) -> None:
+    connection, theirs = peer
+    connection.send([b"x"], 4, soon())
+    theirs.sendall(b":1\r\n-NOPERM no\r\n:0\r\n:1\r\n")
+    found = connection.read_bits(3, soon())
+    assert isinstance(found, ErrorReply) and found.code == "NOPERM"
+    assert connection.read_reply(soon()) == 1
+
+
+@pytest.mark.parametrize("wrong", [b"+OK\r\n", b"$1\r\n1\r\n", b":x\r\n\r\n", b":1\r1", b"*1\r\n:1\r\n"])
+def test_answers_that_are_no_numbers_end_the_connection(peer: Peer, wrong: bytes) -> None:
+    connection, theirs = peer
+    connection.send([b"x"], 2, soon())
+    theirs.sendall(b":1\r\n" + wrong + b":1\r\n")
+    with pytest.raises(OSError):
+        connection.read_bits(2, soon(1.0))
+    with pytest.raises(OSError):
+        connection.read_reply(soon())

@@ -14,7 +14,7 @@ from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from pagoda.tiers.base import Done
 from pagoda.tiers.remote.redis import RedisClient
-from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from testbed.servers import Server, need, redis_server
 from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, config_of, kv_of, prompt, served
 from tests.remote.chunks import PATIENT_SECONDS, ROOT, fresh_prefix, keys_of, load, save, tier_on, walk

@@ -189,7 +189,7 @@ def _print(verdicts: list[StoreCheck], wide: bool) -> None:
 
 
 def _print_remotes(remotes: list[RemoteCheck]) -> None:
-    rows = [(asked.tier, "NO ANSWER" if asked.trouble else "answers", asked.address) for asked in remotes]
+    rows = [(asked.tier, asked.verdict, asked.address) for asked in remotes]
     if rows:
         printing.print_table("remote tiers", ("tier", "verdict", "address"), rows)
     for asked in remotes:

@@ -35,10 +35,14 @@ _REFUSALS = ("READONLY", "NOREPLICAS", "MISCONF", "OOM")
 
 
 class Unanswered(Exception):
-    """A remote tier did not answer. `text`: what is wrong and what to do; the message names the tier. No secrets."""
+    """A remote tier did not answer. `text`: what is wrong and what to do; the message names the tier. No secrets.
 
-    def __init__(self, spec: RemoteSpec, text: str) -> None:
+    `in_part`: some of its nodes answer, and are used.
+    """
+
+    def __init__(self, spec: RemoteSpec, text: str, in_part: bool = False) -> None:
         self.text = _masked(spec, text)
+        self.in_part = in_part
         super().__init__(f"{spec.name} ({spec.redacted}): {self.text}")
 
 
@@ -151,7 +155,7 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
     except RefusedError as refusal:
         said = str(refusal).removeprefix(place).rstrip(".")
         if refusal.contained:
-            raise Unanswered(spec, said) from None
+            raise Unanswered(spec, said, in_part=True) from None
         # otherwise the text says what to do
         told = "write redis" in said or said.startswith(_REFUSALS)
         if refusal.reason is not Reason.NOT_ADMITTED and not told:
@@ -179,7 +183,8 @@ def _masked(spec: RemoteSpec, text: str) -> str:
 class RemoteCheck(NamedTuple):
     """The check of a remote tier. `trouble`: what is wrong with it, or empty. `nodes`: those of a pool.
 
-    The nodes must be the same on all machines. `warnings`: what is wrong with its settings.
+    The nodes must be the same on all machines. `warnings`: what is wrong with its settings. `in_part`: some nodes
+    answer and are used; the trouble names the others.
     """
 
     tier: str
@@ -187,6 +192,14 @@ class RemoteCheck(NamedTuple):
     trouble: str
     nodes: str = ""
     warnings: Sequence[str] = ()
+    in_part: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """One word or two for the table."""
+        if not self.trouble:
+            return "answers"
+        return "answers in part" if self.in_part else "NO ANSWER"
 
 
 def pinged(specs: Sequence[RemoteSpec]) -> list[RemoteCheck]:
@@ -209,7 +222,7 @@ def _checked(spec: RemoteSpec) -> RemoteCheck:
     try:
         warnings = ask(spec, partial(_ping, spec))
     except Unanswered as trouble:
-        return RemoteCheck(spec.name, spec.redacted, str(trouble), nodes)
+        return RemoteCheck(spec.name, spec.redacted, str(trouble), nodes, in_part=trouble.in_part)
     return RemoteCheck(spec.name, spec.redacted, "", nodes, [worded(spec, warning) for warning in warnings])
 
 

@@ -61,7 +61,7 @@ def open_client(
             )
             layout = url.partition("://")[0].partition("+")[2]
             if layout == "pool":
-                from pagoda.tiers.remote.redis_nodes import RedisPoolClient
+                from pagoda.tiers.remote.redis_pool import RedisPoolClient
 
                 return RedisPoolClient(url, look_seconds=look_seconds, **settings)
             if layout == "cluster":

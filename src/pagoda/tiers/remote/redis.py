@@ -140,6 +140,19 @@ class RedisConnection(StoreConnection):
         if time.monotonic() >= self._rules_end:
             self._ask_for_rules([], until)
 
+    def keeps_runs(self, until: float) -> bool:
+        """Return whether the server has the mark that new runs are kept together: see RedisPoolClient."""
+        return self._execute_here([command(b"EXISTS", self._names.runs_mark)], until, NUMBER) == [1]
+
+    def is_empty(self, until: float) -> bool:
+        """Return whether the database has no value at all, of whatever program."""
+        (info,) = self._execute_here([command(b"INFO", b"keyspace")], until, _OPENED)
+        return isinstance(info, bytes) and b"db%d:" % self._address.db not in info
+
+    def mark_runs(self, until: float) -> None:
+        """Set the mark that new runs are kept together, for all machines. Never expires."""
+        self._execute_here([command(b"SET", self._names.runs_mark, b"1")], until, _SHORT)
+
     def ping(self, until: float) -> None:
         """Return if our names can be read; else raise."""
         self._execute_here([self._probe()], until, NUMBER)
@@ -156,6 +169,23 @@ class RedisConnection(StoreConnection):
             return sum(1 for _ in takewhile(lambda reply: reply == 1, replies))
 
         return leading_run(len(keys), ask, exact=EXACT_KEYS)
+
+    def present(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+        """Return which keys are present; changes nothing. One round trip."""
+        names = (self._names.chunk(namespace, key) for key in keys)
+        replies = self._execute([command(b"EXISTS", name) for name in names], until)
+        return [reply == 1 for reply in replies]
+
+    def answer(self, question: bytes, count: int, until: float) -> list[bool]:
+        """Return which of the `count` chunks of a question (`RedisNames.question`) are present. One round trip.
+
+        For a server that is no node of a cluster.
+        """
+        self._send([question], count, until)
+        found = self._resp.read_bits(count, until)
+        if isinstance(found, ErrorReply):
+            raise self._refusal(found)
+        return found
 
     def touch(
         self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
@@ -583,6 +613,7 @@ class RedisNames:
         self._start = f"{prefix}:{NAME_FORMAT}:".encode()
         self._at = f"{prefix}:at:".encode()
         self.probe = self._start + b"probe"  # no value has this name
+        self.runs_mark = self._start + b"runs"
         root, key, draft = rb"([0-9a-f]{64})", rb"\{([0-9a-f]{64})\}", rb"(:g|:w(?::[0-9a-f]{32})?)?"
         self._ours = re.compile(re.escape(self._start) + root + b":" + key + draft)
 
@@ -591,6 +622,13 @@ class RedisNames:
         if len(namespace) != 32 or len(key) != 32:
             raise ValueError(f"need 32 bytes of namespace and key each, got {len(namespace)} and {len(key)}")
         return b"%b%b:{%b}" % (self._start, namespace.hex().encode(), key.hex().encode())
+
+    def question(self, namespace: bytes, keys: Sequence[bytes]) -> bytes:
+        """Return the commands that ask whether each of these chunks is present, for several servers."""
+        if not keys:
+            return b""
+        before, _, after = command(b"EXISTS", self.chunk(namespace, bytes(32))).rpartition(b"0" * 64)
+        return before + (after + before).join([key.hex().encode() for key in keys]) + after
 
     def at(self, key: bytes, period: int) -> bytes:
         """Return the name of the set of machines that announced, within a period, that they have a chunk."""

@@ -2,7 +2,7 @@
 
 A lookup asks all nodes at the same time. A node that fails is left out, and a thread checks whether it is back.
 
-    RedisPoolClient        what all connections share: the nodes, and which node has a key (see `redis_cluster` too)
+    RedisNodesClient       what all connections share: the nodes (see `redis_pool` and `redis_cluster`)
     RedisNode              one node: how it is reached, and whether it is used now
     RedisNodesConnection   one `RedisConnection` to each node
 """
@@ -22,7 +22,6 @@ from itertools import chain
 from typing import Self, TypeVar, Unpack
 
 import numpy as np
-import numpy.typing as npt
 
 from pagoda.clock import Clock
 from pagoda.fork import reset_now_and_in_child
@@ -187,30 +186,6 @@ class RedisNodesClient(StoreClient):
             node.is_probed = False
 
 
-class RedisPoolClient(RedisNodesClient):
-    """Independent Redis, `redis+pool://host:port,host:port`: rendezvous hashing decides which node has a key.
-
-    Each key has an order of all nodes, by a hash of both, and is stored on the first node that is in use. If a node
-    fails, only its keys move to others. All machines must name the nodes in the same way (case, order, a default port
-    and the dot at the end of a name do not matter).
-    """
-
-    def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
-        """Return which of these keys (their indices, in order) each node has. ConnectionError: no node is in use."""
-        nodes = self._used(self.nodes)
-        heads = np.frombuffer(b"".join(key[:8] for key in keys), "<u8")
-        first = np.argmax([_mixed(heads ^ node.seed) for node in nodes], axis=0)
-        shares = {node: np.flatnonzero(first == number).tolist() for number, node in enumerate(nodes)}
-        return {node: share for node, share in shares.items() if share}
-
-
-def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return a hash of each word (the last step of SplitMix64). It must never change: it decides where chunks are."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
 class _NodeLine:
     """The connection to one node. `is_busy`: a thread uses it, and closes it if it was dropped meanwhile."""
 
@@ -270,7 +245,7 @@ class RedisNodesConnection(StoreConnection):
     ) -> list[bool]:
         """Update recency and extend lives; return which keys are present on nodes that answer.
 
-        A node that refuses touches is asked how many leading keys it has.
+        A node that refuses touches is asked which keys it has.
         """
         ranked = dict(zip(keys, ranks or [0] * len(keys), strict=True))
 
@@ -282,17 +257,21 @@ class RedisNodesConnection(StoreConnection):
             except RefusedError as refusal:
                 if refusal.reconnect:
                     raise
-                found = line.find(namespace, keys, until)
-                return [True] * found + [False] * (len(keys) - found), refusal
+                return line.present(namespace, keys, until), refusal
 
         shares, touched = self._ask_for(keys, touch, namespace, until)
         here = [False] * len(keys)
         for node, (present, refusal) in touched.items():
             if refusal is not None:
                 node.contain(refusal)
-            for at, is_here in zip(shares[node], present, strict=True):
-                here[at] = is_here
+            there = [at for at, is_here in zip(shares[node], present, strict=True) if is_here]
+            self._note_touched(node, [keys[at] for at in there])
+            for at in there:
+                here[at] = True
         return here
+
+    def _note_touched(self, node: RedisNode, keys: Sequence[bytes]) -> None:
+        """Note that a node has these chunks; a pool remembers it."""
 
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
         """Ask before puts. If a node does not answer or refuses, nothing is known of its chunks, and `put` fails.
@@ -302,7 +281,7 @@ class RedisNodesConnection(StoreConnection):
         places = self._client.shares(keys) if keys else {}
         asked = [at for node, share in places.items() if not node.write_breaker.resting for at in share]
         some = [keys[at] for at in asked]
-        shares, claimed = self._ask_for(some, _claimed, namespace, until, patience_seconds=math.inf)
+        shares, claimed = self._ask_for(some, self._claimed, namespace, until, patience_seconds=math.inf)
         results: list[PutResult | None] = [None] * len(keys)
         for node, settled in claimed.items():
             for at, result in zip(shares[node], settled, strict=True):
@@ -315,25 +294,21 @@ class RedisNodesConnection(StoreConnection):
 
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Store a chunk on its node; see RedisConnection."""
-        return self._call_for(request.key, lambda line: line.put(request, until), until, writes=True)
+        node_of = partial(self._client.node_of, request.key)
+        return self._call_for(node_of, lambda line: line.put(request, until), until, writes=True)
 
     def get(self, request: GetRequest, until: float) -> int | None:
         """Fill `page` and the result of `destination` from the chunk's node; see RedisConnection."""
-        return self._call_for(request.key, lambda line: line.get(request, until), until)
+        node_of = partial(self._client.node_of, request.key)
+        return self._call_for(node_of, lambda line: line.get(request, until), until)
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Remove chunks; return how many there were. In a pool all nodes are asked: a chunk may have moved.
+        """Remove chunks; return how many there were.
 
         A contained refusal if a node does not answer: its chunks may still be there when it is back.
         """
-        if self._client.is_cluster:
-            shares, removed = self._ask_for(keys, RedisConnection.remove, namespace, until)
-            is_done = sum(len(shares[node]) for node in removed) == len(keys)
-        else:
-            calls = {node: lambda line: line.remove(namespace, keys, until) for node in self._client.nodes}
-            removed = self._ask(calls, until)
-            is_done = len(removed) == len(calls)
-        if not is_done:
+        shares, removed = self._ask_for(keys, RedisConnection.remove, namespace, until)
+        if sum(len(shares[node]) for node in removed) < len(keys):
             raise RefusedError(Reason.IO_ERROR, "a node did not answer: it may have it", contained=True)
         return sum(removed.values())
 
@@ -360,11 +335,17 @@ class RedisNodesConnection(StoreConnection):
         return {key: page for pages in answers.values() for key, page in pages.items()}
 
     def usage(self, until: float) -> Usage:
-        """Return the memory of the nodes that answer, and the sum of their limits; None if one has no limit."""
+        """Return the memory of the nodes that answer, and the sum of their limits; None if one has no limit.
+
+        OSError: no node answers.
+        """
         calls = {node: lambda line: line.usage(until) for node in self._client.nodes}
         answers = self._ask(calls, until)
+        if not answers:
+            raise ConnectionError(f"{self._client.address}: no node answers")
         usages = list(answers.values())
         wrong = [f"{node.place}: {text}" for node, usage in answers.items() for text in usage.warnings]
+        wrong += [f"{node.place}: no answer; the other nodes do" for node in calls if node not in answers]
         used = sum(usage.used_bytes or 0 for usage in usages)
         limits = [usage.limit_bytes for usage in usages if usage.limit_bytes]
         return Usage(used or None, sum(limits) if 0 < len(limits) == len(usages) else None, wrong)
@@ -384,6 +365,18 @@ class RedisNodesConnection(StoreConnection):
         self._pool.shutdown(wait=False)
 
     # ---- nodes
+
+    @staticmethod
+    def _claimed(
+        line: RedisConnection, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> list[PutResult | None]:
+        """Claim chunks of one node; if it refuses, nothing is known of them."""
+        try:
+            return line.claim(namespace, keys, until)
+        except RedirectError:
+            raise
+        except RefusedError:
+            return [None] * len(keys)
 
     def _ask_for(
         self,
@@ -407,11 +400,16 @@ class RedisNodesConnection(StoreConnection):
         return shares, answers
 
     def _call_for(
-        self, key: bytes, work: Callable[[RedisConnection], _T], until: float, *, writes: bool = False
+        self,
+        node_of: Callable[[], RedisNode],
+        work: Callable[[RedisConnection], _T],
+        until: float,
+        *,
+        writes: bool = False,
     ) -> _T:
         """Call the node of a key. Errors are contained refusals, except a wrong value under the key."""
         for _ in range(_MOST_MOVES):
-            node = self._client.node_of(key)
+            node = node_of()
             if writes and node.write_breaker.resting:
                 raise RefusedError(node.last_refusal, "the node refused writes", contained=True)
             self._has_moved = False
@@ -544,15 +542,3 @@ class RedisNodesConnection(StoreConnection):
         if self._lines.get(node) is line:
             del self._lines[node]
         line.connection.close()
-
-
-def _claimed(
-    line: RedisConnection, namespace: bytes, keys: Sequence[bytes], until: float
-) -> list[PutResult | None]:
-    """Claim chunks of one node; if it refuses, nothing is known of them."""
-    try:
-        return line.claim(namespace, keys, until)
-    except RedirectError:
-        raise
-    except RefusedError:
-        return [None] * len(keys)

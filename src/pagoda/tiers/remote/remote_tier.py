@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from operator import methodcaller
 from typing import TypeVar
 
@@ -213,7 +214,17 @@ class RemoteTier(QueuedTier):
         """Return what keeps this chunk: "in flight" or nothing. The store may evict any chunk."""
         return ["in flight"] if self.in_flight(key) else []
 
-    # ---- loading -------------------------------------------------------------------------------------------------
+    # ---- saving and loading --------------------------------------------------------------------------------------
+
+    def save(
+        self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
+    ) -> list[Future[Done]]:
+        """Queue chunks to be sent; never waits for space. See Tier.save."""
+        stamp = self._store.stamp() if stamp is None else stamp
+        stored = self._stored(chunks, namespace, stamp)
+        new = [chunk.key for chunk, is_stored in zip(chunks, stored, strict=True) if not is_stored]
+        self._store.client.begin_run(new, stamp)
+        return super().save(chunks, namespace, stamp=stamp)
 
     def _stored(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int) -> Iterator[bool]:
         return (self._store.presence.is_stored(namespace, chunk.key) for chunk in chunks)

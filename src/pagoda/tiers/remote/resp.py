@@ -23,6 +23,7 @@ _SKIP_BYTES = 1 << 16
 _IOV_MAX = 1024
 _TLS_SEND_BYTES = 1 << 18  # bytes sent between two checks of the deadline
 _END = b"\r\n"
+_BIT_BYTES = 4  # of the replies `:0` and `:1`
 
 
 class ErrorReply(NamedTuple):
@@ -123,6 +124,46 @@ class RespConnection:
         self._unread_replies -= 1
         self._failed = False
         return value
+
+    def read_bits(self, count: int, until: float) -> list[bool] | ErrorReply:
+        """Return whether each of the next `count` replies is the number 1; the first error reply instead, if any.
+
+        Replies to EXISTS of one name, many at once: each is four bytes, so they are not parsed one by one.
+        """
+        self._start_call()
+        bits: list[bool] = []
+        error: ErrorReply | None = None
+        while len(bits) < count:
+            found = self._bits_read_ahead(count - len(bits))
+            if found:
+                bits += found
+                continue
+            if self._end - self._start < _BIT_BYTES:
+                self._read_more(until, LINE_BYTES)
+                continue
+            value = self._read_value(until, NUMBER, 0)  # not the usual four bytes
+            bits.append(value == 1)
+            if error is None and isinstance(value, ErrorReply):
+                error = value
+        self._unread_replies -= count
+        self._failed = False
+        return bits if error is None else error
+
+    def _bits_read_ahead(self, most: int) -> list[bool]:
+        """Take those of the next replies that were read ahead and are `:0` or `:1`."""
+        number = min(most, (self._end - self._start) // _BIT_BYTES)
+        replies = bytes(self._view[self._start : self._start + number * _BIT_BYTES])
+        digits = replies[1::_BIT_BYTES]
+        is_usual = (
+            replies[0::_BIT_BYTES] == b":" * number
+            and not digits.strip(b"01")
+            and replies[2::_BIT_BYTES] == b"\r" * number
+            and replies[3::_BIT_BYTES] == b"\n" * number
+        )
+        if not is_usual:
+            return []
+        self._start += len(replies)
+        return [digit == ord("1") for digit in digits]
 
     def read_into(self, destination: memoryview, until: float) -> int | ErrorReply | None:
         """Read the next reply, a string, into `destination`; return its length. None: it is nil.

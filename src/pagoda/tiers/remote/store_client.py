@@ -216,3 +216,10 @@ class StoreClient(Protocol):
 
     def connection(self) -> StoreConnection:
         """Return a new connection that is still to be opened. Never waits. OSError."""
+
+    def begin_run(self, keys: Sequence[bytes], stamp: int) -> None:
+        """Note that these chunks are about to be stored, in order, by the request that has this stamp.
+
+        A store of several places may keep together what one request stores. Never waits; changes nothing by default.
+        """
+        return None
