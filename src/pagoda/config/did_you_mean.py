@@ -5,10 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# names of other caches whose nearest name here means something else
+_ELSEWHERE = {"write_through_selective": "selective"}
+
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean X?" for the nearest of `known`, ignoring capitals, or an empty string."""
     spelt = {name.lower(): name for name in known}
+    if _ELSEWHERE.get(word.lower()) in spelt:
+        return f"; did you mean {_ELSEWHERE[word.lower()]}?"
     near = difflib.get_close_matches(word.lower(), spelt, n=1, cutoff=0.6)
     if not near and len(word) > 2:
         near = [name for name in spelt if word.lower() in name][:1]

@@ -237,7 +237,8 @@ def _word_of(words: Sequence[str]) -> Callable[[object], object]:
     def read(value: object) -> object:
         if value not in words:
             *known, last = map(repr, words)
-            raise ValueError(f"input should be {', '.join(known)} or {last}")
+            hint = did_you_mean(value, words) if isinstance(value, str) else ""
+            raise ValueError(f"input should be {', '.join(known)} or {last}{hint}")
         return value
 
     return read
