@@ -22,5 +22,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def name_of_another_cache(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean X?" if `word` is what another cache calls one of `known`, or an empty string."""
-    meant = _ELSEWHERE.get(word.lower())
-    return f"; did you mean {meant}?" if meant in known else ""
+    meant = _ELSEWHERE.get(word.lower(), "")
+    return f"; did you mean {meant}?" if meant and meant in known else ""
