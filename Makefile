@@ -33,7 +33,7 @@ RECORD ?= docs/design/benchmarks
 unexport PYTHONDONTWRITEBYTECODE # the tests are compiled once, not by each of their processes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-sglang demo test test-all test-vllm test-sglang test-gpu check docs house bench bench-remote bench-replay bench-peers bench-neighbours bench-full bench-vllm bench-sglang bench-gpu mutants mutants-vllm mutants-sglang soak soak-sglang \
+.PHONY: help setup setup-vllm setup-sglang demo test test-all test-vllm test-sglang test-gpu check docs house bench bench-remote bench-replay bench-peers peers-test bench-neighbours bench-full bench-vllm bench-sglang bench-gpu mutants mutants-vllm mutants-sglang soak soak-sglang \
 	format wheel clean
 
 help:
@@ -158,6 +158,10 @@ bench-full: $(READY)
 bench-peers:
 	@$(MAKE) -s --no-print-directory $(PEERS_READY) || true
 	@if [ -x $(PEERS_BIN)/python ]; then $(PEERS_BIN)/python benchmarks/peers.py $(ARGS); else $(PYTHON) -S benchmarks/peers.py; fi
+
+# whether the import reads 200 generated files and environments as LMCache's own loader does, and the table of its fields
+peers-test: $(PEERS_READY)
+	PYTHONPATH=src:. $(PEERS_BIN)/python tests/migrate/compare_with_lmcache.py
 
 # its wheel asks for packages that have no CPU builds or are not needed here, so it comes without dependencies
 $(PEERS_READY): pyproject.toml benchmarks/peers-requirements.txt

@@ -66,12 +66,13 @@ def test_json(lmcache: Path) -> None:
     assert found["ok"] is True and found["options"]["chunk_tokens"] == 128  # type: ignore[index]
 
 
-def test_variables_count_where_there_is_no_file(lmcache: Path) -> None:
+def test_variables_count_alone_and_over_a_file(lmcache: Path) -> None:
     variables = {"LMCACHE_CHUNK_SIZE": "64", "LMCACHE_MAX_LOCAL_CPU_SIZE": "2"}
     found = answer("config", "import", "--workers", "2", **variables)
     assert found["options"] == {"chunk_tokens": 64, "host_size": "4GiB"}
     done = done_here("config", "import", LMCACHE_CONFIG_FILE=str(lmcache), **variables)
-    assert "chunk_tokens = 128" in done.stdout and "are ignored" in done.stderr
+    assert "chunk_tokens = 64" in done.stdout and 'host_size = "2GiB"' in done.stdout
+    assert "LMCACHE_CHUNK_SIZE overrides the file" in done.stderr
     assert "name LMCache's file" in refused("config", "import")
     assert "none.yaml" in refused("config", "import", lmcache.with_name("none.yaml"))
     assert "max_local_cpu_size" in refused("config", "import", LMCACHE_MAX_LOCAL_CPU_SIZE="many")

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from pagoda.config import Config
 from pagoda.config.sources import load
 from pagoda.errors import ConfigError
-from pagoda.migrate.lmcache import Translation, from_environment, known_fields, read, translate
+from pagoda.migrate.lmcache import Translation, known_fields, read, translate, variables_in
 from pagoda.migrate.lmcache_fields import BELONGS, BLENDING, NOT_NEEDED, SWITCHES, WHEN_SET, FieldVerdict
+from pagoda.migrate.lmcache_loader import load as load_lmcache
+from pagoda.migrate.lmcache_loader import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "lmcache.md"
 
@@ -114,7 +116,6 @@ def test_all_of_a_file_that_maps(tmp_path: Path) -> None:
         "remote": "redis://user:p%20w@host:6379",
         "policy": "fifo",
         "min_hit_tokens": 512,
-        "deadline_seconds": 10.0,
         "disk_direct": True,
         "io_threads": 8,
     }
@@ -183,6 +184,10 @@ def test_the_host_tier() -> None:
             'mooncakestore://: write remote = "mooncake://',
         ),
         ({"remote_url": "u:hunter2@host"}, "remote_url", "this engine is not known"),
+        ({"remote_url": "gs://bucket"}, "remote_url", "LMCache has no gs://"),
+        ({"remote_url": "azure://acct"}, "remote_url", "az://CONTAINER?account_name=ACCOUNT"),
+        ({"remote_config_url": "http://h/"}, "remote_config_url", "import that file"),
+        ({"enable_hidden_state_cache": True}, "enable_hidden_state_cache", "only KV is stored"),
         ({"remote_url": "redis://u:hunter2@host:port"}, "remote_url", "the port"),
         ({"remote_url": "s3://b.cwlota.com"}, "remote_url", 'remote = "s3://b?endpoint=https://cwlota.com"'),
         ({"remote_url": "s3://b.s3express-a.eu.amazonaws.com"}, "remote_url", "s3_express=true"),
@@ -222,7 +227,11 @@ def test_what_can_be_had_instead_is_had_if_it_is_forced() -> None:
         ("valkey://[::1]:1,[::2]:2", {"valkey_mode": "cluster"}, "redis+cluster://[::1]:1,[::2]:2"),
         ("s3://bucket", {"s3_region": "US-WEST-04A"}, "s3://bucket?region=US-WEST-04A"),
         ("s3://bucket.s3.eu-west-1.amazonaws.com", {}, "s3://bucket?region=eu-west-1"),
-        ("gs://bucket/a", {}, "gs://bucket/a"),
+        ("redis-cluster://h:1,i:2", {}, "redis+cluster://h:1,i:2"),
+        ("azure://acct.blob.core.windows.net/kv", {}, "az://kv?account_name=acct"),
+        ("valkey://h:1", {"tls_enable": True, "valkey_password": "x"}, "rediss://:x@h:1"),
+        ("valkey://h:1,i:2", {"tls_enable": "true", "valkey_mode": "cluster"}, "rediss+cluster://h:1,i:2"),
+        ("resp://h:1", {"username": "me", "password": "a/b"}, "redis://me:a%2Fb@h:1"),
         ("lm://host:65432", {}, "http://host:65432?server=pagoda"),
     ],
 )
@@ -415,7 +424,49 @@ def test_the_environment() -> None:
         "LMCACHE_USE_EXPERIMENTAL": "True",
         "PAGODA_CHUNK_TOKENS": "1",
     }
-    assert from_environment(environ) == {"chunk_size": "64", "local_cpu": "True"}
+    given = variables_in(environ)
+    assert given == {name: environ[name] for name in list(environ)[:3]}
+    assert load_lmcache(None, given).fields == {"chunk_size": 64, "local_cpu": True, "local_disk": None}
+
+
+def test_variables_override_the_file_and_say_so() -> None:
+    loaded = load_lmcache(
+        {"chunk_size": 64, "max_local_cpu_size": 5, "local_cpu": "yes"},
+        {"LMCACHE_CHUNK_SIZE": '"128"', "LMCACHE_MAX_LOCAL_CPU_SIZE": "40", "LMCACHE_CACHE_POLICY": "FIFO"},
+    )
+    made = translate(loaded)
+    assert made.options == {"chunk_tokens": 128, "host_size": 0, "policy": "fifo"}
+    said = {one.field: one.text for one in made.findings if one.verdict is FieldVerdict.REMARK}
+    assert said["chunk_size"] == "LMCACHE_CHUNK_SIZE overrides the file, as in LMCache"
+    assert "reads 'yes' as false" in said["local_cpu"] and "cache_policy" not in said
+
+
+def test_a_field_counts_at_its_own_level_only() -> None:
+    made = translate(load_lmcache({"use_odirect": True, "extra_config": {"chunk_size": 64}}, {}))
+    assert made.options == {"host_size": "5GiB"} and made.refused == []
+    assert "below extra_config only" in text(made, "use_odirect")
+    assert "LMCache reads it above" in text(made, "chunk_size")
+
+
+def test_credentials_in_variables_are_in_the_url() -> None:
+    variables = {
+        "LMCACHE_RESP_USERNAME": "me",
+        "LMCACHE_RESP_PASSWORD": "words",
+        "LMCACHE_FORCE_SKIP_SAVE": "1",
+    }
+    made = translate(load_lmcache({"remote_url": "resp://h:1"}, variables))
+    assert made.options["remote"] == "redis://me:words@h:1" and made.refused == []
+    assert "kv_consumer" in text(made, "force_skip_save")
+    keys = {"aws_secret_access_key": "hunter2"}
+    made = translate({"remote_url": "s3://b", "extra_config": keys})
+    assert "AWS_SECRET_ACCESS_KEY" in text(made, "aws_secret_access_key") and "hunter2" not in made.toml("x")
+
+
+def test_every_field_of_lmcache_is_known_and_its_defaults_are_taken() -> None:
+    assert len(table().fields) == 108
+    assert not set(table().fields) - set(known_fields())
+    made = translate({name: default for name, (_, default) in table().fields.items()})
+    assert made.refused == []
 
 
 def test_without_pyyaml_there_is_a_remedy(tmp_path: Path) -> None:

@@ -103,13 +103,15 @@ def import_lmcache(
     from pagoda.config.remote_urls import split
     from pagoda.migrate import lmcache
     from pagoda.migrate.lmcache_fields import FieldVerdict
+    from pagoda.migrate.lmcache_loader import VARIABLES, load
 
-    named = file or (Path(name) if (name := os.environ.get(f"{lmcache.VARIABLES}CONFIG_FILE")) else None)
-    variables = lmcache.from_environment(os.environ)
+    named = file or (Path(name) if (name := os.environ.get(f"{VARIABLES}CONFIG_FILE")) else None)
+    variables = lmcache.variables_in(os.environ)
     if named is None and not variables:
-        raise UsageError(f"name LMCache's file, or set its {lmcache.VARIABLES} variables")
-    made = lmcache.translate(lmcache.read(named) if named else variables, workers, split(peers or ""))
-    toml = made.toml(str(named) if named else f"{lmcache.VARIABLES} variables")
+        raise UsageError(f"name LMCache's file, or set its {VARIABLES} variables")
+    loaded = load(lmcache.read(named) if named else None, variables)
+    made = lmcache.translate(loaded, workers, split(peers or ""))
+    toml = made.toml(str(named) if named else f"{VARIABLES} variables")
     ok = force or not made.refused
     if as_json:
         fields = [finding._asdict() for finding in made.findings]
@@ -117,8 +119,6 @@ def import_lmcache(
     if not ok:
         refused = "; ".join(f"{one.field}: {one.text}" for one in made.refused)
         raise UsageError(f"{refused} (--force leaves out what is not supported)")
-    if named and variables:
-        printing.note(f"{lmcache.VARIABLES} variables are ignored, as by LMCache, because there is a file")
     for one in made.findings:
         if one.verdict not in (FieldVerdict.MAPPED, FieldVerdict.SAME):
             printing.note(f"{one.field}: {one.verdict}: {one.text}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
-from pagoda.config.did_you_mean import did_you_mean
+from pagoda.config.did_you_mean import did_you_mean, name_of_another_cache
 from pagoda.config.expand_home import expanded
 from pagoda.config.remote_urls import parse_lookup, peers_of, split, tuple_of
 from pagoda.config.sizes import AUTO, parse_size
@@ -237,7 +237,8 @@ def _word_of(words: Sequence[str]) -> Callable[[object], object]:
     def read(value: object) -> object:
         if value not in words:
             *known, last = map(repr, words)
-            raise ValueError(f"input should be {', '.join(known)} or {last}")
+            hint = name_of_another_cache(str(value), words)
+            raise ValueError(f"input should be {', '.join(known)} or {last}{hint}")
         return value
 
     return read

@@ -21,9 +21,9 @@ from pagoda.config.remote_urls import MOST_PEERS, redacted
 from pagoda.errors import ConfigError
 from pagoda.migrate import lmcache_fields
 from pagoda.migrate.lmcache_fields import FieldVerdict, as_flag, as_number, as_toml
+from pagoda.migrate.lmcache_loader import VARIABLES, LoadedFields, table
 from pagoda.migrate.lmcache_urls import IN_URLS, START_SERVER, Untranslated, is_own_server, translated
 
-VARIABLES = "LMCACHE_"
 _DEFAULT_CPU_GIB = 5.0
 
 
@@ -80,26 +80,34 @@ def read(file: Path) -> dict[str, object]:
     return {str(name): value for name, value in fields.items()}
 
 
-def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
-    """Return the fields that LMCACHE_ variables set, as text."""
-    given = {name: value for name, value in environ.items() if name.startswith(VARIABLES) and value}
-    fields = {name.removeprefix(VARIABLES).lower(): value for name, value in given.items()}
-    return {name: value for name, value in fields.items() if name not in lmcache_fields.PLUMBING}
+def variables_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the LMCACHE_ variables that say something about what is stored or served."""
+    given = {name: value for name, value in environ.items() if name.startswith(VARIABLES)}
+    return {
+        name: value
+        for name, value in given.items()
+        if name.removeprefix(VARIABLES).lower() not in lmcache_fields.PLUMBING
+    }
 
 
-def translate(fields: Mapping[str, object], workers: int = 1, peers: Sequence[str] = ()) -> Translation:
+def translate(
+    fields: Mapping[str, object] | LoadedFields, workers: int = 1, peers: Sequence[str] = ()
+) -> Translation:
     """Translate the fields. Changes nothing.
 
     Args:
-        fields: values by LMCache's names, as in YAML, or as text.
+        fields: values by LMCache's names, as in YAML, or as text; or what `lmcache_loader.load` returned.
         workers: the number of workers (ranks) on one machine: LMCache's sizes are per worker, ours per machine.
         peers: the URLs of the neighbours, for enable_p2p, which LMCache's file does not have.
 
     Raises:
         ConfigError: a field has an invalid value.
     """
-    work = _FieldReader(dict(fields), workers, peers)
+    loaded = fields if isinstance(fields, LoadedFields) else LoadedFields(dict(fields), {})
+    work = _FieldReader(dict(loaded.fields), workers, peers)
     work.run()
+    for field, text in loaded.remarks.items():
+        work.say(field, FieldVerdict.REMARK, text)
     translation = Translation(work.options, work.findings)
     Config(**work.options)  # type: ignore[arg-type]  # checks the options
     return translation
@@ -109,11 +117,12 @@ class _FieldReader:
     """One translation in progress: it takes the fields out one after the other."""
 
     def __init__(self, fields: dict[str, object], workers: int, peers: Sequence[str] = ()) -> None:
-        fields = {**_extra(fields.pop("extra_config", None)), **fields}
-        # null and empty text set nothing, but an unknown name is reported
-        self.fields = {name: it for name, it in fields.items() if it not in (None, "") or not _known(name)}
         self.options: dict[str, object] = {}
         self.findings: list[Finding] = []
+        extra = self._levels(fields, _extra(fields.pop("extra_config", None)))
+        fields = {**extra, **fields}
+        # null and empty text set nothing, but an unknown name is reported
+        self.fields = {name: it for name, it in fields.items() if it not in (None, "") or not _known(name)}
         self._workers, self._peers = workers, list(peers)
         self._given = dict(self.fields)
 
@@ -131,6 +140,19 @@ class _FieldReader:
         self._remote()
         for field in self.fields:
             self.say(field, *_left_over(field))
+
+    def _levels(self, fields: dict[str, object], extra: dict[str, object]) -> dict[str, object]:
+        """Remove from `fields`, and return of `extra`, what LMCache does not read at its level; report it."""
+        for name in [name for name in fields if name in table().extra and name not in table().fields]:
+            if fields.pop(name) not in (None, ""):
+                text = "has no effect: LMCache reads it below extra_config only"
+                self.say(name, FieldVerdict.NOT_NEEDED, text)
+        wrong = [name for name in extra if name in table().fields]
+        for name in wrong:
+            self.say(
+                name, FieldVerdict.NOT_NEEDED, "has no effect below extra_config: LMCache reads it above"
+            )
+        return {name: value for name, value in extra.items() if name not in wrong}
 
     def say(self, field: str, verdict: FieldVerdict, text: str) -> None:
         self.findings.append(Finding(field, verdict, text))
@@ -286,6 +308,10 @@ def _left_over(field: str) -> tuple[FieldVerdict, str]:
         return FieldVerdict.NOT_NEEDED, "there is no remote tier that uses it"
     if field.startswith(lmcache_fields.HISTOGRAM):
         return FieldVerdict.NOT_NEEDED, "metrics have no histograms"
+    if field in lmcache_fields.SECRETS:
+        return FieldVerdict.ELSEWHERE, lmcache_fields.SECRETS[field]
+    if field in table().extra or f"{VARIABLES}{field.upper()}" in table().variables:
+        return FieldVerdict.NOT_NEEDED, "belongs to a part of LMCache that is not used here"
     hint = did_you_mean(field, known_fields()) or "; remove it"
     return FieldVerdict.UNKNOWN, f"not a known field of LMCache's{hint}"
 
@@ -310,7 +336,7 @@ _PLACES = (
 
 def known_fields() -> list[str]:
     """Return every known field except histogram_bucket_..."""
-    return sorted({*_PLACES, *lmcache_fields.FIELDS, *IN_URLS})
+    return sorted({*_PLACES, *lmcache_fields.FIELDS, *lmcache_fields.SECRETS, *IN_URLS})
 
 
 def _known(field: str) -> bool:

@@ -25,6 +25,7 @@ class FieldVerdict(StrEnum):
     ELSEWHERE = "set elsewhere"
     NOT_NEEDED = "not needed"
     SAME = "same"  # PagodaKV behaves as the field says
+    REMARK = "remark"  # how LMCache reads it, where a reader may expect otherwise
 
 
 class Judgement(NamedTuple):
@@ -37,7 +38,7 @@ class Judgement(NamedTuple):
 
 
 FieldRule: TypeAlias = Callable[[str, Mapping[str, object]], Judgement]
-_MAPPED, _NOT_SUPPORTED, _UNKNOWN, _ELSEWHERE, _NOT_NEEDED, _SAME = FieldVerdict
+_MAPPED, _NOT_SUPPORTED, _UNKNOWN, _ELSEWHERE, _NOT_NEEDED, _SAME, _ = FieldVerdict
 
 _DEFAULT_SHARE = 0.15  # of the tokens that LMCache computes again
 _REMOTE = 'share a store instead: remote = "redis://HOST:6379/0"'
@@ -52,6 +53,7 @@ SWITCHES = {
     "enable_xpyd": f"belongs to disaggregated prefill; use vLLM's own connector for it, or {_REMOTE}",
     "enable_controller": "caches have no control server; write enable_controller: false, use pagoda stats, ls, clear",
     "internal_api_server_enabled": "no server is started in engines; write false and use pagoda stats --prometheus",
+    "enable_hidden_state_cache": "only KV is stored, no hidden states: write enable_hidden_state_cache: false",
     "enable_nixl_storage": "the disk tier stores files; write local_disk: PATH and max_local_disk_size: GB instead",
 }
 """Features that can be switched on, and what to write instead. Features that are off are off here too."""
@@ -72,11 +74,15 @@ _PARTS = {
         "nixl_proxy_host nixl_proxy_port nixl_buffer_size nixl_buffer_device nixl_enable_gc"
     ),
     "enable_controller": (
-        "controller_url controller_pull_url controller_reply_url lmcache_worker_port lmcache_worker_ports"
+        "controller_url controller_pull_url controller_reply_url lmcache_worker_port lmcache_worker_ports "
+        "lmcache_worker_ids lmcache_worker_heartbeat_delay_time lmcache_worker_heartbeat_time"
     ),
     "internal_api_server_enabled": (
         "internal_api_server_host internal_api_server_port_start internal_api_server_include_index_list "
-        "internal_api_server_socket_path_prefix"
+        "internal_api_server_socket_path_prefix run_script_api_enabled script_allowed_imports"
+    ),
+    "enable_hidden_state_cache": (
+        "max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode"
     ),
     "enable_nixl_storage": (
         "nixl_backend nixl_backend_params nixl_path nixl_pool_size nixl_endpoint_list nixl_use_hugepages"
@@ -88,10 +94,13 @@ BELONGS = {switch: parts.split() for switch, parts in _PARTS.items()}
 WHEN_SET = {
     "gds_path": "chunks go through host memory here; write local_disk: PATH and max_local_disk_size: GB instead",
     "weka_path": "write local_disk: PATH and max_local_disk_size: GB, if the file system is a local one",
+    "maru_path": "write local_disk: PATH and max_local_disk_size: GB, or share a store by remote_url",
+    "remote_config_url": "LMCache fetches its configuration there: save what it returns and import that file",
     "external_lookup_client": f"look-ups ask the tiers themselves; remove it, and {_REMOTE}",
     "audit_actual_remote_url": "there is no audit; write it as remote_url",
     "plugin_locations": "plugins of LMCache cannot be used; remove it",
     "runtime_plugin_locations": "plugins of LMCache cannot be used; remove it",
+    "external_backends": f"plugins of LMCache cannot be used; {_REMOTE}",
     "storage_plugins": f"plugins of LMCache cannot be used; {_REMOTE}",
     "remote_storage_plugins": f"plugins of LMCache cannot be used; {_REMOTE}",
     "priority_limit": "requests of all priorities are stored; remove it",
@@ -129,11 +138,35 @@ _NOT_NEEDED_NAMES = {
         "connections=N in the URL of the remote tier sets their number"
     ),
     "s3_prefer_http2": "the store's client decides",
+    "blocking_timeout_secs": (
+        "no call waits longer than deadline_seconds (1 s); of a remote tier ?deadline=5s in its URL"
+    ),
+    "mp_host mp_port": "the processes of a machine share host memory without a server",
+    "lookup_server_worker_ids enable_scheduler_bypass_lookup": "look-ups need no server",
+    (
+        "enable_chunk_statistics chunk_statistics_auto_start_statistics "
+        "chunk_statistics_auto_exit_timeout_hours chunk_statistics_auto_exit_target_unique_chunks "
+        "chunk_statistics_strategy"
+    ): "pagoda record and pagoda replay measure what is used again",
+    "use_gpu_connector_v3": "the copy engine decides how it copies",
+    "maru_pool_size": "belongs to maru_path",
+    "app_id": "belongs to remote_config_url",
     "pipelined_backend": "stores and loads are always pipelined",
     "hit_miss_ratio": "there is no such limit",
 }
 NOT_NEEDED = {field: text for fields, text in _NOT_NEEDED_NAMES.items() for field in fields.split()}
 """Fields that do not change what is stored and served, and why."""
+
+_AWS = "set it in the environment of the engine: "
+SECRETS = {
+    "aws_access_key_id": f"{_AWS}AWS_ACCESS_KEY_ID",
+    "aws_secret_access_key": f"{_AWS}AWS_SECRET_ACCESS_KEY",
+    "azure_account_key": f"{_AWS}AZURE_STORAGE_ACCOUNT_KEY",
+    "azure_account_url": f"{_AWS}AZURE_STORAGE_ACCOUNT_NAME",
+    "azure_connection_string": f"{_AWS}AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "azure_sas_token": f"{_AWS}AZURE_STORAGE_SAS_KEY",
+}
+"""Credentials in extra_config that a URL does not carry, and where they go."""
 
 PLUMBING = ("config_file", "use_experimental", "track_usage", "log_level")
 """LMCACHE_ variables that are not fields of its configuration."""
@@ -142,9 +175,9 @@ PLUMBING = ("config_file", "use_experimental", "track_usage", "log_level")
 def as_flag(field: str, value: object) -> bool:
     """Return the value of a switch. Raises ConfigError, like the functions below."""
     text = str(value).strip().lower()
-    if text in ("true", "1", "yes", "on"):
+    if text in ("true", "1"):
         return True
-    if text in ("false", "0", "no", "off", ""):
+    if text in ("false", "0", "no", "off", "", "yes", "on"):  # the last two too: see `lmcache_loader`
         return False
     raise ConfigError(f"{field}: {value!r} is neither true nor false")
 
@@ -271,9 +304,14 @@ BLENDING: dict[str, FieldRule] = {
 
 FIELDS: dict[str, FieldRule] = {
     "chunk_size": _mapped("chunk_tokens", _as_whole),
-    "blocking_timeout_secs": _mapped("deadline_seconds", as_number),
     "min_retrieve_tokens": _mapped("min_hit_tokens", _as_whole),
     "cache_policy": _policy,
+    "force_skip_save": _by_flag(
+        Judgement(
+            _ELSEWHERE, "an engine that only loads: kv_role kv_consumer in vLLM's --kv-transfer-config"
+        ),
+        Judgement(_SAME, "off here too"),
+    ),
     "use_odirect": _mapped("disk_direct", as_flag),
     "disk_io_threads": _mapped("io_threads", _as_whole),
     "save_decode_cache": _by_flag(

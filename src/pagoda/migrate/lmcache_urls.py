@@ -19,9 +19,11 @@ START_SERVER = "run pagoda serve --listen HOST:PORT --host-size SIZE there inste
 _AMAZON = re.compile(r"(?P<bucket>[a-z0-9-]+)\.s3[.-](?P<region>[a-z0-9-]+)\.amazonaws\.com")
 _IN_S3 = ("s3_region", "s3_file_prefix", "s3_enable_s3express")
 _IN_VALKEY = ("valkey_mode", "valkey_username", "valkey_password", "valkey_database")
-IN_URLS = (*_IN_S3, *_IN_VALKEY)
-"""Fields of extra_config that a URL here carries."""
-_OURS = ("redis", "rediss", "unix", "gs", "az", "http", "https")
+_IN_RESP = ("username", "password", "resp_username", "resp_password", "resp_host", "resp_port")
+IN_URLS = (*_IN_S3, *_IN_VALKEY, *_IN_RESP, "tls_enable")
+"""Fields of extra_config, and variables, that a URL here carries."""
+_SAME = ("redis", "rediss", "unix")
+_NOT_LMCACHES = ("gs", "az", "http", "https")
 
 
 class Untranslated(Exception):
@@ -46,11 +48,19 @@ def _translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]
     scheme = url.partition("://")[0].lower()
     if scheme == "s3":
         return _s3(url, fields)
-    if scheme in ("valkey", "resp"):
+    if scheme == "valkey":
         return _valkey(url, fields)
+    if scheme == "resp":
+        return _resp(url, fields)
+    if scheme == "redis-cluster":
+        return f"redis+cluster{url[len(scheme) :]}", []
+    if scheme == "azure":
+        return _azure(url)
+    if scheme in _NOT_LMCACHES:
+        raise Untranslated(f'LMCache has no {scheme}://; if you want it here: remote = "URL" in pagoda.toml')
     if scheme == "lm":
         return f"http://{split_url(url).netloc}?server=pagoda", []
-    if scheme in _OURS:
+    if scheme in _SAME:
         return url, []
     unknown = f"this engine is not known; use Redis, Valkey or an object store: {_REDIS}"
     reason = _REASONS.get(scheme, unknown)
@@ -80,13 +90,43 @@ def _s3(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
     return found, [name for name in _IN_S3 if name in fields]
 
 
+def _azure(url: str) -> tuple[str, list[str]]:
+    """Translate azure://ACCOUNT.blob.core.windows.net/CONTAINER."""
+    host, _, container = url.partition("://")[2].partition("/")
+    account = host.partition(".")[0]
+    if not container.strip("/") or not account:
+        raise Untranslated('name account and container: remote = "az://CONTAINER?account_name=ACCOUNT"')
+    return f"az://{container.strip('/')}?account_name={account}", []
+
+
+def _resp(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
+    """Translate resp://HOST:PORT; extra_config or variables have host, port and credentials, as in LMCache."""
+    place = split_url(url).netloc
+    host, port = place.rpartition(":")[::2] if ":" in place else (place, "")
+    host = host or str(fields.get("resp_host", ""))
+    port = port or str(fields.get("resp_port", ""))
+    user = str(fields.get("username", "") or fields.get("resp_username", ""))
+    password = str(fields.get("password", "") or fields.get("resp_password", ""))
+    found = f"redis://{_credentials(user, password)}{host}{f':{port}' if port else ''}"
+    return found, [name for name in _IN_RESP if name in fields]
+
+
 def _valkey(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
     is_cluster = str(fields.get("valkey_mode", "standalone")).lower() == "cluster"
+    encrypted = str(fields.get("tls_enable", False)).strip().lower() in ("true", "1")
     place = split_url(url).netloc
-    user = quote(str(fields.get("valkey_username", "")), safe="")
-    password = quote(str(fields.get("valkey_password", "")), safe="")
-    database = str(fields.get("valkey_database", ""))
-    credentials = f"{user}{':' if password else ''}{password}@" if user or password else ""
-    scheme = "redis+cluster" if is_cluster else "redis"
-    found = f"{scheme}://{credentials}{place}" + (f"/{database}" if database else "")
-    return found, [name for name in _IN_VALKEY if name in fields]
+    user = str(fields.get("valkey_username", ""))
+    password = str(fields.get("valkey_password", ""))
+    database = "" if is_cluster else str(fields.get("valkey_database", ""))
+    scheme = "rediss" if encrypted else "redis"
+    if is_cluster:
+        scheme += "+cluster"
+    found = f"{scheme}://{_credentials(user, password)}{place}" + (f"/{database}" if database else "")
+    return found, [name for name in (*_IN_VALKEY, "tls_enable") if name in fields]
+
+
+def _credentials(user: str, password: str) -> str:
+    if not user and not password:
+        return ""
+    name = quote(user, safe="")
+    return f"{name}:{quote(password, safe='')}@" if password else f"{name}@"
