@@ -147,8 +147,10 @@ class Cache:
             enable_profiler_ranges()
         if self.config.otel:
             enable_spans()
-        if self.config.log_format == "json":
-            log_json()
+        if self.config.log_format == "json" and log_json():
+            from pagoda.config.sources import log_files_again
+
+            log_files_again()
         with _name_taken(name, self):
             self._open(stack, key_scheme, clock or Clock(), quality, weights_of)
 

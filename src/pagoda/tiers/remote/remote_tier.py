@@ -98,8 +98,12 @@ class RemoteTier(QueuedTier):
         deadline_seconds: float = 1.0,
         look_seconds: float = 0.05,
         clock: Clock | None = None,
+        answered: Callable[[], None] | None = None,
     ) -> None:
-        """Connect to nothing yet. ConfigError for a codec that cannot be used, ValueError for counts below 1."""
+        """Connect to nothing yet. ConfigError for a codec that cannot be used, ValueError for counts below 1.
+
+        `answered` is called once, on the background thread, after the store's first answer; it must not raise.
+        """
         if connections < 1 or queue_chunks < 1:
             raise ValueError(
                 f"connections and queue_chunks must be at least 1, got {connections}, {queue_chunks}"
@@ -115,7 +119,9 @@ class RemoteTier(QueuedTier):
         self.slot_bytes = layout.slot_bytes
         self.deadline_seconds = deadline_seconds
         self._look_seconds = look_seconds
-        self._store = RemoteStore(layout, client, codec, connections, deadline_seconds, clock or Clock())
+        self._store = RemoteStore(
+            layout, client, codec, connections, deadline_seconds, clock or Clock(), answered
+        )
         super().__init__(self._store, connections, queue_chunks)
 
     def register(self, namespace: Namespace) -> None:
@@ -297,7 +303,7 @@ class RemoteStore(WorkerBackend):
 
     def __init__(
         self, layout: KVLayout, client: StoreClient, codec_name: str, connections: int, deadline_seconds: float,
-        clock: Clock,
+        clock: Clock, answered: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.client, self.codec_name, self.layout = client, codec_name, layout
         self.name = client.name
@@ -318,6 +324,8 @@ class RemoteStore(WorkerBackend):
         # for longer prompts not every key is asked for
         self.exact_keys = EXACT_REQUESTS if costs else EXACT_KEYS
         self.usage: Usage | None = None
+        self.has_answered = False
+        self._answered = answered
         self._log = RateLimitedLog(clock)
         self._counts: Counter[str] = Counter()
         self._roots: dict[bytes, None] = {}
@@ -356,9 +364,22 @@ class RemoteStore(WorkerBackend):
                     self.call(connection, self._probe, "asking whether it is back")
                 elif pause is not None and not self.breaker.is_open and connection.idle_for(pause):
                     self.call(connection, self._probe, "keeping a connection open")
+                self._tell_answered()
+            self._tell_answered()
         finally:
             self.queries.close()
             connection.close()
+
+    def note_answer(self) -> None:
+        """Note that the store has answered; the background thread tells it, so that no load or save waits for that."""
+        if not self.has_answered:
+            self.has_answered = True
+            self.queries.wake()
+
+    def _tell_answered(self) -> None:
+        if self.has_answered and self._answered is not None:
+            tell, self._answered = self._answered, None
+            tell()
 
     def call(
         self, connection: WorkerConnection, work: Callable[[StoreConnection], _T], what: str,
@@ -575,6 +596,7 @@ class WorkerConnection:
     def _record_success(self, moved: bool) -> None:
         self._used = time.monotonic()
         self._store.breaker.record_success()
+        self._store.note_answer()
         if moved:  # the other connections still lead to the old server
             self._store.trusted_since = self._made
 
