@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias, Unpack
 
 from pagoda.cache.call import (
@@ -30,7 +31,7 @@ from pagoda.cache.call_log import log_opened
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.lookup_call import run_explain, run_lookup
 from pagoda.cache.open_tiers import open_tiers
-from pagoda.cache.recording import CallKind
+from pagoda.cache.recording import CallKind, require_trace
 from pagoda.cache.resources import build_resources
 from pagoda.cache.results import CacheStats, Cleared, Hit, Stored
 from pagoda.cache.retrieve_call import RetrieveCall, measure_again
@@ -143,6 +144,8 @@ class Cache:
         codecs = self.config.lossy_codecs() if stack is None else codecs_of(stack.all)
         self.namespace = _completed(namespace, layout, self.config, codecs)
         quality = _require_quality(codecs, self.namespace, layout, self.config)
+        if self.config.record:
+            require_trace(Path(self.config.record))
         if self.config.profile:
             enable_profiler_ranges()
         if self.config.otel:

@@ -70,10 +70,11 @@ def all_remotes(
     from pagoda.config.remote_urls import parse
     from pagoda.tiers import recorded_tiers
 
-    known = {spec.redacted: spec for spec in configured(config_file).remotes()}
-    withheld: dict[RemoteSpec, str] = {}
+    configured_here = {spec.redacted: spec for spec in configured(config_file).remotes()}
+    known = {address: spec for address, spec in configured_here.items() if not spec.lacks_secret}
+    withheld = {spec: NO_SECRET for spec in configured_here.values() if spec.lacks_secret}
     for entry in recorded_tiers.entries() if opened_too else ():
-        if entry.tier != "remote" or entry.place in known:
+        if entry.tier != "remote" or entry.place in configured_here:
             continue
         try:
             spec = parse(entry.place)
