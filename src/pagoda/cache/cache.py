@@ -38,7 +38,7 @@ from pagoda.cache.retrieve_call import RetrieveCall, measure_again
 from pagoda.cache.store_call import StoreCall
 from pagoda.cache.tier_stack import TierStack, build_tiers, codecs_of
 from pagoda.cache.weights_epoch import PresentWeights
-from pagoda.clock import Clock, Deadline
+from pagoda.clock import Clock, Deadline, seconds_of
 from pagoda.codec import codec_setting, require_layout
 from pagoda.config import Config, ConfigOptions
 from pagoda.errors import ClosedError, ConfigError, StoreError
@@ -556,9 +556,9 @@ class Cache:
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until the queued chunks are in the lower tiers; False if `timeout` seconds were not enough.
 
-        Also writes the prompts that wait to be logged for `pagoda explain`.
+        Also writes the prompts that wait to be logged for `pagoda explain`. ValueError: `timeout` is no finite number.
         """
-        deadline = Deadline(timeout)
+        deadline = Deadline(seconds_of("timeout", timeout))
         if (prompts := self._resources.prompt_log) is not None:
             prompts.flush()
         flushed = [queue.flush(deadline.remaining()) for queue in self._resources.writeback]
@@ -566,7 +566,11 @@ class Cache:
         return all(flushed)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
-        """Write what is queued, as far as `timeout` seconds allow, and close; False if some was left. Idempotent."""
+        """Write what is queued, as far as `timeout` seconds allow, and close; False if some was left. Idempotent.
+
+        ValueError: `timeout` is no finite number; nothing is closed.
+        """
+        timeout = seconds_of("timeout", timeout)
         forget(self)
         self._finalizer.detach()
         return self._resources.close(timeout)

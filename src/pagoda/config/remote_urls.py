@@ -80,7 +80,10 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SPAN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|min|m|h|d|)")
 _UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.IGNORECASE)
+# names of parameters that may have a secret, in whatever spelling
+_SECRET = re.compile(
+    r"key|secret|token|pass|pwd|\bpw\b|sas|cred|sig|auth(?!ority)|bearer|jwt|cookie", re.IGNORECASE
+)
 _OF_SENTINELS = ("sentinel_username", "sentinel_password_file")
 _NO_SECRET = (  # these parameters only say where a secret is
     "password_file",
@@ -92,7 +95,7 @@ _NEXT = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*:/)|[\s,]+$")
 _USER = re.compile(r"[A-Za-z0-9_.%-]*")
 # a host, with or without a port; otherwise the text is only a password
 _HOST = re.compile(r"(\[|[^:?,]*(:\d*)?(,[^:?,]*(:\d*)?)*([/?]|$))")
-_PARAMETER = re.compile(r"([?&][^=&?]*)=([^&]*)")
+_PARAMETER = re.compile(r"([?&;#][^=&?;#]*)=([^&;#]*)")
 _MASK = "***"
 
 
@@ -271,8 +274,9 @@ def redacted(url: str) -> str:
 
 def _without_secret(parameter: re.Match[str]) -> str:
     name, value = parameter[1], parameter[2]
+    called = unquote(name[1:])
     inner = unquote(value)  # the value may itself be a URL with parameters
-    secret = (_SECRET.search(name) and name[1:] not in _NO_SECRET) or "@" in inner
+    secret = (_SECRET.search(called) and called not in _NO_SECRET) or "@" in inner
     if "://" in inner:
         secret = secret or redacted(inner) != inner
     return f"{name}={_MASK}" if secret else parameter[0]

@@ -211,6 +211,11 @@ class RemoteTier(QueuedTier):
         """Return whether the key is stored or queued."""
         return self.find([key], namespace=namespace, deadline_seconds=deadline_seconds) == 1
 
+    @property
+    def refusal(self) -> tuple[Reason, str] | None:
+        """Why the store refused its last question, as a reason and in words; None if it has answered since."""
+        return self._store.refusal
+
     def knows(self, key: bytes, namespace: bytes) -> bool:
         """Return whether the store has recently answered whether it has this key."""
         return self._store.presence.is_answered(namespace, key)
@@ -326,6 +331,7 @@ class RemoteStore(WorkerBackend):
         self.usage: Usage | None = None
         self.has_answered = False
         self._answered = answered
+        self.refusal: tuple[Reason, str] | None = None
         self._log = RateLimitedLog(clock)
         self._counts: Counter[str] = Counter()
         self._roots: dict[bytes, None] = {}
@@ -372,6 +378,7 @@ class RemoteStore(WorkerBackend):
 
     def note_answer(self) -> None:
         """Note that the store has answered; the background thread tells it, so that no load or save waits for that."""
+        self.refusal = None
         if not self.has_answered:
             self.has_answered = True
             self.queries.wake()
@@ -433,6 +440,8 @@ class RemoteStore(WorkerBackend):
             self.breaker.record_failure(rests=rests)
             self.queries.wake()
         reason, said = reason_of(error), str(error).removeprefix(f"{self.client.address}: ")
+        if isinstance(error, ServerError):
+            self.refusal = (reason, f"failed: {said}")
         self.log_reason(reason, f"{what} failed: {type(error).__name__}: {said}")
         return reason
 
@@ -471,6 +480,7 @@ class RemoteStore(WorkerBackend):
         if refusal.contained:
             return refusal.reason
         self.last_refusal = refusal.reason
+        self.refusal = (refusal.reason, f"refused: {refusal}")
         breaker.record_failure()
         self.queries.wake()
         self.log_reason(refusal.reason, f"{what} was refused: {refusal}")
