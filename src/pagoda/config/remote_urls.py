@@ -97,6 +97,7 @@ _USER = re.compile(r"[A-Za-z0-9_.%-]*")
 _HOST = re.compile(r"(\[|[^:?,]*(:\d*)?(,[^:?,]*(:\d*)?)*([/?]|$))")
 _PARAMETER = re.compile(r"([?&;#][^=&?;#]*)=([^&;#]*)")
 _MASK = "***"
+_SHORT = 3  # so short a value is no secret, and occurs by chance
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,16 @@ def _of_option(option: str, read: Callable[[str], RemoteSpec], url: str) -> Remo
     try:
         return read(url)
     except ValueError as trouble:
-        raise ConfigError(f"{option} = {redacted(url)!r}: {trouble}") from None
+        raise ConfigError(f"{option} = {redacted(url)!r}: {_without_secrets_of(url, str(trouble))}") from None
+
+
+def _without_secrets_of(url: str, text: str) -> str:
+    """Return a text about a URL, which may repeat the value of a parameter, without the values that may be secret."""
+    for parameter in _PARAMETER.finditer(url):
+        if _without_secret(parameter) != parameter[0]:
+            for value in (parameter[2], unquote(parameter[2])):
+                text = text.replace(value, _MASK) if len(value) > _SHORT else text
+    return text
 
 
 def split(text: str) -> tuple[str, ...]:
