@@ -19,7 +19,9 @@ from pagoda.trusted_files import FOUND_OPTIONS, BelievedFile, FileClass, Unbelie
 from tests.cli.shelf import done_here, refused
 
 OTHER_USER = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user: run as root")
+as_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can make files of another user: run as root"
+)
 
 
 @pytest.fixture
@@ -44,14 +46,27 @@ def file(home: Path) -> Path:
 
 def test_what_a_file_that_is_only_found_may_set_names_no_place_and_no_check() -> None:
     assert set(option_names()) >= FOUND_OPTIONS
-    for word in ("path", "remote", "peers", "lookup", "record", "unchecked", "verdict", "codec", "epoch", "log_"):
+    for word in (
+        "path",
+        "remote",
+        "peers",
+        "lookup",
+        "record",
+        "unchecked",
+        "verdict",
+        "codec",
+        "epoch",
+        "log_",
+    ):
         assert [name for name in FOUND_OPTIONS if word in name] == (["log_format"] if word == "log_" else [])
 
 
 @pytest.mark.parametrize("name", [name for name in option_names() if name not in FOUND_OPTIONS])
 def test_every_other_option_is_refused_even_with_its_default(file: Path, name: str) -> None:
     file.write_text(f"chunk_tokens = 64\n{name} = false\n")
-    with pytest.raises(ConfigError, match=rf"pagoda.toml: {name}: refused.*pagoda config allow .*--config") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"pagoda.toml: {name}: refused.*pagoda config allow .*--config"
+    ) as caught:
         load()
     assert "\n" not in str(caught.value)
 
@@ -63,7 +78,9 @@ def test_every_other_option_is_refused_even_with_its_default(file: Path, name: s
 def test_a_named_file_that_others_can_write_is_refused(file: Path, mode: int) -> None:
     file.chmod(mode)
     for given in ({"file": file}, {"environ": {"PAGODA_CONFIG": str(file)}}):
-        with pytest.raises(ConfigError, match=rf"others can write it \(mode 0{mode:o}\).*chmod go-w .*--config"):
+        with pytest.raises(
+            ConfigError, match=rf"others can write it \(mode 0{mode:o}\).*chmod go-w .*--config"
+        ):
             load(**given)  # type: ignore[arg-type]
 
 
@@ -284,7 +301,9 @@ def test_a_note_that_others_could_have_written_allows_nothing(file: Path, home: 
             load()
 
 
-def test_a_permission_is_for_one_directory_and_one_content(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_permission_is_for_one_directory_and_one_content(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file.write_text("unchecked = true\n")
     trusted_files.allow(trusted_files.read_to_allow(file))
     other = file.parent / "other"
@@ -305,7 +324,13 @@ def test_only_a_valid_file_of_that_name_can_be_allowed(file: Path, home: Path) -
     (home / "other.toml").write_text("unchecked = true\n")
     assert "--config" in refused("config", "allow", home / "other.toml", **variables)
     assert "cannot be read" in refused("config", "allow", home / "pagoda.toml", **variables)
-    for text, said in (("unchekd = 1", "did you mean"), ("= 1", "TOML"), ("io_threads = 0", "io_threads"), ("#" * 70_000, "65,536")):
+    wrong = {
+        "unchekd = 1": "did you mean",
+        "= 1": "TOML",
+        "io_threads = 0": "io_threads",
+        "#" * 70_000: "65,536",
+    }
+    for text, said in wrong.items():
         file.write_text(text)
         assert said in refused("config", "allow", file, **variables)
     assert not (home / ".config").exists()

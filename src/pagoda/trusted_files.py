@@ -29,7 +29,6 @@ import os
 import pwd
 import shlex
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -57,7 +56,9 @@ FOUND_OPTIONS = frozenset(
 MOST_BYTES = 64 << 10
 """The size of a file that is found or allowed, at most."""
 
-_NOTES = "allowed"  # the directory of the notes of `pagoda config allow`, in the user's configuration directory
+_NOTES = (
+    "allowed"  # the directory of the notes of `pagoda config allow`, in the user's configuration directory
+)
 _MOST_NOTE_BYTES = 16 << 10
 _MOST_NAMED = 8  # options in one message
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a pipe without a writer must not block
@@ -133,14 +134,16 @@ def user_config_directory(environ: Mapping[str, str] | None = None) -> Path | No
         environ: instead of `os.environ`.
     """
     environ = os.environ if environ is None else environ
-    home = environ.get("HOME") or os.path.expanduser("~")  # this stays "~" if the system does not know the user
+    home = environ.get("HOME") or os.path.expanduser(
+        "~"
+    )  # this stays "~" if the system does not know the user
     base = environ.get("XDG_CONFIG_HOME", "")
     if not os.path.isabs(base):
         base = os.path.join(home, ".config")
     return Path(base, "pagoda") if os.path.isabs(base) else None
 
 
-def writable_by_others(status: os.stat_result, fd: int) -> str:
+def writable_by_others(status: os.stat_result, fd: int, any_owner: bool = False) -> str:
     """Return why others than this user and root can change a file or directory, in a few words; "" if they cannot.
 
     The group of an ordinary user that has his name and no other members is no other: many systems give each user one.
@@ -148,8 +151,9 @@ def writable_by_others(status: os.stat_result, fd: int) -> str:
     Args:
         status: what `os.fstat` says of it.
         fd: its descriptor.
+        any_owner: its owner is believed, whoever that is.
     """
-    if status.st_uid not in (0, os.geteuid()):
+    if not any_owner and status.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {status.st_uid}"
     writers = stat.S_IWGRP | stat.S_IWOTH
     if status.st_mode & writers == stat.S_IWGRP and _is_private(status.st_gid) and not _has_acl(fd):
@@ -261,7 +265,9 @@ def _any_content(path: str) -> bytes:
             raise ConfigError(f"{one_line(path)}: is not a regular file")
         content = _content(fd, MOST_BYTES)
     if len(content) > MOST_BYTES:
-        raise ConfigError(f"{one_line(path)}: has more than {MOST_BYTES:,} bytes; name it instead (--config FILE)")
+        raise ConfigError(
+            f"{one_line(path)}: has more than {MOST_BYTES:,} bytes; name it instead (--config FILE)"
+        )
     return content
 
 
@@ -363,6 +369,8 @@ def allow(file: BelievedFile, environ: Mapping[str, str] | None = None) -> None:
     Raises:
         ConfigError: there is no place for the note that only this user can write.
     """
+    import tempfile  # rarely needed, and slow to import
+
     directory = _notes(environ)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -372,7 +380,9 @@ def allow(file: BelievedFile, environ: Mapping[str, str] | None = None) -> None:
     except OSError as trouble:
         raise ConfigError(f"{one_line(directory)}: cannot be written: {trouble.strerror}") from None
     if _allowed_digest(file.path, environ) is None:
-        raise ConfigError(f"{one_line(directory)}: others can write there: chmod -R go-w {one_line(directory.parent)}")
+        raise ConfigError(
+            f"{one_line(directory)}: others can write there: chmod -R go-w {one_line(directory.parent)}"
+        )
 
 
 def revoke(path: str, environ: Mapping[str, str] | None = None) -> bool:

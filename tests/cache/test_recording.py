@@ -309,7 +309,9 @@ def test_a_file_that_is_no_trace_is_refused_and_left_as_it_is(
 
 
 @pytest.mark.parametrize("content", [b"", WHOLE, FOREIGN, WHOLE * 2000, FOREIGN * 900])
-def test_a_trace_is_continued_with_any_part_of_a_last_line(tmp_path: Path, trace: Path, content: bytes) -> None:
+def test_a_trace_is_continued_with_any_part_of_a_last_line(
+    tmp_path: Path, trace: Path, content: bytes
+) -> None:
     for length in range(len(WHOLE)):
         trace.write_bytes(content + WHOLE[:length])
         assert require_trace(trace) is not None
@@ -322,7 +324,8 @@ def test_a_trace_is_continued_with_any_part_of_a_last_line(tmp_path: Path, trace
 
 def test_a_very_long_line_is_a_trace_however_much_of_it_is_there(trace: Path) -> None:
     line = WHOLE.replace(b"12,", b"1234567,8," * 30_000)
-    for content in (line, line * 2, line + line[:-1], line + line[:-2], line + line[:-40], line[:150_001], line[:70_000]):
+    ends = (0, -1, -2, -40, 150_001, 70_000)
+    for content in (line, line * 2, *(line + line[:end] for end in ends), *(line[:end] for end in ends)):
         trace.write_bytes(content)
         assert require_trace(trace) is not None
 

@@ -67,7 +67,11 @@ class Victim:
         token = self.home / ".local" / "state" / "pagoda" / "serve-token"
         for path in (token.parent, self.directory, root / "elsewhere"):
             path.mkdir(parents=True)
-        for path, text in ((token, OWN_TOKEN), (self.secret, OWN_SECRET), (self.kept, "one line without an end")):
+        for path, text in (
+            (token, OWN_TOKEN),
+            (self.secret, OWN_SECRET),
+            (self.kept, "one line without an end"),
+        ):
             path.write_text(text)
             path.chmod(0o600)
 

@@ -1,4 +1,4 @@
-"""A stranger's pagoda.toml in the working directory: nothing is sent, nothing is written outside, nothing is believed."""
+"""A stranger's pagoda.toml in the working directory: nothing is sent, written outside or believed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from tests.cli.shelf import answer, done_here, run_here
 from tests.config.hostile import OWN_CLONE, PLACES, Listener, Victim, listening
 
 LAYOUT = KVLayout.opaque(4, 4096, "hostile")
-COMMANDS = (("config", "check"), ("stats",), ("ls",), ("clear", "--yes"), ("top", "--once"), ("config", "show"))
+COMMANDS = (
+    ("config", "check"),
+    ("stats",),
+    ("ls",),
+    ("clear", "--yes"),
+    ("top", "--once"),
+    ("config", "show"),
+)
 REMEDIES = ("pagoda config allow", "--config")
 
 
@@ -75,7 +82,9 @@ def test_no_cache_sends_or_writes_anything(
             put(victim, place, text + "\n")
             before = victim.outside()
             caplog.clear()
-            keywords = {} if name == "host_path" and place == OWN_CLONE else {"host_path": str(shm_root / "host")}
+            keywords = (
+                {} if name == "host_path" and place == OWN_CLONE else {"host_path": str(shm_root / "host")}
+            )
             if place == OWN_CLONE:
                 with pytest.raises(ConfigError) as refusal:
                     opened(**keywords)
@@ -97,7 +106,11 @@ def opened(**keywords: object) -> None:
 
 
 def test_a_file_with_sizes_and_limits_is_read(victim: Victim) -> None:
-    put(victim, OWN_CLONE, 'chunk_tokens = 64\nhost_size = "8MiB"\ndeadline_seconds = 0.5\nlog_format = "json"\n')
+    put(
+        victim,
+        OWN_CLONE,
+        'chunk_tokens = 64\nhost_size = "8MiB"\ndeadline_seconds = 0.5\nlog_format = "json"\n',
+    )
     config, origins = load()
     assert (config.chunk_tokens, config.host_bytes, config.deadline_seconds) == (64, 8 << 20, 0.5)
     assert origins["host_size"] == f"file {victim.file}"
@@ -113,7 +126,9 @@ def test_even_sizes_are_not_read_where_others_could_have_written_them(victim: Vi
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "too large"])
-def test_all_of_it_works_once_it_is_allowed_and_is_asked_again_after_an_edit(victim: Victim, place: str) -> None:
+def test_all_of_it_works_once_it_is_allowed_and_is_asked_again_after_an_edit(
+    victim: Victim, place: str
+) -> None:
     with listening() as listener:
         text = victim.lines(listener.port)["several"]
         put(victim, place, text + "\n")

@@ -18,6 +18,7 @@ from pagoda.tiers import DiskTier, HostTier, recorded_tiers
 from pagoda.tiers.recorded_tiers import Entry
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from testbed.servers import redis_server
+from tests.config.hostile import listening
 
 LAYOUT = KVLayout.opaque(16, 4096, "test")
 
@@ -53,9 +54,22 @@ def answered(tier: RemoteTier) -> None:
     tier.close()
 
 
-def test_a_remote_tier_that_never_answered_is_not_entered() -> None:
-    with closing(open_remote(parse("redis://127.0.0.1:1/0"), LAYOUT)) as tier:
-        tier.find([bytes(32)], namespace=bytes(32))
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://127.0.0.1:{port}/0",
+        "http://127.0.0.1:{port}?server=pagoda",
+        "http://127.0.0.1:{port}/dav/",
+        "http://127.0.0.1:{port}/dav/?index=redis://127.0.0.1:{port}",
+    ],
+)
+def test_a_remote_tier_that_never_answered_is_not_entered(url: str) -> None:
+    with listening() as listener:
+        spec = parse(url.format(port=listener.port))
+        with closing(open_remote(spec, LAYOUT)) as tier:
+            while not listener.connections:
+                tier.find([bytes(32)], namespace=bytes(32))
+            tier.stats()
     assert recorded_tiers.entries() == []
 
 

@@ -52,7 +52,7 @@ _KnownNamespace: TypeAlias = tuple[str, Ledger, bytes, dict[str, str]]
 
 
 def unanswered(tier: Tier) -> Explanation:
-    """Explain that a tier did not say whether it has a chunk: it refused, or did not answer in time. Changes nothing."""
+    """Explain why a tier did not say whether it has a chunk: it refused, or did not answer in time."""
     refusal = tier.refusal if isinstance(tier, RemoteTier) else None
     if refusal is not None:
         return Explanation(refusal[0], f"{tier.name} {refusal[1]}")

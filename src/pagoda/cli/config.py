@@ -94,7 +94,8 @@ def allow(
         printing.print_json({"file": read.path, "allowed": True, "options": options})
         return 0
     rows = [
-        (name, "always" if name in FOUND_OPTIONS else "now", _listed(value)) for name, value in options.items()
+        (name, "always" if name in FOUND_OPTIONS else "now", _listed(value))
+        for name, value in options.items()
     ]
     if rows:
         printing.print_table("", ("option", "permitted", "value"), rows)

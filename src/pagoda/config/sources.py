@@ -28,9 +28,9 @@ from pagoda.trusted_files import (
     FileClass,
     Unbelieved,
     is_allowed,
+    one_line,
     read_found,
     read_named,
-    one_line,
     user_config_directory,
 )
 
@@ -204,7 +204,9 @@ def _log_files(read: FilesRead) -> None:
     for file in read.files:
         limits = " in the working directory: sizes and limits only" if file.kind is FileClass.FOUND else ""
         known = {"file": file.path, "class": str(file.kind)}
-        log.info("options are read from %s (%s%s)", one_line(file.path), file.kind, limits, extra={FIELDS: known})
+        log.info(
+            "options are read from %s (%s%s)", one_line(file.path), file.kind, limits, extra={FIELDS: known}
+        )
     if read.left_out is not None:
         log.warning("%s", read.left_out, extra={FIELDS: {LEFT_OUT: read.left_out.path}})
 

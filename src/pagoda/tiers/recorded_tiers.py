@@ -1,7 +1,8 @@
 """The user's registry of tiers: which tiers were opened where, so that `pagoda` finds also those that no file names.
 
 `HostTier.open` and `DiskTier.open` write it, and a remote tier when its store has answered for the first time; the
-commands read it. An entry is one small file that is replaced as a whole, so processes need no lock. The registry is in `$XDG_STATE_HOME/pagoda/tiers`
+commands read it. An entry is one small file that is replaced as a whole, so processes need no lock. The registry is in
+`$XDG_STATE_HOME/pagoda/tiers`
 (`~/.local/state`), which survives a reboot, or, if that cannot be written, in `/dev/shm/pagoda-<uid>/.tiers`. It
 contains no secrets. An entry of a remote tier has the file that named it: what that file no longer names is not
 contacted again (`pagoda.cli.remote_stores`).

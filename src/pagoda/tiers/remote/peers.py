@@ -342,9 +342,11 @@ class PeersConnection(StoreConnection):
             raise TimeoutError("no neighbour answered in time")
         if not asked:
             return 0
-        for peer, error in list(look.refusals.items()):
-            said = f"{error} ({peer.client.address})"
-            raise RefusedError(error.reason, said) if isinstance(error, RefusedError) else ServerError(said)
+        for peer, refusal in list(look.refusals.items()):
+            said = f"{refusal} ({peer.client.address})"
+            raise (
+                RefusedError(refusal.reason, said) if isinstance(refusal, RefusedError) else ServerError(said)
+            )
         raise ConnectionError("no neighbour answers")
 
     def _whom_to_ask(self, keys: Sequence[bytes], until: float) -> Sequence[Peer]:
@@ -517,7 +519,9 @@ class _Look:
     def __init__(self, keys: Sequence[bytes]) -> None:
         self.keys = keys
         self.answers: dict[Peer, int] = {}
-        self.refusals: dict[Peer, RefusedError | ServerError] = {}  # complete when no neighbour must still answer
+        self.refusals: dict[
+            Peer, RefusedError | ServerError
+        ] = {}  # complete when no neighbour must still answer
         self.open: set[Peer] = set()
         self.is_late = False  # if there is an answer, do not wait for the other neighbours
         self.is_over = False

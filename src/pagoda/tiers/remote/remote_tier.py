@@ -170,6 +170,8 @@ class RemoteTier(QueuedTier):
             found = max((connection.find(root, keys, store.deadline()) for root in roots), default=0)
             store.presence.record(namespace, keys[:found], True, asked=len(keys) <= store.exact_keys)
             store.presence.record(namespace, keys[found : found + 1], False)
+            if roots:
+                store.note_answer()
             return found
 
         answer = self._query((namespace, *keys), find, until)
@@ -377,7 +379,10 @@ class RemoteStore(WorkerBackend):
             connection.close()
 
     def note_answer(self) -> None:
-        """Note that the store has answered; the background thread tells it, so that no load or save waits for that."""
+        """Note that the store has answered a question, a load or a save: some other calls need no answer.
+
+        The background thread tells it, so that no load or save waits for that.
+        """
         self.refusal = None
         if not self.has_answered:
             self.has_answered = True
@@ -606,7 +611,6 @@ class WorkerConnection:
     def _record_success(self, moved: bool) -> None:
         self._used = time.monotonic()
         self._store.breaker.record_success()
-        self._store.note_answer()
         if moved:  # the other connections still lead to the old server
             self._store.trusted_since = self._made
 
@@ -660,6 +664,8 @@ class RemoteWorker(IoWorker):
                 "a load",
             )
             if reason is not Reason.ABSENT:
+                if reason is None:
+                    self._store.note_answer()
                 return reason
         return Reason.ABSENT
 
@@ -848,6 +854,7 @@ class RemoteWorker(IoWorker):
             )
             return write.cancelled
         store.presence.record(write.namespace, [key], True)
+        store.note_answer()
         if result is PutResult.STORED:
             store.write_breaker.record_success()  # an answer before the put shows nothing about writes
             store.count({"stored_chunks": 1, "stored_bytes": store.chunk_bytes})
