@@ -116,7 +116,8 @@ def test_a_file_with_sizes_and_limits_is_read(victim: Victim) -> None:
     assert origins["host_size"] == f"file {victim.file}"
     shown = answer("config", "show", **victim.variables)
     assert shown["files"] == [{"file": str(victim.file), "class": "found"}] and shown["left_out"] is None
-    assert f"file {victim.file} (found)" in done_here("config", "show", **victim.variables).stdout
+    said = done_here("config", "show", **victim.variables).stdout
+    assert f"file {victim.file}\n  found: may set sizes and limits only" in said
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -15,7 +15,7 @@ from typer import Argument, Option
 from pagoda.cli import FailedError, UsageError, printing
 from pagoda.cli.docstring_help import documented
 from pagoda.cli.stores import AsJson, ConfigFile, configured
-from pagoda.trusted_files import FOUND_NAME, FOUND_OPTIONS, one_line
+from pagoda.trusted_files import FOUND_NAME, FOUND_OPTIONS, FileClass, one_line
 
 if TYPE_CHECKING:
     from pagoda.config import Config, RemoteSpec
@@ -55,7 +55,9 @@ def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
     rows = [(name, origins[name], _worded(name, loaded.config)) for name in values]
     printing.print_table("", ("option", "from", "value"), rows)
     for one in read.files:
-        print(f"file {one_line(one.path)} ({one.kind})")
+        print(f"file {one_line(one.path)}")  # a path may be longer than a line
+        limit = "sizes and limits only" if one.kind is FileClass.FOUND else "every option"
+        print(f"  {one.kind}: may set {limit}")
     return 0
 
 
