@@ -245,13 +245,10 @@ def read_found(environ: Mapping[str, str] | None = None) -> BelievedFile | Unbel
     except OSError:
         return None  # the working directory is gone
     try:
-        allowed = _allowed_digest(path, environ)
+        allowed = read_allowed(path, environ)
         if allowed is not None:
-            with contextlib.suppress(OSError, ConfigError):
-                content = _any_content(path)
-                if _digest(content) == allowed:
-                    return BelievedFile(path, FileClass.ALLOWED, content)
-        return _checked(top, path, allowed is not None)
+            return allowed
+        return _checked(top, path, _allowed_digest(path, environ) is not None)
     except FileNotFoundError:
         return None
     finally:
@@ -373,7 +370,8 @@ def allow(file: BelievedFile, environ: Mapping[str, str] | None = None) -> None:
 
     directory = _notes(environ)
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".", delete=False) as note:
             note.write(json.dumps({"file": one_line(file.path), "sha256": _digest(file.content)}).encode())
         os.replace(note.name, directory / _note_name(file.path))
@@ -420,9 +418,16 @@ def place_of(path: str | os.PathLike[str]) -> str:
     return os.path.join(os.path.realpath(directory), name)  # the working directory has no links in its name
 
 
-def is_allowed(path: str, content: bytes, environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether `pagoda config allow` was run for this file with this content."""
-    return _allowed_digest(path, environ) == _digest(content)
+def read_allowed(path: str, environ: Mapping[str, str] | None = None) -> BelievedFile | None:
+    """Return a file if `pagoda config allow` was run for it with the content that it has now. Changes nothing."""
+    allowed = _allowed_digest(path, environ)
+    if allowed is None:
+        return None
+    try:
+        content = _any_content(path)
+    except (OSError, ConfigError):
+        return None
+    return BelievedFile(path, FileClass.ALLOWED, content) if _digest(content) == allowed else None
 
 
 def _notes(environ: Mapping[str, str] | None) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +105,9 @@ def test_what_the_configuration_names_is_asked_whatever_the_register_says(
     file.unlink()
     run_here("stats", PAGODA_REMOTE=address(listener))
     assert listener.connections > 0
+
+
+def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(file: Path, listener: Listener) -> None:
+    file.unlink()
+    os.mkfifo(file)
+    is_shown_and_not_asked(listener, "no longer names it")

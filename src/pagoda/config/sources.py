@@ -27,8 +27,8 @@ from pagoda.trusted_files import (
     BelievedFile,
     FileClass,
     Unbelieved,
-    is_allowed,
     one_line,
+    read_allowed,
     read_found,
     read_named,
     user_config_directory,
@@ -112,7 +112,7 @@ def load(
         except ConfigError as trouble:
             raise ConfigError(f"{trouble} ({origins[option.name]})") from None
     config = Config(**values)  # type: ignore[arg-type]
-    named_in = origins["remote"].removeprefix(_FILE) if origins["remote"].startswith(_FILE) else ""
+    named_in = next((one.path for one in read.files if _origin(one) == origins["remote"]), "")
     _named_in.update(dict.fromkeys(map(redacted, config.remote), named_in))
     return Loaded(config, origins)
 
@@ -223,12 +223,12 @@ def still_names(file: str, server: str) -> bool:
     """
     try:
         try:
-            content = read_named(file).content
+            found: BelievedFile | None = read_named(file)
         except ConfigError:  # others can change it, and perhaps have not
-            content = Path(file).read_bytes()
-            if not is_allowed(file, content):
-                return False
-        urls = tuple_of(tomllib.loads(content.decode()).get("remote", ()))
+            found = read_allowed(file)
+        if found is None:
+            return False
+        urls = tuple_of(tomllib.loads(found.content.decode()).get("remote", ()))
     except (OSError, ValueError, RecursionError):
         return False
     return server in map(redacted, urls)
@@ -264,7 +264,11 @@ def _in_file(file: BelievedFile) -> _Given:
     _refuse_unknown(values, f"{where}:")
     if refusal := file.refusal(list(values)):
         raise ConfigError(refusal)
-    return {name: (value, f"{_FILE}{file.path}") for name, value in values.items()}
+    return {name: (value, _origin(file)) for name, value in values.items()}
+
+
+def _origin(file: BelievedFile) -> str:
+    return f"{_FILE}{one_line(file.path)}"
 
 
 def _refuse_unknown(values: Mapping[str, object], place: str, spell: Callable[[str], str] = str) -> None:
