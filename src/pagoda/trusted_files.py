@@ -1,17 +1,19 @@
 """Decides which files are believed, and for what: configuration files, and the verdicts of `pagoda quality`.
 
-Who may write a file that is believed decides where prompts go, which files are written, and which checks are done.
+Who may write a file that is believed decides where prompts go, which files are written, and which
+checks are done.
 
-    class     which file                                             what it may set
-    named     `--config`, PAGODA_CONFIG, an argument                 every option
-    own       config.toml in the user's configuration directory      every option
-    allowed   ./pagoda.toml as it was at `pagoda config allow`       every option
-    found     any other ./pagoda.toml                                FOUND_OPTIONS
+    class     which file                                          what it may set
+    named     `--config`, PAGODA_CONFIG, an argument              every option
+    own       config.toml in the user's configuration directory   every option
+    allowed   ./pagoda.toml as it was at `pagoda config allow`    every option
+    found     any other ./pagoda.toml                             FOUND_OPTIONS
 
-A file of the first two classes is refused if others than this user and root can change it. A file that is only found
-may have come with a clone, or lie in a directory that others can write: it is read only if nobody else can have put it
-there, and even then its author may be a stranger, so it sets nothing that names a place or switches a check off.
-`pagoda config allow` notes the path and a digest of the content, so that an edit ends the permission.
+A file of the first two classes is refused if others than this user and root can change it. A file
+that is only found may have come with a clone, or lie in a directory that others can write: it is
+read only if nobody else can have put it there, and even then its author may be a stranger, so it
+sets nothing that names a place or switches a check off. `pagoda config allow` notes the path and a
+digest of the content, so that an edit ends the permission.
 
 What is checked is what is read: a file is opened once, checked by its descriptor, and read through it.
 
