@@ -15,7 +15,15 @@ import pytest
 from pagoda.errors import ConfigError
 from pagoda.quality.write_verdict import check_place, write_verdict
 from pagoda.quality_bounds import Bounds, Figures, Interval, is_surely_noticed, objections, too_loose
-from pagoda.quality_verdict import VERSION, Result, Setting, read_verdict, require_quality, weights_name
+from pagoda.quality_verdict import (
+    VERSION,
+    Result,
+    Setting,
+    default_directory,
+    read_verdict,
+    require_quality,
+    weights_name,
+)
 
 Edit = Callable[[dict], None]  # of the file's JSON
 
@@ -122,6 +130,28 @@ def test_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         require_quality(BLEND, weights="w1", verdicts="")
     written(tmp_path / "pagoda" / "quality", result())
     assert require_quality(BLEND, weights="w1", verdicts="").checked == "passed"
+
+
+@pytest.mark.parametrize("mode", [0o606, 0o662, 0o660])
+def test_a_verdict_that_others_could_have_written_is_refused(tmp_path: Path, mode: int) -> None:
+    file = written(tmp_path, result())
+    assert require_quality(BLEND, weights="w1", verdicts=tmp_path).checked == "passed"
+    file.chmod(mode)
+    assert "others can write it (mode 0" in refusal(BLEND, tmp_path)
+    file.chmod(0o644)
+    if os.geteuid() == 0:
+        os.chown(file, 65534, 65534)  # another user measured for all
+    assert require_quality(BLEND, weights="w1", verdicts=file).checked == "passed"
+
+
+@pytest.mark.parametrize("variables", [{"XDG_CONFIG_HOME": "."}, {"HOME": "."}, {"HOME": "~"}])
+def test_the_default_place_is_never_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"XDG_CONFIG_HOME": "", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert default_directory().is_absolute() and tmp_path not in default_directory().parents
 
 
 def test_weights_without_a_name_are_refused(tmp_path: Path) -> None:

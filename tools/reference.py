@@ -20,6 +20,7 @@ from pagoda.config import Config
 from pagoda.connectors.vllm.supported_engines import FULL, HYBRID, TESTED, WHY
 from pagoda.metrics import Reason
 from pagoda.serve.exposition import COUNTED, FAMILIES, MOST_NAMESPACES
+from pagoda.trusted_files import FOUND_OPTIONS
 
 if TYPE_CHECKING:
     from click import Command, Context
@@ -54,6 +55,30 @@ REASONS = {
 }
 
 
+FILE_CLASSES = [
+    (
+        "named",
+        "`--config FILE`, `PAGODA_CONFIG`, an argument",
+        "every option",
+        "it belongs to you or root, and no other user can write it. Links are followed, as in a mounted ConfigMap",
+    ),
+    ("own", "`~/.config/pagoda/config.toml`", "every option", "the same"),
+    (
+        "allowed",
+        "`./pagoda.toml` after `pagoda config allow`",
+        "every option",
+        "its content is the one that you allowed: after an edit you are asked again",
+    ),
+    (
+        "found",
+        "any other `./pagoda.toml`",
+        ", ".join(f"`{name}`" for name in sorted(FOUND_OPTIONS)),
+        "file and directory belong to you or root, no other user can write them or a directory above them (a sticky directory "
+        "above is enough, such as /tmp), it is no link out of its directory, and it has at most 64 KiB",
+    ),
+]
+
+
 def config_page() -> str:
     """Return the page of all options."""
     rows = [
@@ -70,9 +95,15 @@ def config_page() -> str:
 {GENERATED}
 
 An option is read from the first of these that has it: the keywords of `Cache(...)` or `CachedModel(...)`, the options of the command line, the
-environment, the file, the default. The file is the one that `PAGODA_CONFIG` names, else `./pagoda.toml`, else
-`~/.config/pagoda/config.toml`. `pagoda config show` prints each value and where it came from; `pagoda config check` tries
-the directories and servers; `pagoda config schema` prints the JSON schema of the file.
+environment, the files, the default. `pagoda config show` prints each value and where it came from, and each file with its class;
+`pagoda config check` tries the directories and servers; `pagoda config schema` prints the JSON schema of a file.
+
+A file that `--config`, `PAGODA_CONFIG` or an argument names is read alone. Without one, `./pagoda.toml` is read over your own
+`~/.config/pagoda/config.toml`, as far as they exist. What a file may set depends on how it came to be read:
+
+{_table(("class", "which file", "what it may set", "read only if"), FILE_CLASSES)}
+A `./pagoda.toml` that sets anything else is an error with both remedies: run `pagoda config allow` after a look at it, or write the options into your
+own file or one that you name. A `./pagoda.toml` that others could have put there is not read, and one line says why.
 
 {_table(("option", "variable", "default", "meaning"), rows)}
 Sizes are numbers of bytes or texts such as `64GiB` and `1.5TB`. They are of the whole machine, never of one process or rank.

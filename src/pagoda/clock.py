@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from functools import cache
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +19,7 @@ T = TypeVar("T")
 # A slower device counts as hung. So this limits how long the transfer of some bytes may take.
 SLOWEST_BYTES_PER_SECOND = 50e6
 _NEVER_NS = 2**63 - 1
+_MOST_SECONDS = 1e9  # what every lock and system call can wait
 _LAST_SECONDS = 0.05
 _SLICE_SECONDS = 0.05  # how late a cancelled call notices it
 
@@ -25,6 +28,19 @@ _SLICE_SECONDS = 0.05  # how late a cancelled call notices it
 def _boot_id() -> str:
     """Read the kernel's random id of this boot; changes nothing."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def seconds_of(name: str, value: object) -> float:
+    """Return a time span that a caller gave; more than 30 years are 30 years. Pure.
+
+    Raises:
+        ValueError: it is not a finite number; `name` is what the caller calls it.
+    """
+    if isinstance(value, Real):
+        seconds = float(value)
+        if math.isfinite(seconds):
+            return min(seconds, _MOST_SECONDS)
+    raise ValueError(f"{name} = {value!r}: a finite number of seconds is needed")
 
 
 class Clock:

@@ -59,17 +59,19 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-def log_json() -> None:
+def log_json() -> bool:
     """Write the lines of the loggers "pagoda..." to stderr as JSON, from INFO on, instead of to other handlers.
 
-    A level that was set for the logger "pagoda" stays. Idempotent; other loggers are left alone.
+    A level that was set for the logger "pagoda" stays. Idempotent; other loggers are left alone. Returns whether this
+    is new.
     """
     ours = logging.getLogger("pagoda")
     if any(isinstance(handler.formatter, JsonFormatter) for handler in ours.handlers):
-        return
+        return False
     handler = StderrHandler()
     handler.setFormatter(JsonFormatter())
     ours.handlers[:] = [handler]
     ours.propagate = False
     if ours.level == logging.NOTSET:
         ours.setLevel(logging.INFO)
+    return True

@@ -12,6 +12,8 @@ because both call it. A verdict is a JSON file:
     checksum                                     a hash of everything else
 
 The checksum detects damage and careless edits, not forgery: a user who may write the file may also set `unchecked`.
+So a file that others than its owner could have written is refused. (Its owner may be another user, who measured for
+all: whoever names his file believes him.)
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from blake3 import blake3
 from pagoda.errors import ConfigError
 from pagoda.metrics import guarded_logger
 from pagoda.quality_bounds import DEFAULT_BOUNDS, Bounds, Figures, loosened, objections
+from pagoda.trusted_files import user_config_directory, writable_by_others
 
 _log = guarded_logger("pagoda.quality")
 
@@ -215,9 +218,11 @@ def _remedy(setting: Setting, name: str, adapters: str) -> str:
 
 
 def default_directory() -> Path:
-    """Return the directory for this user's verdicts. Changes nothing; the directory need not exist."""
-    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return Path(home, "pagoda", "quality")
+    """Return the directory for this user's verdicts. Changes nothing; the directory need not exist.
+
+    Without a home it is one that cannot exist.
+    """
+    return (user_config_directory() or Path(os.devnull)) / "quality"
 
 
 def weights_name(weights: str, weights_epoch: int = 0, adapters: str = "") -> str:
@@ -267,6 +272,8 @@ def _content(path: str | Path) -> bytes:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
                 raise ConfigError(f"{path}: is not a verdict of pagoda quality: not a file, or too large")
+            if why := writable_by_others(status, file.fileno(), any_owner=True):
+                raise ConfigError(f"{path}: is refused, because others could have written it: {why}")
             return file.read(_MOST_BYTES)
     except (OSError, ValueError) as trouble:
         said = trouble.strerror if isinstance(trouble, OSError) else trouble

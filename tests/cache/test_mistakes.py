@@ -40,6 +40,37 @@ def _counter(cache: Cache, name: str, tier: str = "disk") -> int:
     return number
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), float("-inf"), float("nan"), "1", b"1", [1], object()])
+def test_a_time_that_is_no_finite_number_is_refused_with_its_name(shm_root: Path, seconds: object) -> None:
+    tokens = prompt(4)
+    with cache_at(shm_root, None) as cache:
+        stored(cache, tokens)
+        for name in ("deadline_seconds", "limit_seconds"):
+            for call in (cache.store, cache.retrieve, cache.prefetch):
+                with pytest.raises(ValueError, match=f"{name} = .*a finite number of seconds"):
+                    call(
+                        tokens,
+                        *((blank(tokens).transfer,) if call != cache.prefetch else ()),
+                        **{name: seconds},
+                    )  # type: ignore[operator]
+        with pytest.raises(ValueError, match="deadline_seconds = "):
+            cache.lookup(tokens, deadline_seconds=seconds)  # type: ignore[arg-type]
+        for finish in (cache.flush, cache.close):
+            with pytest.raises(ValueError, match=r"timeout = .*a finite number of seconds"):
+                finish(seconds)  # type: ignore[arg-type]
+        assert served(cache, tokens)[0].num_tokens == 64  # nothing was closed
+
+
+@pytest.mark.parametrize("seconds", [1e300, 1e10, 3600, np.float32(2), np.int64(2), True])
+def test_any_finite_number_is_a_time(shm_root: Path, seconds: float) -> None:
+    tokens = prompt(4)
+    with cache_at(shm_root, None) as cache:
+        cache.store(tokens, kv_of(tokens).transfer, deadline_seconds=seconds)
+        assert served(cache, tokens, deadline_seconds=seconds)[0].num_tokens == 64
+        assert cache.lookup(tokens, deadline_seconds=seconds).num_tokens == 64
+        assert cache.flush(seconds)
+
+
 def test_the_keys_of_another_tenant_are_a_miss_and_stay(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path, write_policy="write_through") as cache:
         tokens = prompt(4)

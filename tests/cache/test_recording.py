@@ -18,8 +18,9 @@ import pytest
 
 from pagoda.cache import Cache
 from pagoda.cache.append_lines import append_lines
-from pagoda.cache.recording import CallKind, RecordedCall, Recorder, RequestDetector
+from pagoda.cache.recording import CallKind, RecordedCall, Recorder, RequestDetector, require_trace
 from pagoda.clock import Clock
+from pagoda.errors import ConfigError
 from pagoda.replay import Request, TierSpec, read_trace, simulate
 from pagoda.testing.fake_clock import FakeClock
 from tests.cache.kit import (
@@ -269,6 +270,86 @@ def test_what_cannot_be_written_is_one_log_line(tmp_path: Path, caplog: pytest.L
             assert ask_and_store(cache, prompt(2, seed)) == 0
             wait_until(lambda: dropped(cache) == seed + 1)  # noqa: B023
     assert len([record for record in caplog.records if "not recorded" in record.message]) == 1
+
+
+WHOLE = b'{"timestamp":1795896991163.0,"input_length":8,"output_length":0,"hash_ids":[12,3456],"chunk_tokens":4}\n'
+FOREIGN = b'{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}\n'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"weights": "only copy"}',  # one line without an end: it would be cut off whole
+        b"a\nb\nlast line without end",
+        b"#!/bin/sh\necho hi\n",
+        b"\n",
+        bytes(100_000),
+        b"\x1f\x8b\x08\x00",
+        WHOLE + b"a note",
+        WHOLE * 2000 + b"a note of mine",
+        FOREIGN[:-1],
+        b'{"timestamp":1,"input_length":2}',
+        b"[" * 100_000,
+    ],
+)
+@pytest.mark.parametrize("through_link", [False, True])
+def test_a_file_that_is_no_trace_is_refused_and_left_as_it_is(
+    tmp_path: Path, trace: Path, content: bytes, through_link: bool
+) -> None:
+    kept = tmp_path / "kept" if through_link else trace
+    kept.write_bytes(content)
+    if through_link:
+        trace.symlink_to(kept)
+    with (
+        pytest.raises(ConfigError, match=r"record = .*trace\.jsonl.*name a new file"),
+        cache_at(tmp_path, None, record=str(trace)) as cache,
+    ):
+        ask_and_store(cache, prompt(2))
+    assert kept.read_bytes() == content
+
+
+@pytest.mark.parametrize("content", [b"", WHOLE, FOREIGN, WHOLE * 2000, FOREIGN * 900])
+def test_a_trace_is_continued_with_any_part_of_a_last_line(
+    tmp_path: Path, trace: Path, content: bytes
+) -> None:
+    for length in range(len(WHOLE)):
+        trace.write_bytes(content + WHOLE[:length])
+        assert require_trace(trace) is not None
+    with cache_at(tmp_path, None, record=str(trace)) as cache:
+        ask_and_store(cache, prompt(2))
+    kept = trace.read_bytes()
+    assert kept.startswith(content) and kept.count(b"\n") == content.count(b"\n") + 1
+    assert len(list(read_trace(trace))) == content.count(b"\n") + 1
+
+
+def test_a_very_long_line_is_a_trace_however_much_of_it_is_there(trace: Path) -> None:
+    line = WHOLE.replace(b"12,", b"1234567,8," * 30_000)
+    ends = (0, -1, -2, -40, 150_001, 70_000)
+    for content in (line, line * 2, *(line + line[:end] for end in ends), *(line[:end] for end in ends)):
+        trace.write_bytes(content)
+        assert require_trace(trace) is not None
+
+
+def test_a_file_that_takes_the_place_of_the_trace_is_not_written_to(
+    tmp_path: Path, trace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), cache_at(tmp_path, None, record=str(trace)) as cache:
+        ask_and_store(cache, prompt(2, 1))
+        wait_until(trace.exists)
+        other = tmp_path / "other"
+        other.write_bytes(b"mine, without an end")
+        other.replace(trace)
+        ask_and_store(cache, prompt(2, 2))
+        wait_until(lambda: dropped(cache) > 0)
+    assert trace.read_bytes() == b"mine, without an end"
+    assert "not recorded" in caplog.text and "name a new file" in caplog.text
+
+
+def test_what_is_no_regular_file_is_not_refused(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path / "none", tmp_path / "none" / "none"):
+        require_trace(path)
 
 
 def dropped(cache: Cache) -> int:

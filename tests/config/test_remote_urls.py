@@ -254,6 +254,16 @@ def test_a_wrong_url_is_one_line_that_says_what_to_do(url: str, said: str) -> No
         "s3://bucket?endpoint=http%3A%2F%2Fa%3Ahunter2%40h",
         "az://bucket?sas_key=hunter2",
         "rediss://host?ssl_password=hunter2",
+        "redis://host?username=u&pass=hunter2&name=j",
+        "redis://host?PASSWD=hunter2",
+        "redis://host?passphrase=hunter2",
+        "redis://host?pwd=hunter2",
+        "redis://host?p%61ss=hunter2",
+        "redis://host?db=0;pass=hunter2",
+        "redis://host#pass=hunter2",
+        "s3://bucket?auth=hunter2",
+        "s3://bucket?sig=hunter2",
+        "s3://bucket?bearer=hunter2",
         "redis://host?token=hunter2",
         "redis://user:hunter2@host?nmae=x",
         "redis+pool://user:hunter2@a:1,b:2,c",
@@ -274,6 +284,15 @@ def test_no_secret_is_shown(url: str) -> None:
     except ConfigError as trouble:
         shown.append(str(trouble))
     assert not [text for text in shown if "hunter2" in text]
+
+
+def test_what_is_no_secret_is_shown() -> None:
+    for url in (
+        "s3://bucket/prefix?region=eu&endpoint=http://host:1&allow_http=true&name=kv",
+        "rediss://user@host?ssl_keyfile=/key&ssl_ca_certs=/ca&password_file=/secret&prefix=p",
+        "az://container?authority_host=h",
+    ):
+        assert redacted(url) == url
 
 
 @given(

@@ -199,6 +199,40 @@ def test_a_wrong_token_says_what_to_write(three: list[Server], caplog: pytest.Lo
         assert "not-this-machines" not in caplog.text
 
 
+@pytest.mark.parametrize("option", ["peers", "remote"])
+def test_a_refused_token_is_an_io_error_that_says_so_and_no_deadline(
+    three: list[Server], shm_root: Path, option: str
+) -> None:
+    wrong = three[0].url.replace("http://", "http://:not-this-machines-token@")
+    urls = {"peers": [wrong], "remote": [f"{wrong}?server=pagoda&look=30s"]}[option]
+    tokens = kit.prompt(3, seed=4)
+    with kit.cache_at(shm_root, None, **{option: urls}) as cache:
+        hit = kit.served(cache, tokens)[0]
+        while hit.reason is Reason.DEADLINE:  # a busy machine: the answer came after the time of a lookup
+            hit = kit.served(cache, tokens)[0]
+        tier = cache.tiers[-1]
+        assert hit.reason in (Reason.IO_ERROR, Reason.TIER_SKIPPED), hit
+        assert (
+            hit.detail.startswith(tier)
+            and "refused: 401" in hit.detail
+            and "?password_file=PATH" in hit.detail
+        )
+        assert option == "peers" or hit.reason is Reason.IO_ERROR
+        skipped = cache.lookup(tokens)
+        if skipped.reason is Reason.TIER_SKIPPED:
+            assert "failed repeatedly" in skipped.detail and "refused: 401" in skipped.detail
+        assert "not-this-machines" not in hit.detail + skipped.detail
+
+
+@pytest.mark.parametrize("status", [503, 404])
+def test_a_neighbour_that_answers_an_error_is_told_as_an_error(evil: LyingHttp, status: int) -> None:
+    evil.lies["POST"] = lambda _: [http(status, b"")]
+    with tier_on(client_of(f"http://127.0.0.1:{evil.port}"), **PATIENT) as tier:
+        assert tier.find(fresh_keys(1), namespace=ROOT) == 0
+        assert tier.refusal is not None and tier.refusal[0] is Reason.IO_ERROR
+        assert "the server answered" in tier.refusal[1]
+
+
 def test_a_machine_may_be_called_by_any_name(three: list[Server]) -> None:
     """A page of another name (DNS rebinding) may not call it, and does not know the token."""
     client = HTTPConnection("127.0.0.1", three[0].port, timeout=30)

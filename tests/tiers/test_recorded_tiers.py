@@ -6,15 +6,20 @@ import json
 import logging
 import os
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from pagoda.cache.open_tiers import open_remote
 from pagoda.config.remote_urls import parse
+from pagoda.config.sources import load
 from pagoda.layout import KVLayout
 from pagoda.tiers import DiskTier, HostTier, recorded_tiers
 from pagoda.tiers.recorded_tiers import Entry
+from pagoda.tiers.remote.remote_tier import RemoteTier
+from testbed.servers import redis_server
+from tests.config.hostile import listening
 
 LAYOUT = KVLayout.opaque(16, 4096, "test")
 
@@ -26,17 +31,72 @@ def files(state: Path) -> list[Path]:
 def test_every_tier_that_is_opened_is_entered_once(
     shm_root: Path, tmp_path: Path, register_of_tiers: Path
 ) -> None:
-    for _ in range(2):
-        HostTier.open(LAYOUT, shm_root, 1 << 20).close()
-        DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
-        open_remote(parse("redis://127.0.0.1:1/0"), LAYOUT).close()
+    with redis_server() as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        for _ in range(2):
+            HostTier.open(LAYOUT, shm_root, 1 << 20).close()
+            DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
+            with closing(open_remote(parse(url), LAYOUT)) as tier:
+                answered(tier)
     assert set(recorded_tiers.entries()) == {
         Entry("host", str(shm_root)),
         Entry("disk", str(tmp_path / "disk")),
-        Entry("remote", "redis://127.0.0.1:1/0"),
+        Entry("remote", url),
     }
     assert len(files(register_of_tiers)) == 3
     assert {file.stat().st_mode & 0o777 for file in files(register_of_tiers)} == {0o600}
+
+
+def answered(tier: RemoteTier) -> None:
+    """Ask a tier until it has answered, and close it, so that it has noted that."""
+    while not tier.knows(bytes(32), bytes(32)):
+        tier.find([bytes(32)], namespace=bytes(32))
+        time.sleep(0.01)
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://127.0.0.1:{port}/0",
+        "http://127.0.0.1:{port}?server=pagoda",
+        "http://127.0.0.1:{port}/dav/",
+        "http://127.0.0.1:{port}/dav/?index=redis://127.0.0.1:{port}",
+    ],
+)
+def test_a_remote_tier_that_never_answered_is_not_entered(url: str) -> None:
+    with listening() as listener:
+        spec = parse(url.format(port=listener.port))
+        with closing(open_remote(spec, LAYOUT)) as tier:
+            while not listener.connections:
+                tier.find([bytes(32)], namespace=bytes(32))
+            tier.stats()
+    assert recorded_tiers.entries() == []
+
+
+def test_the_file_that_named_a_remote_tier_is_entered_and_the_last_one_counts(
+    tmp_path: Path, register_of_tiers: Path
+) -> None:
+    with redis_server() as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        for name in ("one.toml", "two.toml"):
+            (tmp_path / name).write_text(f'remote = "{url}"\n')
+            (spec,) = load(file=tmp_path / name).config.remotes()
+            answered(open_remote(spec, LAYOUT))
+            assert recorded_tiers.entries() == [Entry("remote", url, str(tmp_path / name))]
+        (spec,) = load(remote=url).config.remotes()
+        answered(open_remote(spec, LAYOUT))
+        assert recorded_tiers.entries() == [Entry("remote", url, "")]
+    assert len(files(register_of_tiers)) == 1
+
+
+def test_an_entry_of_an_earlier_version_has_no_known_file(tmp_path: Path, register_of_tiers: Path) -> None:
+    recorded_tiers.add("remote", "redis://h/0")
+    (file,) = files(register_of_tiers)
+    file.write_text('{"tier": "remote", "place": "redis://h/0"}')
+    assert recorded_tiers.entries() == [Entry("remote", "redis://h/0", None)]
+    recorded_tiers.add("remote", "redis://h/0")
+    assert recorded_tiers.entries() == [Entry("remote", "redis://h/0", "")]
 
 
 def test_private_memory_is_not_entered(shm_root: Path) -> None:
@@ -45,9 +105,10 @@ def test_private_memory_is_not_entered(shm_root: Path) -> None:
 
 
 def test_no_secret_is_written(register_of_tiers: Path) -> None:
-    open_remote(parse("redis://:topsecret@127.0.0.1:1/0"), LAYOUT).close()
-    (entry,) = recorded_tiers.entries()
-    assert entry.place == "redis://:***@127.0.0.1:1/0"
+    with redis_server(password="topsecret") as server:
+        answered(open_remote(parse(f"redis://:topsecret@127.0.0.1:{server.port}/0"), LAYOUT))
+        (entry,) = recorded_tiers.entries()
+    assert entry.place == f"redis://:***@127.0.0.1:{server.port}/0"
     assert b"topsecret" not in b"".join(file.read_bytes() for file in files(register_of_tiers))
     assert parse(entry.place).lacks_secret
     assert not parse("redis://127.0.0.1:1/0?password_file=/run/secret").lacks_secret

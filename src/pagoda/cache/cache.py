@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias, Unpack
 
 from pagoda.cache.call import (
@@ -30,14 +31,14 @@ from pagoda.cache.call_log import log_opened
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.lookup_call import run_explain, run_lookup
 from pagoda.cache.open_tiers import open_tiers
-from pagoda.cache.recording import CallKind
+from pagoda.cache.recording import CallKind, require_trace
 from pagoda.cache.resources import build_resources
 from pagoda.cache.results import CacheStats, Cleared, Hit, Stored
 from pagoda.cache.retrieve_call import RetrieveCall, measure_again
 from pagoda.cache.store_call import StoreCall
 from pagoda.cache.tier_stack import TierStack, build_tiers, codecs_of
 from pagoda.cache.weights_epoch import PresentWeights
-from pagoda.clock import Clock, Deadline
+from pagoda.clock import Clock, Deadline, seconds_of
 from pagoda.codec import codec_setting, require_layout
 from pagoda.config import Config, ConfigOptions
 from pagoda.errors import ClosedError, ConfigError, StoreError
@@ -143,12 +144,16 @@ class Cache:
         codecs = self.config.lossy_codecs() if stack is None else codecs_of(stack.all)
         self.namespace = _completed(namespace, layout, self.config, codecs)
         quality = _require_quality(codecs, self.namespace, layout, self.config)
+        if self.config.record:
+            require_trace(Path(self.config.record))
         if self.config.profile:
             enable_profiler_ranges()
         if self.config.otel:
             enable_spans()
-        if self.config.log_format == "json":
-            log_json()
+        if self.config.log_format == "json" and log_json():
+            from pagoda.config.sources import log_files_again
+
+            log_files_again()
         with _name_taken(name, self):
             self._open(stack, key_scheme, clock or Clock(), quality, weights_of)
 
@@ -562,9 +567,9 @@ class Cache:
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until the queued chunks are in the lower tiers; False if `timeout` seconds were not enough.
 
-        Also writes the prompts that wait to be logged for `pagoda explain`.
+        Also writes the prompts that wait to be logged for `pagoda explain`. ValueError: `timeout` is no finite number.
         """
-        deadline = Deadline(timeout)
+        deadline = Deadline(seconds_of("timeout", timeout))
         if (prompts := self._resources.prompt_log) is not None:
             prompts.flush()
         flushed = [queue.flush(deadline.remaining()) for queue in self._resources.writeback]
@@ -572,7 +577,11 @@ class Cache:
         return all(flushed)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
-        """Write what is queued, as far as `timeout` seconds allow, and close; False if some was left. Idempotent."""
+        """Write what is queued, as far as `timeout` seconds allow, and close; False if some was left. Idempotent.
+
+        ValueError: `timeout` is no finite number; nothing is closed.
+        """
+        timeout = seconds_of("timeout", timeout)
         forget(self)
         self._finalizer.detach()
         return self._resources.close(timeout)

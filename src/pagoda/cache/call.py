@@ -23,7 +23,7 @@ from pagoda.cache.counters import CacheCounters
 from pagoda.cache.otel_spans import SpanRecorder
 from pagoda.cache.results import Hit
 from pagoda.cache.tier_stack import TierStack
-from pagoda.clock import SLOWEST_BYTES_PER_SECOND, Clock, Deadline
+from pagoda.clock import SLOWEST_BYTES_PER_SECOND, Clock, Deadline, seconds_of
 from pagoda.errors import ClosedError, ConfigError
 from pagoda.keys import Int32s, Item, Namespace, TokenIds, as_token_ids
 from pagoda.layout import KVLayout
@@ -157,11 +157,16 @@ def build_request(
     skip = first - origin
     parent = given[skip - 1] if 0 < skip <= len(given) else None
     head, asked = given[:skip], given[skip:]
-    limits = [seconds := options.get("deadline_seconds"), options.get("limit_seconds")]
-    patience = deadline_seconds if seconds is None else seconds
+    patience = deadline_seconds
+    limits: list[float] = []
+    if (seconds := options.get("deadline_seconds")) is not None:
+        patience = seconds_of("deadline_seconds", seconds)
+        limits.append(patience)
+    if (most := options.get("limit_seconds")) is not None:
+        limits.append(seconds_of("limit_seconds", most))
     if bounded:
         limits.append(patience + len(asked) * layout.chunk_bytes / SLOWEST_BYTES_PER_SECOND)
-    deadline = Deadline(patience, min((each for each in limits if each is not None), default=None), clock)
+    deadline = Deadline(patience, min(limits, default=None), clock)
     return CacheRequest(
         namespace, tiers, deadline, asked, first, parent, length, chunk_tokens, ids, tuple(items), head,
         options.get("any_position", False),

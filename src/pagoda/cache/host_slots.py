@@ -21,7 +21,7 @@ from pagoda.cache.recording import CallKind
 from pagoda.cache.resources import Resources
 from pagoda.cache.weights_epoch import PresentWeights
 from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, columns_of, follows
-from pagoda.clock import Deadline
+from pagoda.clock import Deadline, seconds_of
 from pagoda.errors import ClosedError
 from pagoda.keys import TokenIds, as_token_ids
 from pagoda.ledger import CommitResult, Ledger, Match, Outcome, Refused, Reserved
@@ -289,7 +289,9 @@ class HostSlots:
         deadline_seconds: float | None = None,
     ) -> T:  # fmt: skip
         """Run `work` as a `Call`: every error is a miss, counted and logged."""
-        seconds = self._host.deadline_seconds if deadline_seconds is None else deadline_seconds
+        seconds = self._host.deadline_seconds
+        if deadline_seconds is not None:
+            seconds = seconds_of("deadline_seconds", deadline_seconds)
         deadline = Deadline(seconds, seconds, self._resources.clock)
 
         def checked() -> T:

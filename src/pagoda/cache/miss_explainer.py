@@ -14,6 +14,7 @@ from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, admin
 from pagoda.metrics import Reason
+from pagoda.tiers import Tier
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
 # reasons of a tier that could not be asked: then no better reason can be found
@@ -50,6 +51,14 @@ class Explanation(NamedTuple):
 _KnownNamespace: TypeAlias = tuple[str, Ledger, bytes, dict[str, str]]
 
 
+def unanswered(tier: Tier) -> Explanation:
+    """Explain why a tier did not say whether it has a chunk: it refused, or did not answer in time."""
+    refusal = tier.refusal if isinstance(tier, RemoteTier) else None
+    if refusal is not None:
+        return Explanation(refusal[0], f"{tier.name} {refusal[1]}")
+    return Explanation(Reason.DEADLINE, f"{tier.name} did not answer in time whether it has the chunk")
+
+
 class MissExplainer:
     """Finds the reason of a miss in the tiers. Thread-safe; reads only, and remembers the list of namespaces."""
 
@@ -73,16 +82,17 @@ class MissExplainer:
         if hint is not None and hint in _SEEN_BY_HOST:
             return Explanation(hint, _SEEN_BY_HOST[hint])
         key, chosen, deadline = request.keys[index], request.tiers, request.deadline
-        resting = [tier.name for tier in chosen.lower if tier.resting]
+        resting = [tier for tier in chosen.lower if tier.resting]
         if resting:
-            detail = f"{resting[0]} failed repeatedly and is skipped for a while"
+            refusal = resting[0].refusal if isinstance(resting[0], RemoteTier) else None
+            why = "" if refusal is None else f" (it {refusal[1]})"
+            detail = f"{resting[0].name} failed repeatedly and is skipped for a while{why}"
             return Explanation(Reason.TIER_SKIPPED, detail)
         root = request.namespace.root
         remotes = [tier for tier in chosen.lower if isinstance(tier, RemoteTier)]
-        silent = [tier.name for tier in remotes if not tier.knows(key, root)]
+        silent = [tier for tier in remotes if not tier.knows(key, root)]
         if silent:
-            detail = f"{silent[0]} did not answer in time whether it has the chunk"
-            return Explanation(Reason.DEADLINE, detail)
+            return unanswered(silent[0])
         remembered = _remembered(key, chosen)
         if remembered.reason is not Reason.ABSENT:
             return remembered

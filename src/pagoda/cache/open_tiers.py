@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.config.remote_urls import RemoteSpec
 from pagoda.config.sizes import AUTO, auto_bytes, format_size
+from pagoda.config.sources import file_of
 from pagoda.layout import KVLayout
 from pagoda.metrics import guarded_logger
 from pagoda.tiers import DiskTier, HostTier, Tier, recorded_tiers
@@ -104,8 +106,10 @@ def peers_client(config: Config, *, look_seconds: float = 0.05, clock: Clock | N
 
 
 def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) -> RemoteTier:
-    """Return the remote tier that a configured URL describes; does not connect yet. Raises ConfigError."""
-    recorded_tiers.add("remote", spec.redacted)
+    """Return the remote tier that a configured URL describes; does not connect yet. Raises ConfigError.
+
+    It enters the register of tiers when the store has answered for the first time.
+    """
     return RemoteTier(
         layout,
         spec.engine(),
@@ -115,4 +119,5 @@ def open_remote(spec: RemoteSpec, layout: KVLayout, clock: Clock | None = None) 
         deadline_seconds=spec.deadline_seconds,
         look_seconds=spec.look_seconds,
         clock=clock,
+        answered=partial(recorded_tiers.add, "remote", spec.redacted, file=file_of(spec.redacted)),
     )

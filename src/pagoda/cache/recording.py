@@ -16,6 +16,9 @@ retrieved, and stored piece by piece. It is recorded at its first call, by the k
 
 from __future__ import annotations
 
+import os
+import re
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +28,7 @@ from typing import NamedTuple
 
 from pagoda.cache.append_lines import append_lines
 from pagoda.clock import Clock
+from pagoda.errors import ConfigError
 from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.signal_safe_threads import DeferredCall
@@ -41,6 +45,63 @@ _SAME_MS = 10_000  # the longest time between two calls of one request, except i
 _STORED_MS = 600_000  # a request is stored within this time: an answer may take long
 _MOST_REQUESTS = 512  # the number of requests that are remembered
 _ID = 8  # the bytes of a key that distinguish it from others
+
+
+_HEAD_BYTES = 64 << 10  # of a file that is looked at to see whether it is a trace
+_TAIL_BYTES = 64 << 10
+_NUMBERS = re.compile(rb"[0-9][0-9.e+]*(,[0-9]+)*,?")
+_WRITTEN = b'{"timestamp":0"input_length":0"output_length":0"hash_ids":[0],"chunk_tokens":0}'
+_IDS = b'0],"chunk_tokens":0}'
+
+
+def require_trace(path: Path) -> tuple[int, int] | None:
+    """Refuse a file that has other content than a trace, also through a link; return which file it is. Changes nothing.
+
+    Recording appends lines and cuts off an unfinished last one, which a killed process left. A file that is empty, is
+    no regular file, does not exist or cannot be read is not refused: nothing can be lost there.
+
+    Raises:
+        ConfigError: its first line is no request, or its last line is unfinished and was not written by a recorder.
+    """
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_size:
+                head = file.read(_HEAD_BYTES)
+                file.seek(max(0, status.st_size - _TAIL_BYTES))
+                if not _is_trace(head, file.read()):
+                    raise ConfigError(
+                        f"record = {str(path)!r}: this file has other content than a trace of requests, so nothing is "
+                        "written to it; name a new file"
+                    )
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _is_trace(head: bytes, tail: bytes) -> bool:
+    """Return whether this is how a trace begins and ends; either may be the whole file."""
+    import msgspec
+
+    from pagoda.replay.trace import Request
+
+    first, end, _ = head.partition(b"\n")
+    if end:
+        try:
+            msgspec.json.decode(first, type=Request)
+        except ValueError:
+            return False
+    elif not _is_written(first):
+        return False
+    _, end, last = tail.rpartition(b"\n")
+    if end or len(tail) < _TAIL_BYTES:
+        return _is_written(last)
+    return _IDS.startswith(_NUMBERS.sub(b"0", last.lstrip(b",")))  # the tail is within the ids of a long line
+
+
+def _is_written(fragment: bytes) -> bool:
+    """Return whether this is how a line begins that a recorder wrote."""
+    return _WRITTEN.startswith(_NUMBERS.sub(b"0", fragment))
 
 
 class CallKind(Enum):
@@ -91,6 +152,7 @@ class Recorder:
         self._closed = False
         self._writer = DeferredCall(self._write, "pagoda-record", _PAUSE_SECONDS)
         self._recorded = self._dropped = 0
+        self._file: tuple[int, int] | None = None  # the file that is known to be a trace
         self._too_many = 0  # dropped since the last round, because there were too many
 
     def note(
@@ -138,6 +200,7 @@ class Recorder:
         try:
             lines = [self._line(call) for call in calls if self._detector.is_request(call)]
             if lines:
+                self._check_file()
                 written, failure = append_lines(self.path, lines)
         except Exception as error:  # noqa: BLE001  # a boundary: an engine must not notice
             failure = error
@@ -149,6 +212,15 @@ class Recorder:
         if too_many:
             text = f"{too_many} calls are not recorded: they were too many"
             self._log_lines.warn(log, Reason.QUEUE_FULL, text)
+
+    def _check_file(self) -> None:
+        """Refuse a file that took the place of the trace and is none. ConfigError."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return
+        if self._file != (status.st_dev, status.st_ino):
+            self._file = require_trace(self.path)
 
     def _line(self, call: RecordedCall) -> bytes:
         from pagoda.replay.trace import Request, format_request

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from pagoda.cache.call import CacheRequest, CheckedTransfer
 from pagoda.cache.lookup_call import LEASE_SECONDS, expected_hit
-from pagoda.cache.miss_explainer import UNANSWERED
+from pagoda.cache.miss_explainer import UNANSWERED, unanswered
 from pagoda.cache.resources import Resources
 from pagoda.cache.results import Hit
 from pagoda.cache.staging_buffers import StagingPool
@@ -82,7 +82,7 @@ class RetrieveCall:
         self._pause = _PAUSE_SECONDS[0]
         self._full = self._tiers.host is None  # this run gets no more host slots
         self._rounds = 0
-        self._silent = ""  # a lower tier that may not have answered in time
+        self._silent: Tier | None = None  # a lower tier that may not have answered in time
         self._done = 0
         self._prefetch_slots = 0  # how many slots a prefetch may fill
         self._polls = 0  # checks of a chunk that another call is storing
@@ -241,7 +241,7 @@ class RetrieveCall:
                 )
                 self._matched[tier.name] = self._done + found
                 if not found and self._deadline.passed:
-                    self._silent = tier.name
+                    self._silent = tier
             found = self._matched[tier.name] - self._done
             if found and self._kv is None:
                 return self._limit_prefetch(tier, found)
@@ -327,8 +327,7 @@ class RetrieveCall:
         """Handle a step that served nothing: end the run, or try again (after a pause if the chunk is being stored)."""
         self._rounds = 0 if busy else self._rounds + 1
         if not busy and tier is None and self._silent and self._hint not in UNANSWERED:
-            detail = f"{self._silent} did not answer in time whether it has the chunk"
-            return self._stop(Reason.DEADLINE, detail)
+            return self._stop(*unanswered(self._silent))
         if not busy and (tier is None or self._rounds > _MOST_ROUNDS):
             return self._stop(Reason.ABSENT)
         if self._deadline.passed:

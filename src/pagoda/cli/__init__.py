@@ -96,12 +96,14 @@ def _run(args: Sequence[str]) -> int:
     # errors are raised and printed as one line, so the library's log is not shown
     logging.getLogger("pagoda").addHandler(logging.NullHandler())
     from pagoda.cli.app import program
+    from pagoda.cli.printing import left_out_files_noted
     from pagoda.errors import ConfigError, PagodaError
 
     # the base class of typer's errors: click's own, or that of the click inside typer
     refusal = cast("type[Exception]", typer.BadParameter.__mro__[2])
     try:
-        code = program.main(args=list(args), prog_name="pagoda", standalone_mode=False)
+        with left_out_files_noted():
+            code = program.main(args=list(args), prog_name="pagoda", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except typer.Abort:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagoda.cli import FAILED, FailedError, UsageError, printing, stores
-from pagoda.cli.remote_stores import NO_SECRET, all_remotes, ask_each, censuses, cleared
+from pagoda.cli.remote_stores import all_remotes, ask_each, censuses, cleared
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
@@ -36,14 +36,14 @@ def clear(
     """
     directories = stores.find_stores(directory, config, opened_too=config is None)
     everything = model is None and namespace is None
-    remotes, sealed = all_remotes(directory, config, opened_too=config is None)
+    remotes, withheld = all_remotes(directory, config, opened_too=config is None)
     known = _known(directories)
     broken = {} if everything else censuses(remotes, known)[1]
-    broken |= {spec.redacted: NO_SECRET for spec in sealed}
+    broken |= {spec.redacted: why for spec, why in withheld.items()}
     roots = stores.chosen(known, model, namespace, broken)
     if namespace is not None and len(roots) > 1:
         raise UsageError(f"--namespace {namespace}: {len(roots)} namespaces begin so; write more digits")
-    question = _question(_described(roots, model, namespace), directories, [*remotes, *sealed])
+    question = _question(_described(roots, model, namespace), directories, [*remotes, *withheld])
     if not yes and not stores.agreed(question, "clear"):
         return FAILED
     wanted = None if everything else list(roots)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from typer import Argument, Option
@@ -15,11 +15,12 @@ from typer import Argument, Option
 from pagoda.cli import FailedError, UsageError, printing
 from pagoda.cli.docstring_help import documented
 from pagoda.cli.stores import AsJson, ConfigFile, configured
+from pagoda.trusted_files import FOUND_NAME, FOUND_OPTIONS, FileClass, one_line
 
 if TYPE_CHECKING:
     from pagoda.config import Config, RemoteSpec
 
-app = typer.Typer(help="Show, check, describe or import the configuration.")
+app = typer.Typer(help="Show, check, allow, describe or import the configuration.")
 File = Annotated[Path | None, Argument(metavar="FILE", help="Configuration file instead of the usual ones.")]
 
 
@@ -31,22 +32,76 @@ def root(ctx: typer.Context) -> None:
 
 @app.command("show")
 def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
-    """Show each option, its value and the origin of the value."""
-    from pagoda.config.sources import load
+    """Show each option, its value and the origin of the value; and each file that is read, with its class.
+
+    A file is named (--config, PAGODA_CONFIG), your own (~/.config/pagoda/config.toml), allowed (pagoda config allow) or
+    only found (./pagoda.toml), which sets sizes and limits only.
+    """
+    from pagoda.config.sources import files_of, load
 
     loaded = load(file=config)
+    read = files_of(config)
     shown = {name: [spec.redacted for spec in specs] for name, specs in _servers(loaded.config).items()}
     values = {**asdict(loaded.config), **shown, "lookup": "".join(shown["lookup"])}
     if as_json:
         options = {name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()}
-        printing.print_json({"options": options, "host_bytes": loaded.config.host_bytes})
+        known = [{"file": one.path, "class": str(one.kind)} for one in read.files]
+        left_out = None if read.left_out is None else {"file": read.left_out.path, "why": read.left_out.why}
+        shown_files = {"files": known, "left_out": left_out}
+        printing.print_json({"options": options, "host_bytes": loaded.config.host_bytes, **shown_files})
         return 0
     files = {origin for origin in loaded.origins.values() if origin.startswith("file ")}
     origins = {name: "file" if origin in files else origin for name, origin in loaded.origins.items()}
     rows = [(name, origins[name], _worded(name, loaded.config)) for name in values]
     printing.print_table("", ("option", "from", "value"), rows)
-    for file in sorted(files):
-        print(file)
+    for one in read.files:
+        print(f"file {one_line(one.path)}")  # a path may be longer than a line
+        limit = "sizes and limits only" if one.kind is FileClass.FOUND else "every option"
+        print(f"  {one.kind}: may set {limit}")
+    return 0
+
+
+@app.command()
+@documented
+def allow(
+    file: Annotated[Path, Argument(metavar="FILE")] = Path(FOUND_NAME),
+    revoke: Annotated[bool, Option("--revoke")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Let the pagoda.toml of a directory set every option, until it changes; show what that permits.
+
+    The path and a digest of the content are noted in your configuration directory. After an edit the file must be
+    allowed again. Without this, a file that is only found in the working directory sets sizes and limits only.
+
+    Args:
+        file: The pagoda.toml of a directory; default: that of the working directory.
+        revoke: End the permission.
+    """
+    from pagoda import trusted_files
+    from pagoda.config.sources import options_in
+
+    if revoke:
+        path = trusted_files.place_of(file)
+        if not trusted_files.revoke(path):
+            raise UsageError(f"{one_line(path)}: was not allowed")
+        if as_json:
+            printing.print_json({"file": path, "allowed": False})
+        else:
+            print(f"{one_line(path)} is no longer allowed")
+        return 0
+    read = trusted_files.read_to_allow(file)
+    options = {name: _without_secrets(name, value) for name, value in options_in(read).items()}
+    trusted_files.allow(read)
+    if as_json:
+        printing.print_json({"file": read.path, "allowed": True, "options": options})
+        return 0
+    rows = [
+        (name, "always" if name in FOUND_OPTIONS else "now", _listed(value))
+        for name, value in options.items()
+    ]
+    if rows:
+        printing.print_table("", ("option", "permitted", "value"), rows)
+    print(f"{one_line(read.path)} is allowed until it changes")
     return 0
 
 
@@ -157,6 +212,24 @@ def _worded(name: str, config: Config) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "auto" if value is None else str(value) or "none"
+
+
+def _without_secrets(name: str, value: object) -> object:
+    """Return the value of an option as it may be shown."""
+    from pagoda.config.remote_urls import redacted
+
+    if name == "lookup":
+        return redacted(str(value))
+    if name in ("remote", "peers"):
+        return [redacted(url) for url in cast("tuple[str, ...]", value)]
+    return value
+
+
+def _listed(value: object) -> str:
+    """Return a value for a table: those of a list are on a line each."""
+    if isinstance(value, list):
+        return "\n".join(map(one_line, value)) or "none"
+    return one_line(str(value).lower() if isinstance(value, bool) else str(value))
 
 
 def _troubles(config: Config) -> list[str]:

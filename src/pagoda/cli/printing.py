@@ -10,12 +10,15 @@ not matter there. Scripts read `--json`: its names stay; the form of a table may
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pagoda.cli.text_tables import RightAligned, printable, table_lines, wrapped
 from pagoda.config.sizes import format_size
+from pagoda.json_log import FIELDS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,3 +122,31 @@ NOTHING_STORED = "nothing is stored yet (pagoda config show says where it will b
 def note(message: str) -> None:
     """Print a remark to stderr, so that it is not in a pipe."""
     print(f"pagoda: {printable(message)}", file=sys.stderr)
+
+
+@contextmanager
+def left_out_files_noted() -> Iterator[None]:
+    """Print a remark, once for each text, about each configuration file that is not read inside the context."""
+    logger = logging.getLogger("pagoda.cache")
+    handler = _LeftOutFiles(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _LeftOutFiles(logging.Handler):
+    """Prints the log lines of `pagoda.config.sources` about files that are not read, and no others."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self._noted: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from pagoda.config.sources import LEFT_OUT
+
+        text = record.getMessage()
+        if LEFT_OUT in getattr(record, FIELDS, {}) and text not in self._noted:
+            self._noted.add(text)
+            note(text)

@@ -47,13 +47,15 @@ def record(
 
 
 def _opened(out: Path, append: bool) -> int:
-    """Create the file, and return how many lines it already has."""
+    """Create the file, and return how many lines it already has. Raises UsageError, ConfigError."""
     from pagoda.cache.append_lines import append_lines
+    from pagoda.cache.recording import require_trace
 
     if out.is_dir():
         raise UsageError(f"{out} is a directory: name a file")
     if not append and out.exists() and (not out.is_file() or out.stat().st_size):
         raise UsageError(f"{out} exists: name another file, or --append to it")
+    require_trace(out)
     _, trouble = append_lines(out, [])
     if trouble is not None:
         raise UsageError(f"{out} cannot be written: {trouble.strerror}")

@@ -19,12 +19,16 @@ from pagoda.url_hosts import split_url
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
     from pagoda.ledger import NamespaceRow
+    from pagoda.tiers.recorded_tiers import Entry
     from pagoda.tiers.remote.store_client import ListingDeadline, StoreConnection
 
 _T = TypeVar("_T")
 NO_SECRET = (
     "its password or key is not known here: name a configuration that has it (--config), "
     "or remove it from the register (pagoda remove URL)"
+)
+_NAME_OR_REMOVE = (
+    "name a configuration that has it (--config), or remove it from the register (pagoda remove URL)"
 )
 PATIENCE_SECONDS = 5.0
 """How long a command waits for one answer; a tier's own deadline is used if it is longer."""
@@ -49,34 +53,55 @@ class Unanswered(Exception):
 def remotes_of(directory: Path | None, config_file: Path | None) -> tuple[RemoteSpec, ...]:
     """Return the remote tiers that are known here; none for a command about one directory. Raises ConfigError.
 
-    The configured ones come first, then those that this user has opened in another way. Of the latter, those whose
-    secret is not known are named on stderr and left out.
+    The configured ones come first, then those that this user has opened in another way. Of the latter, those that
+    cannot or may not be asked are named on stderr, each with the reason, and left out.
     """
-    known, sealed = all_remotes(directory, config_file)
-    for spec in sealed:
-        printing.note(f"{spec.redacted}: {NO_SECRET}")
+    known, withheld = all_remotes(directory, config_file)
+    for spec, why in withheld.items():
+        printing.note(f"{spec.redacted}: {why}")
     return known
 
 
 def all_remotes(
     directory: Path | None, config_file: Path | None, opened_too: bool = True
-) -> tuple[tuple[RemoteSpec, ...], tuple[RemoteSpec, ...]]:
-    """Return the remote tiers that are known here: those that can be asked, and those whose secret is not known.
+) -> tuple[tuple[RemoteSpec, ...], dict[RemoteSpec, str]]:
+    """Return the remote tiers that are known here: those that can be asked, and why each of the others is not asked.
 
     Without `opened_too`, these are only the configured ones.
     """
     if directory is not None:
-        return (), ()
+        return (), {}
     from pagoda.config.remote_urls import parse
     from pagoda.tiers import recorded_tiers
 
-    specs = {spec.redacted: spec for spec in configured(config_file).remotes()}
+    configured_here = {spec.redacted: spec for spec in configured(config_file).remotes()}
+    known = {address: spec for address, spec in configured_here.items() if not spec.lacks_secret}
+    withheld = {spec: NO_SECRET for spec in configured_here.values() if spec.lacks_secret}
     for entry in recorded_tiers.entries() if opened_too else ():
-        if entry.tier == "remote":
-            with suppress(ConfigError):  # of another version
-                specs.setdefault(entry.place, parse(entry.place))
-    sealed = tuple(spec for spec in specs.values() if spec.lacks_secret)
-    return tuple(spec for spec in specs.values() if not spec.lacks_secret), sealed
+        if entry.tier != "remote" or entry.place in configured_here:
+            continue
+        try:
+            spec = parse(entry.place)
+        except ConfigError:  # of another version
+            continue
+        if why := _why_not_asked(entry, spec):
+            withheld[spec] = why
+        else:
+            known[entry.place] = spec
+    return tuple(known.values()), withheld
+
+
+def _why_not_asked(entry: Entry, spec: RemoteSpec) -> str:
+    """Return why a remote tier of the register is not contacted; "" if it is."""
+    from pagoda.config.sources import still_names
+    from pagoda.trusted_files import one_line
+
+    if entry.file is None:
+        return f"not asked: an earlier version noted it, without the file that named it; {_NAME_OR_REMOVE}"
+    if entry.file and not still_names(entry.file, entry.place):
+        gone = f"not asked: {one_line(entry.file)} is gone, or no longer names it"
+        return f"{gone}; {_NAME_OR_REMOVE}"
+    return NO_SECRET if spec.lacks_secret else ""
 
 
 def censuses(

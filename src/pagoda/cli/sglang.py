@@ -42,7 +42,7 @@ def root(
 ) -> None:
     """Start SGLang with PagodaKV as the storage of its HiCache.
 
-    Options that are not given come from the environment and pagoda.toml.
+    Options that are not given come from the environment and the configuration files.
 
     Args:
         allow_untested_sglang: Start with a version of SGLang that was not tested.

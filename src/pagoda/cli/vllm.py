@@ -51,7 +51,7 @@ def root(
 ) -> None:
     """Start vLLM with PagodaKV as its KV connector.
 
-    Options that are not given come from the environment and pagoda.toml.
+    Options that are not given come from the environment and the configuration files.
 
     Args:
         weights_run: The run whose weight versions name the weights after an update in memory.

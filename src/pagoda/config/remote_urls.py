@@ -80,7 +80,10 @@ _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SPAN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|min|m|h|d|)")
 _UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.IGNORECASE)
+# names of parameters that may have a secret, in whatever spelling
+_SECRET = re.compile(
+    r"key|secret|token|pass|pwd|\bpw\b|sas|cred|sig|auth(?!ority)|bearer|jwt|cookie", re.IGNORECASE
+)
 _OF_SENTINELS = ("sentinel_username", "sentinel_password_file")
 _NO_SECRET = (  # these parameters only say where a secret is
     "password_file",
@@ -92,8 +95,9 @@ _NEXT = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*:/)|[\s,]+$")
 _USER = re.compile(r"[A-Za-z0-9_.%-]*")
 # a host, with or without a port; otherwise the text is only a password
 _HOST = re.compile(r"(\[|[^:?,]*(:\d*)?(,[^:?,]*(:\d*)?)*([/?]|$))")
-_PARAMETER = re.compile(r"([?&][^=&?]*)=([^&]*)")
+_PARAMETER = re.compile(r"([?&;#][^=&?;#]*)=([^&;#]*)")
 _MASK = "***"
+_SHORT = 3  # so short a value is no secret, and occurs by chance
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,16 @@ def _of_option(option: str, read: Callable[[str], RemoteSpec], url: str) -> Remo
     try:
         return read(url)
     except ValueError as trouble:
-        raise ConfigError(f"{option} = {redacted(url)!r}: {trouble}") from None
+        raise ConfigError(f"{option} = {redacted(url)!r}: {_without_secrets_of(url, str(trouble))}") from None
+
+
+def _without_secrets_of(url: str, text: str) -> str:
+    """Return a text about a URL, which may repeat the value of a parameter, without the values that may be secret."""
+    for parameter in _PARAMETER.finditer(url):
+        if _without_secret(parameter) != parameter[0]:
+            for value in (parameter[2], unquote(parameter[2])):
+                text = text.replace(value, _MASK) if len(value) > _SHORT else text
+    return text
 
 
 def split(text: str) -> tuple[str, ...]:
@@ -271,8 +284,9 @@ def redacted(url: str) -> str:
 
 def _without_secret(parameter: re.Match[str]) -> str:
     name, value = parameter[1], parameter[2]
+    called = unquote(name[1:])
     inner = unquote(value)  # the value may itself be a URL with parameters
-    secret = (_SECRET.search(name) and name[1:] not in _NO_SECRET) or "@" in inner
+    secret = (_SECRET.search(called) and called not in _NO_SECRET) or "@" in inner
     if "://" in inner:
         secret = secret or redacted(inner) != inner
     return f"{name}={_MASK}" if secret else parameter[0]

@@ -1,7 +1,7 @@
 """Builds a `Config` from all sources of options, and records the source of each value.
 
-Keyword arguments override command-line options; these override PAGODA_... variables; these override the TOML file; and
-that overrides the defaults.
+Keyword arguments override command-line options; these override PAGODA_... variables; these override the TOML files; and
+these override the defaults. Which files are believed, and for which options, is decided in `pagoda.trusted_files`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,31 @@ from pagoda.config import Config, defaults, option_names
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
 from pagoda.config.option_values import checked, converted, properties
+from pagoda.config.remote_urls import redacted, tuple_of
 from pagoda.errors import ConfigError
+from pagoda.json_log import FIELDS
+from pagoda.metrics import guarded_logger
 from pagoda.serve_token_file import TOKEN_VARIABLE
+from pagoda.trusted_files import (
+    BelievedFile,
+    FileClass,
+    Unbelieved,
+    one_line,
+    read_allowed,
+    read_found,
+    read_named,
+    user_config_directory,
+)
+
+log = guarded_logger("pagoda.cache")
 
 PREFIX = "PAGODA_"
 FILE_VARIABLE = "PAGODA_CONFIG"
 _NO_OPTIONS = {FILE_VARIABLE, TOKEN_VARIABLE}  # the token of `pagoda serve` is a secret and not an option
 DEFAULT = "default"
+LEFT_OUT = "left_out"
+"""The field of the log line about a file that is not read."""
+_FILE = "file "  # before the path in an origin
 _LISTED = " (pagoda config show lists them)"
 # What Kubernetes sets in every pod for a service whose name begins with "pagoda"; no option's name may end like these.
 _SERVICE_VARIABLE = re.compile(
@@ -39,8 +57,19 @@ class Loaded(NamedTuple):
     origins: dict[str, str]
 
 
+class FilesRead(NamedTuple):
+    """The configuration files that are read, the most important one first; and one that is not, with the reason."""
+
+    files: tuple[BelievedFile, ...] = ()
+    left_out: Unbelieved | None = None
+
+
 _Given = dict[str, tuple[object, str]]
 """Options from one source: the value of each, and how errors and origins name the source."""
+
+# for each remote tier, by its URL without secrets, the file that named it last in this process; "": no file did
+_named_in: dict[str, str] = {}
+_last_read = FilesRead()
 
 
 def load(
@@ -53,18 +82,27 @@ def load(
 
     Args:
         cli: options of a command line by name; None: not given.
-        file: the TOML file; by default the one PAGODA_CONFIG names, else ./pagoda.toml, else
-            ~/.config/pagoda/config.toml, else none.
+        file: the TOML file, and no other; by default the one PAGODA_CONFIG names, else ./pagoda.toml over
+            ~/.config/pagoda/config.toml, as far as they exist.
         environ: instead of `os.environ`.
 
+    Logs which files it read, and one line about a ./pagoda.toml that it did not read.
+
     Raises:
-        ConfigError: an unknown option or variable (with the nearest known one), or an invalid value.
+        ConfigError: an unknown option or variable (with the nearest known one), an invalid value, a file that others
+            can change, or a ./pagoda.toml that sets more than such a file may.
     """
     environ = os.environ if environ is None else environ
     arguments = _arguments(kwargs)
     options = _options({name: value for name, value in (cli or {}).items() if value is not None})
     variables = _environment(environ)
-    given = {**_file(_find_file(file, environ)), **variables, **options, **arguments}
+    global _last_read
+    read = _last_read = files_of(file, environ)
+    _log_files(read)
+    in_files: _Given = {}
+    for one in reversed(read.files):
+        in_files |= _in_file(one)
+    given = {**in_files, **variables, **options, **arguments}
     origins = {name: given[name][1] if name in given else DEFAULT for name in option_names()}
     named = [option for option in fields(Config) if option.name in given]
     values = {one.name: _converted(one.name, str(one.type), *given[one.name]) for one in named}
@@ -73,7 +111,10 @@ def load(
             checked(option, values[option.name])
         except ConfigError as trouble:
             raise ConfigError(f"{trouble} ({origins[option.name]})") from None
-    return Loaded(Config(**values), origins)  # type: ignore[arg-type]
+    config = Config(**values)  # type: ignore[arg-type]
+    named_in = next((one.path for one in read.files if _origin(one) == origins["remote"]), "")
+    _named_in.update(dict.fromkeys(map(redacted, config.remote), named_in))
+    return Loaded(config, origins)
 
 
 def schema() -> dict[str, object]:
@@ -88,8 +129,8 @@ def _converted(name: str, kind: str, value: object, origin: str) -> object:
         return converted(kind, value)
     except ValueError as invalid:
         # the value may contain a password
-        shown = "" if name in ("remote", "peers", "lookup") else f" = {value!r}"
-        raise ConfigError(f"{name}{shown}: {invalid} ({origin})") from None
+        said = "" if name in ("remote", "peers", "lookup") else f" = {value!r}"
+        raise ConfigError(f"{name}{said}: {invalid} ({origin})") from None
 
 
 def _arguments(kwargs: Mapping[str, object]) -> _Given:
@@ -122,43 +163,116 @@ def _environment(environ: Mapping[str, str]) -> _Given:
     return {name: (environ[found], f"environment {found}") for name, found in named.items()}
 
 
-def _find_file(file: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the TOML file to read: a named file must exist, the usual ones need not."""
+def files_of(
+    file: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None
+) -> FilesRead:
+    """Return the files that `load` reads options from, with the same arguments. Changes nothing.
+
+    Raises:
+        ConfigError: a named file does not exist, or a file cannot be read or could have been written by others.
+    """
+    environ = os.environ if environ is None else environ
     named = file if file is not None else environ.get(FILE_VARIABLE) or None
     if named is not None:
         path = Path(expanded(named))
         if not os.path.isfile(path):
             where = "" if file is not None else f" (environment {FILE_VARIABLE})"
             what = "is a directory, not a" if path.is_dir() else "no such"
-            raise ConfigError(f"{path}: {what} configuration file{where}")
-        return path
-    # this stays "~" if the system does not know the user
-    home = environ.get("HOME") or os.path.expanduser("~")
-    config_home = environ.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
-    if os.path.isfile("pagoda.toml"):
-        return Path("pagoda.toml")
-    theirs = Path(config_home, "pagoda", "config.toml")
+            raise ConfigError(f"{one_line(path)}: {what} configuration file{where}")
+        return FilesRead((_read(path, FileClass.NAMED),))
+    found = read_found(environ)
+    if isinstance(found, Unbelieved) and found.was_allowed:
+        raise ConfigError(f"{found}; it was changed since it was allowed")
+    own = user_config_directory(environ)
+    theirs = None if own is None else own / "config.toml"
+    files: list[BelievedFile] = []
+    if isinstance(found, BelievedFile):
+        files.append(found)
     # HOME may belong to another user
-    return theirs if os.path.isfile(theirs) and os.access(theirs, os.R_OK) else None
+    if theirs is not None and os.path.isfile(theirs) and os.access(theirs, os.R_OK):
+        files.append(_read(theirs, FileClass.OWN))
+    return FilesRead(tuple(files), found if isinstance(found, Unbelieved) else None)
 
 
-def _file(path: Path | None) -> _Given:
-    if path is None:
-        return {}
+def log_files_again() -> None:
+    """Log once more what the last `load` of this process read: its lines came before the log had its form."""
+    _log_files(_last_read)
+
+
+def _log_files(read: FilesRead) -> None:
+    """Log which files are read, each with its class, at INFO; and at WARNING one that is not."""
+    for file in read.files:
+        limits = " in the working directory: sizes and limits only" if file.kind is FileClass.FOUND else ""
+        known = {"file": file.path, "class": str(file.kind)}
+        log.info(
+            "options are read from %s (%s%s)", one_line(file.path), file.kind, limits, extra={FIELDS: known}
+        )
+    if read.left_out is not None:
+        log.warning("%s", read.left_out, extra={FIELDS: {LEFT_OUT: read.left_out.path}})
+
+
+def file_of(server: str) -> str:
+    """Return the file that named a remote tier, by its URL without secrets; "" if no file did in this process."""
+    return _named_in.get(server, "")
+
+
+def still_names(file: str, server: str) -> bool:
+    """Return whether a file is still believed, and still names this remote tier, by its URL without secrets.
+
+    For the register of tiers: what a file named that is gone, or that was edited, is not contacted. Reads the file.
+    """
     try:
-        with path.open("rb") as stream:
-            values = tomllib.load(stream)
+        try:
+            found: BelievedFile | None = read_named(file)
+        except ConfigError:  # others can change it, and perhaps have not
+            found = read_allowed(file)
+        if found is None:
+            return False
+        urls = tuple_of(tomllib.loads(found.content.decode()).get("remote", ()))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return server in map(redacted, urls)
+
+
+def options_in(file: BelievedFile) -> dict[str, object]:
+    """Return the options that a file sets, converted and checked, with secrets. Changes nothing.
+
+    Raises:
+        ConfigError: it is not TOML, or an option is unknown or invalid, or the file may not set it.
+    """
+    given = _in_file(file)
+    kinds = {option.name: option for option in fields(Config)}
+    values = {}
+    for name, (value, origin) in given.items():
+        values[name] = checked(kinds[name], _converted(name, str(kinds[name].type), value, origin))
+    return values
+
+
+def _read(path: Path, kind: FileClass) -> BelievedFile:
+    try:
+        return read_named(path, kind)
     except OSError as trouble:
-        raise ConfigError(f"{path}: cannot be read: {trouble.strerror}") from None
+        raise ConfigError(f"{one_line(path)}: cannot be read: {trouble.strerror}") from None
+
+
+def _in_file(file: BelievedFile) -> _Given:
+    where = one_line(file.path)
+    try:
+        values = tomllib.loads(file.content.decode())
     except (ValueError, RecursionError) as trouble:  # TOMLDecodeError, UnicodeDecodeError
-        raise ConfigError(f"{path}: cannot be read as TOML: {trouble}") from None
-    where = path.absolute()
+        raise ConfigError(f"{where}: cannot be read as TOML: {trouble}") from None
     _refuse_unknown(values, f"{where}:")
-    return {name: (value, f"file {where}") for name, value in values.items()}
+    if refusal := file.refusal(list(values)):
+        raise ConfigError(refusal)
+    return {name: (value, _origin(file)) for name, value in values.items()}
+
+
+def _origin(file: BelievedFile) -> str:
+    return f"{_FILE}{one_line(file.path)}"
 
 
 def _refuse_unknown(values: Mapping[str, object], place: str, spell: Callable[[str], str] = str) -> None:
     known = [spell(name) for name in option_names()]
     for name in map(spell, values):
         if name not in known:
-            raise ConfigError(f"{place} {name}: no such option{did_you_mean(name, known)}{_LISTED}")
+            raise ConfigError(f"{place} {one_line(name)}: no such option{did_you_mean(name, known)}{_LISTED}")

@@ -1,9 +1,11 @@
 """The user's registry of tiers: which tiers were opened where, so that `pagoda` finds also those that no file names.
 
-`HostTier.open`, `DiskTier.open` and the cache (for remote tiers) write it, the commands read it. An entry is one small
-file that is written once, so processes need no lock. The registry is in `$XDG_STATE_HOME/pagoda/tiers`
+`HostTier.open` and `DiskTier.open` write it, and a remote tier when its store has answered for the first time; the
+commands read it. An entry is one small file that is replaced as a whole, so processes need no lock. The registry is in
+`$XDG_STATE_HOME/pagoda/tiers`
 (`~/.local/state`), which survives a reboot, or, if that cannot be written, in `/dev/shm/pagoda-<uid>/.tiers`. It
-contains no secrets.
+contains no secrets. An entry of a remote tier has the file that named it: what that file no longer names is not
+contacted again (`pagoda.cli.remote_stores`).
 """
 
 from __future__ import annotations
@@ -28,24 +30,29 @@ _GONE_SECONDS = 30 * 86400.0
 
 
 class Entry(NamedTuple):
-    """A tier that was opened: "host", "disk" or "remote", and its directory or its URL with secrets masked."""
+    """A tier that was opened: "host", "disk" or "remote", and its directory or its URL with secrets masked.
+
+    `file`: the configuration file that named a remote tier; "": it was named in another way (an argument, a variable);
+    None: not known, because an earlier version wrote the entry.
+    """
 
     tier: str
     place: str
+    file: str | None = ""
 
 
-def add(tier: str, place: str | os.PathLike[str], made_bytes: int = 0) -> None:
+def add(tier: str, place: str | os.PathLike[str], made_bytes: int = 0, *, file: str = "") -> None:
     """Add a tier that was opened. A failure is one log line: the tier works without its entry.
 
     `made_bytes`: the size of a store that was created just now. The log says once how much space it takes and how to
-    free it.
+    free it. `file`: the configuration file that named a remote tier.
     """
     if made_bytes:
         log.info(
             "made a %s tier of %s in %s: it stays there when this process ends; `pagoda remove %s` gives it back",
             tier, _size(made_bytes), place, tier,
         )  # fmt: skip
-    entry = Entry(tier, os.path.realpath(place) if tier != "remote" else os.fspath(place))
+    entry = Entry(tier, os.path.realpath(place) if tier != "remote" else os.fspath(place), file)
     for directory in _directories():
         try:
             _write(directory, entry)
@@ -61,7 +68,7 @@ def add(tier: str, place: str | os.PathLike[str], made_bytes: int = 0) -> None:
 
 def entries() -> list[Entry]:
     """Return the tiers that this user has opened, each once, without directories that are missing at present."""
-    found: dict[Entry, None] = {}
+    found: dict[tuple[str, str], Entry] = {}
     for directory in _directories():
         for file in _files(directory):
             entry = _read(file)
@@ -69,8 +76,8 @@ def entries() -> list[Entry]:
                 if _age(file) > _GONE_SECONDS:
                     file.unlink(missing_ok=True)
             else:
-                found[entry] = None
-    return list(found)
+                found.setdefault(entry[:2], entry)
+    return list(found.values())
 
 
 def remove(place: str) -> bool:
@@ -98,14 +105,12 @@ def _directories() -> list[Path]:
 
 def _write(directory: Path, entry: Entry) -> None:
     _make(directory)
-    name = hashlib.sha256("\0".join(entry).encode()).hexdigest()[:32]
+    name = hashlib.sha256("\0".join(entry[:2]).encode()).hexdigest()[:32]
     file = directory / f"{name}.json"
-    try:
-        if time.time() - file.stat().st_mtime > _FRESH_SECONDS:
+    if _read(file) == entry:
+        if _age(file) > _FRESH_SECONDS:
             os.utime(file)
         return
-    except FileNotFoundError:
-        pass
     remove_abandoned(directory, ".*-*")  # also those of other entries
     write_synced(file, json.dumps(entry._asdict()).encode())
     files = _files(directory)
@@ -147,10 +152,11 @@ def _files(directory: Path) -> list[Path]:
 def _read(file: Path) -> Entry | None:
     try:
         fields = json.loads(file.read_bytes())
-        entry = Entry(fields["tier"], fields["place"])
-    except (OSError, ValueError, LookupError, TypeError):
+        entry = Entry(fields["tier"], fields["place"], fields.get("file"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # a power cut may leave an empty file
-    return entry if all(isinstance(field, str) for field in entry) else None
+    is_whole = all(isinstance(field, str) for field in entry[:2]) and isinstance(entry.file, str | None)
+    return entry if is_whole else None
 
 
 def _use(file: Path) -> tuple[bool, float]:

@@ -34,6 +34,7 @@ from pagoda.tiers.remote.store_client import (
     PutRequest,
     PutResult,
     RefusedError,
+    ServerError,
     StoreClient,
     StoreConnection,
     reason_of,
@@ -311,8 +312,8 @@ class PeersConnection(StoreConnection):
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Return the longest leading run that a neighbour has: one request to each, all at once.
 
-        When one neighbour has answered, slow ones are not waited for; a late answer is remembered for loads. OSError
-        if none answers.
+        When one neighbour has answered, slow ones are not waited for; a late answer is remembered for loads. If none
+        answers: RefusedError if one refuses, otherwise OSError.
         """
         patience = min(until, time.monotonic() + self._client.patience_seconds)
         self._client.resolve(patience)
@@ -341,6 +342,11 @@ class PeersConnection(StoreConnection):
             raise TimeoutError("no neighbour answered in time")
         if not asked:
             return 0
+        for peer, refusal in list(look.refusals.items()):
+            said = f"{refusal} ({peer.client.address})"
+            raise (
+                RefusedError(refusal.reason, said) if isinstance(refusal, RefusedError) else ServerError(said)
+            )
         raise ConnectionError("no neighbour answers")
 
     def _whom_to_ask(self, keys: Sequence[bytes], until: float) -> Sequence[Peer]:
@@ -392,6 +398,8 @@ class PeersConnection(StoreConnection):
             found = line.connection.find(namespace, look.keys, until)
             line.peer.breaker.record_success()
         except Exception as error:  # noqa: BLE001  # a background thread: nobody else sees it
+            if isinstance(error, RefusedError | ServerError):
+                look.refusals[line.peer] = error
             if not self._closed:
                 line.peer.record_failure(error)
         finally:
@@ -511,6 +519,9 @@ class _Look:
     def __init__(self, keys: Sequence[bytes]) -> None:
         self.keys = keys
         self.answers: dict[Peer, int] = {}
+        self.refusals: dict[
+            Peer, RefusedError | ServerError
+        ] = {}  # complete when no neighbour must still answer
         self.open: set[Peer] = set()
         self.is_late = False  # if there is an answer, do not wait for the other neighbours
         self.is_over = False

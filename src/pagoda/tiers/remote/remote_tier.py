@@ -99,8 +99,12 @@ class RemoteTier(QueuedTier):
         deadline_seconds: float = 1.0,
         look_seconds: float = 0.05,
         clock: Clock | None = None,
+        answered: Callable[[], None] | None = None,
     ) -> None:
-        """Connect to nothing yet. ConfigError for a codec that cannot be used, ValueError for counts below 1."""
+        """Connect to nothing yet. ConfigError for a codec that cannot be used, ValueError for counts below 1.
+
+        `answered` is called once, on the background thread, after the store's first answer; it must not raise.
+        """
         if connections < 1 or queue_chunks < 1:
             raise ValueError(
                 f"connections and queue_chunks must be at least 1, got {connections}, {queue_chunks}"
@@ -116,7 +120,9 @@ class RemoteTier(QueuedTier):
         self.slot_bytes = layout.slot_bytes
         self.deadline_seconds = deadline_seconds
         self._look_seconds = look_seconds
-        self._store = RemoteStore(layout, client, codec, connections, deadline_seconds, clock or Clock())
+        self._store = RemoteStore(
+            layout, client, codec, connections, deadline_seconds, clock or Clock(), answered
+        )
         super().__init__(self._store, connections, queue_chunks)
 
     def register(self, namespace: Namespace) -> None:
@@ -165,6 +171,8 @@ class RemoteTier(QueuedTier):
             found = max((connection.find(root, keys, store.deadline()) for root in roots), default=0)
             store.presence.record(namespace, keys[:found], True, asked=len(keys) <= store.exact_keys)
             store.presence.record(namespace, keys[found : found + 1], False)
+            if roots:
+                store.note_answer()
             return found
 
         answer = self._query((namespace, *keys), find, until)
@@ -205,6 +213,11 @@ class RemoteTier(QueuedTier):
     ) -> bool:
         """Return whether the key is stored or queued."""
         return self.find([key], namespace=namespace, deadline_seconds=deadline_seconds) == 1
+
+    @property
+    def refusal(self) -> tuple[Reason, str] | None:
+        """Why the store refused its last question, as a reason and in words; None if it has answered since."""
+        return self._store.refusal
 
     def knows(self, key: bytes, namespace: bytes) -> bool:
         """Return whether the store has recently answered whether it has this key."""
@@ -308,7 +321,7 @@ class RemoteStore(WorkerBackend):
 
     def __init__(
         self, layout: KVLayout, client: StoreClient, codec_name: str, connections: int, deadline_seconds: float,
-        clock: Clock,
+        clock: Clock, answered: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.client, self.codec_name, self.layout = client, codec_name, layout
         self.name = client.name
@@ -329,6 +342,9 @@ class RemoteStore(WorkerBackend):
         # for longer prompts not every key is asked for
         self.exact_keys = EXACT_REQUESTS if costs else EXACT_KEYS
         self.usage: Usage | None = None
+        self.has_answered = False
+        self._answered = answered
+        self.refusal: tuple[Reason, str] | None = None
         self._log = RateLimitedLog(clock)
         self._counts: Counter[str] = Counter()
         self._roots: dict[bytes, None] = {}
@@ -367,9 +383,26 @@ class RemoteStore(WorkerBackend):
                     self.call(connection, self._probe, "asking whether it is back")
                 elif pause is not None and not self.breaker.is_open and connection.idle_for(pause):
                     self.call(connection, self._probe, "keeping a connection open")
+                self._tell_answered()
+            self._tell_answered()
         finally:
             self.queries.close()
             connection.close()
+
+    def note_answer(self) -> None:
+        """Note that the store has answered a question, a load or a save: some other calls need no answer.
+
+        The background thread tells it, so that no load or save waits for that.
+        """
+        self.refusal = None
+        if not self.has_answered:
+            self.has_answered = True
+            self.queries.wake()
+
+    def _tell_answered(self) -> None:
+        if self.has_answered and self._answered is not None:
+            tell, self._answered = self._answered, None
+            tell()
 
     def call(
         self, connection: WorkerConnection, work: Callable[[StoreConnection], _T], what: str,
@@ -423,6 +456,8 @@ class RemoteStore(WorkerBackend):
             self.breaker.record_failure(rests=rests)
             self.queries.wake()
         reason, said = reason_of(error), str(error).removeprefix(f"{self.client.address}: ")
+        if isinstance(error, ServerError):
+            self.refusal = (reason, f"failed: {said}")
         self.log_reason(reason, f"{what} failed: {type(error).__name__}: {said}")
         return reason
 
@@ -461,6 +496,7 @@ class RemoteStore(WorkerBackend):
         if refusal.contained:
             return refusal.reason
         self.last_refusal = refusal.reason
+        self.refusal = (refusal.reason, f"refused: {refusal}")
         breaker.record_failure()
         self.queries.wake()
         self.log_reason(refusal.reason, f"{what} was refused: {refusal}")
@@ -639,6 +675,8 @@ class RemoteWorker(IoWorker):
                 "a load",
             )
             if reason is not Reason.ABSENT:
+                if reason is None:
+                    self._store.note_answer()
                 return reason
         return Reason.ABSENT
 
@@ -827,6 +865,7 @@ class RemoteWorker(IoWorker):
             )
             return write.cancelled
         store.presence.record(write.namespace, [key], True)
+        store.note_answer()
         if result is PutResult.STORED:
             store.write_breaker.record_success()  # an answer before the put shows nothing about writes
             store.count({"stored_chunks": 1, "stored_bytes": store.chunk_bytes})
