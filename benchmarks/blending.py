@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from harness import machine, say
 
+from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.quality.bootstrap import difference_interval
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -75,7 +76,7 @@ def quality(quick: bool) -> list[Row]:
                     assert found.blend is not None
                     last = torch.tensor([prompt.tokens[-1:]])
                     with torch.no_grad():
-                        after = model(last, past_key_values=found.past_key_values).logits[0, -1]
+                        after = model(last, **kv_argument(model, found.past_key_values)).logits[0, -1]
                     logits.append(after.double().log_softmax(-1))
                     computed += len(prompt.tokens) - found.blend.starts[1] - found.blend.reused_tokens
                 got = torch.stack(logits)

@@ -12,6 +12,7 @@ from ground import Plan
 from harness import Figure, race, say
 
 from pagoda import Config
+from pagoda.connectors.transformers.model_checks import kv_argument
 
 if TYPE_CHECKING:
     import torch
@@ -92,4 +93,4 @@ def _computed(model: _Model, ids: torch.Tensor) -> _KV:
 
 def _generate(model: _Model, ids: torch.Tensor, kv: _KV) -> None:
     mask = ids.new_ones(ids.shape)
-    model.generate(ids, attention_mask=mask, past_key_values=kv, max_new_tokens=1, do_sample=False)
+    model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False, **kv_argument(model, kv))

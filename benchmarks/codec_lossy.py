@@ -28,6 +28,7 @@ import transformers
 from harness import machine, say
 
 from pagoda.codec import LOSSY, approximated, decode, encode
+from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.layout import KVLayout, TokenOrder
 
 PROMPT_TOKENS, REST_TOKENS = 768, 256
@@ -117,7 +118,7 @@ def qualities(
             for number, (keys, values, nbytes) in enumerate(_through(codec, computed, layout)):
                 cache.update(keys, values, number)
                 total[2] += nbytes
-            logits = model(rest, past_key_values=cache).logits[0].float()
+            logits = model(rest, **kv_argument(model, cache)).logits[0].float()
             exact = logits if exact is None else exact
             total[0] += float((logits.argmax(-1) == exact.argmax(-1)).sum())
             total[1] += float(torch.nn.functional.cross_entropy(logits[:-1], rest[0, 1:], reduction="sum"))

@@ -27,6 +27,7 @@ from limits_wire import receive, send_all
 
 from pagoda import Cache, Config, KVLayout, Namespace
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
+from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.tiers import HostTier
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
@@ -176,7 +177,7 @@ class Engine:
     def store(self, root: Path) -> Stored:
         """Compute the prompt once and store it with each codec."""
         kv = import_module("transformers").DynamicCache(config=self.model.config)
-        self.model.generate(self.ids, past_key_values=kv, max_new_tokens=1, do_sample=False)
+        self.model.generate(self.ids, max_new_tokens=1, do_sample=False, **kv_argument(self.model, kv))
         used: dict[str, int] = {}
         for codec in self.codecs:
             reader = Reader(self, codec, root, worth_it=False)

@@ -320,6 +320,7 @@ OTHER: dict[str, str | int] = {
     "lora": "a",
     "salt": "s",
     "approximate": "q4",
+    "numerics": "autocast=bfloat16",
 }
 
 

@@ -43,6 +43,7 @@ REASONS = {
     Reason.IO_ERROR: "The system or the server reported an error. The log has one line about it.",
     Reason.SHORT_PROMPT: "The prompt has no whole chunk.",
     Reason.TIER_SKIPPED: "The tier is skipped for a while after several errors in a row.",
+    Reason.NOT_CACHEABLE: "The request has something that no key contains, so it was computed without the cache. The log says what.",
     Reason.FULL: "There is no slot that may be evicted: all are in use, pinned or leased. Or the server has no memory left.",
     Reason.NOT_ADMITTED: "The policy expects the chunk to be less useful than what it would replace.",
     Reason.QUEUE_FULL: "`queue_chunks` chunks already wait for this tier: it is slower than the stores.",

@@ -275,7 +275,9 @@ class Namespace:
     `revision` is the model's version, `weights` a digest of its weights, `weights_epoch` counts updates in place,
     `kv_dtype` is the dtype of KV, `layout` a layout's fingerprint (`Cache` fills it in), `world_size` the number of
     ranks that computed it, `lora` names the adapter's content (not its path), `salt` keeps tenants apart. `approximate`
-    says what makes KV approximate ("q4"); "" is exact KV. Raises ValueError for a field of the wrong type.
+    says what makes KV approximate ("q4"); "" is exact KV. `numerics` says which settings make the engine compute other
+    numbers with the same weights ("autocast=bfloat16"); "" is its defaults. Raises ValueError for a field of the wrong
+    type.
 
     Example:
         >>> mine = Namespace(model="meta-llama/Llama-3.1-8B", revision="d04e592", salt="tenant A")
@@ -293,6 +295,7 @@ class Namespace:
     lora: str = ""
     salt: str = field(default="", repr=False)  # a secret
     approximate: str = ""
+    numerics: str = ""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -326,8 +329,8 @@ class Namespace:
         return {"format": str(FORMAT_VERSION), **texts}
 
     def _named(self) -> list[str]:
-        """Return the names of the fields; `approximate` only if it is set, so that exact KV keeps its old keys."""
-        return [f.name for f in fields(self) if f.name != "approximate" or self.approximate]
+        """Return the names of the fields; later ones only if they are set, so that ordinary KV keeps its old keys."""
+        return [f.name for f in fields(self) if f.name not in _LATER_FIELDS or getattr(self, f.name)]
 
     @staticmethod
     def differing(a_fields: Mapping[str, str], b_fields: Mapping[str, str]) -> list[str]:
@@ -344,3 +347,4 @@ class Namespace:
 
 
 _INT_FIELDS = frozenset({"weights_epoch", "world_size"})
+_LATER_FIELDS = frozenset({"approximate", "numerics"})

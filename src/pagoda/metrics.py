@@ -48,6 +48,7 @@ class Reason(StrEnum):
     CLOSED = auto()
     PIN_LIMIT = auto()
     REBUILDING = auto()
+    NOT_CACHEABLE = auto()  # mostly a miss; the last, because the numbers of the others stay
 
 
 TIER_KINDS = ("host", "disk", "remote")  # every tier except the first two kinds counts as remote

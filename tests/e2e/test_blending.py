@@ -18,6 +18,7 @@ from pagoda.connectors.transformers import (
     policy_named,
     rotary_of,
 )
+from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
 from pagoda.quality import measure_quality
@@ -25,7 +26,7 @@ from pagoda.quality.prompt_lines import QualityPrompt
 from pagoda.quality.write_verdict import write_verdict
 from pagoda.quality_bounds import Bounds, Figures, Interval
 from pagoda.quality_verdict import Result
-from tests.e2e.test_transformers import CHUNK, House, house  # noqa: F401  # a fixture
+from tests.e2e.house import CHUNK, House
 from tests.e2e.tiny import _SIZE, _built, deepseek, generated, llama, prompt, qwen
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
@@ -60,7 +61,7 @@ def whole(documents: list[list[int]], question: list[int]) -> torch.Tensor:
 def logits_after(model, found) -> torch.Tensor:
     """The logits of the last token of a prompt that was blended."""
     last = torch.from_numpy(found.blend.tokens[-1:]).long()[None]
-    return model(last, past_key_values=found.past_key_values).logits[0, -1]
+    return model(last, **kv_argument(model, found.past_key_values)).logits[0, -1]
 
 
 @torch.no_grad()
@@ -96,7 +97,7 @@ def verdict(place: Path, weights: str) -> None:
 
 @pytest.mark.parametrize("policy", ["first_k", "deviation"])
 @pytest.mark.parametrize("name", MODELS)
-def test_computing_everything_again_is_a_full_prefill(name: str, policy: str, house: House) -> None:  # noqa: F811
+def test_computing_everything_again_is_a_full_prefill(name: str, policy: str, house: House) -> None:
     model = MODELS[name]()
     cached = house.open(model)
     for seed in (1, 2):
@@ -113,7 +114,7 @@ def test_computing_everything_again_is_a_full_prefill(name: str, policy: str, ho
 
 @pytest.mark.parametrize("recompute", RATIOS)
 @pytest.mark.parametrize("name", MODELS)
-def test_one_layer_has_no_context_so_every_share_is_exact(name: str, recompute: float, house: House) -> None:  # noqa: F811
+def test_one_layer_has_no_context_so_every_share_is_exact(name: str, recompute: float, house: House) -> None:
     """K and V of the first layer depend on the token and its place alone: this shows that K is moved right, and that
     chosen tokens replace the right ones."""
     model = MODELS[name](num_hidden_layers=1)
@@ -129,7 +130,7 @@ def test_one_layer_has_no_context_so_every_share_is_exact(name: str, recompute: 
 def test_two_layers_are_exact_once_k_of_the_second_was_looked_at(
     name: str,
     recompute: float,
-    house: House,  # noqa: F811
+    house: House,
 ) -> None:
     """Then K and V of both are exact; chosen tokens are computed again over them: this shows what each of them sees."""
     model = MODELS[name](num_hidden_layers=2)
@@ -139,7 +140,7 @@ def test_two_layers_are_exact_once_k_of_the_second_was_looked_at(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["first_k", "deviation"])
-def test_divergence_falls_with_the_share(policy: str, house: House) -> None:  # noqa: F811
+def test_divergence_falls_with_the_share(policy: str, house: House) -> None:
     model = llama()
     cached = house.open(model, unchecked=True)
     mean = []
@@ -157,7 +158,7 @@ def test_divergence_falls_with_the_share(policy: str, house: House) -> None:  # 
     assert mean[-1] < 1e-6
 
 
-def test_controls_wrong_documents_and_k_that_was_not_moved_are_noticed(house: House) -> None:  # noqa: F811
+def test_controls_wrong_documents_and_k_that_was_not_moved_are_noticed(house: House) -> None:
     model = llama(num_hidden_layers=1)
     cached = house.open(model, unchecked=True)
     documents, question = pieces()
@@ -174,7 +175,7 @@ def test_controls_wrong_documents_and_k_that_was_not_moved_are_noticed(house: Ho
 
 
 @pytest.mark.parametrize("policy", ["first_k", "deviation"])
-def test_every_token_is_exact_recomputed_or_reused(policy: str, house: House) -> None:  # noqa: F811
+def test_every_token_is_exact_recomputed_or_reused(policy: str, house: House) -> None:
     model = llama()
     cached = house.open(model, unchecked=True)
     documents, question = pieces()
@@ -201,13 +202,13 @@ def test_every_token_is_exact_recomputed_or_reused(policy: str, house: House) ->
     assert nothing.reused_tokens == later
 
 
-def test_exact_tokens_are_those_of_a_full_prefill_and_others_are_not(house: House) -> None:  # noqa: F811
+def test_exact_tokens_are_those_of_a_full_prefill_and_others_are_not(house: House) -> None:
     model = llama()
     cached = house.open(model, unchecked=True)
     documents, question = pieces()
     full = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
-        model(whole(documents, question), past_key_values=full)
+        model(whole(documents, question), **kv_argument(model, full))
     for policy in ("first_k", "deviation"):
         found = cached.blend(documents, question, recompute=0.3, policy=policy)
         end = found.blend.exact_tokens
@@ -219,7 +220,7 @@ def test_exact_tokens_are_those_of_a_full_prefill_and_others_are_not(house: Hous
         assert (layer.values - want.values[:, :, :-1])[:, :, reused].abs().amax((0, 1, 3)).min() > 1e-3
 
 
-def test_the_answer_does_not_depend_on_what_is_cached(house: House) -> None:  # noqa: F811
+def test_the_answer_does_not_depend_on_what_is_cached(house: House) -> None:
     model = llama()
     documents, question = pieces()
     cached = house.open(model, unchecked=True)
@@ -246,7 +247,7 @@ def test_the_answer_does_not_depend_on_what_is_cached(house: House) -> None:  # 
     assert torch.allclose(half, logits_after(model, third.blend(mixed, question)), atol=1e-5)
 
 
-def test_prompts_never_find_documents(house: House) -> None:  # noqa: F811
+def test_prompts_never_find_documents(house: House) -> None:
     model = llama()
     cached = house.open(model, unchecked=True)
     documents, question = pieces(1, (48, 64))
@@ -263,7 +264,7 @@ def test_prompts_never_find_documents(house: House) -> None:  # noqa: F811
     assert cached.last.hit.num_tokens == 0
 
 
-def test_what_was_blended_cannot_be_stored_as_a_prompt(house: House) -> None:  # noqa: F811
+def test_what_was_blended_cannot_be_stored_as_a_prompt(house: House) -> None:
     model, (documents, question) = llama(), pieces()
     cached, ids = house.open(model, unchecked=True), whole(documents, question)
     first = len(documents[0])
@@ -288,7 +289,7 @@ def test_what_was_blended_cannot_be_stored_as_a_prompt(house: House) -> None:  #
     assert cached.last.hit.num_tokens == (ids.shape[1] - 1) // CHUNK * CHUNK
 
 
-def test_only_the_first_document_may_hit_the_chain_of_prompts(house: House) -> None:  # noqa: F811
+def test_only_the_first_document_may_hit_the_chain_of_prompts(house: House) -> None:
     model = llama()
     cached = house.open(model, unchecked=True)
     documents, question = pieces(1, (48, 64))
@@ -303,7 +304,7 @@ def test_only_the_first_document_may_hit_the_chain_of_prompts(house: House) -> N
     assert error_of(model, alone) <= 1e-4
 
 
-def test_a_document_is_found_by_its_own_tokens_alone(house: House) -> None:  # noqa: F811
+def test_a_document_is_found_by_its_own_tokens_alone(house: House) -> None:
     """A partial chunk is padded: neither a longer document, nor one that has the padding as tokens, is the same."""
     model = llama(num_hidden_layers=1)
     cached = house.open(model, unchecked=True)
@@ -318,7 +319,7 @@ def test_a_document_is_found_by_its_own_tokens_alone(house: House) -> None:  # n
     assert again.blend.documents[1].num_tokens == 21
 
 
-def test_tenants_and_weights_keep_documents_apart(house: House) -> None:  # noqa: F811
+def test_tenants_and_weights_keep_documents_apart(house: House) -> None:
     model = llama()
     cached = house.open(model, unchecked=True)
     documents, question = pieces()
@@ -331,7 +332,7 @@ def test_tenants_and_weights_keep_documents_apart(house: House) -> None:  # noqa
     assert error_of(model, cached.blend(documents, question, recompute=1.0)) <= 1e-4
 
 
-def test_without_a_verdict_it_runs_only_unchecked_and_stats_say_so(house: House, tmp_path) -> None:  # noqa: F811
+def test_without_a_verdict_it_runs_only_unchecked_and_stats_say_so(house: House, tmp_path) -> None:
     cached = house.open(llama(), quality_verdicts=str(tmp_path))
     documents, question = pieces()
     assert "approximate" not in cached.stats()
@@ -348,7 +349,7 @@ def test_without_a_verdict_it_runs_only_unchecked_and_stats_say_so(house: House,
 
 
 def test_the_configuration_gives_the_share_and_the_least_tokens_and_an_argument_wins(
-    house: House,  # noqa: F811
+    house: House,
     tmp_path,
 ) -> None:
     cached = house.open(llama(), quality_verdicts=str(tmp_path), blend_recompute=0.3, blend_min_tokens=40)
@@ -362,7 +363,7 @@ def test_the_configuration_gives_the_share_and_the_least_tokens_and_an_argument_
 
 
 @pytest.mark.parametrize("policy", ["first_k", "deviation"])
-def test_documents_of_few_tokens_are_computed_in_the_prompt(policy: str, house: House) -> None:  # noqa: F811
+def test_documents_of_few_tokens_are_computed_in_the_prompt(policy: str, house: House) -> None:
     model = llama()
     cached = house.open(model, unchecked=True)
     documents, question = pieces()  # of 40, 32, 53 and 7 tokens
@@ -387,12 +388,12 @@ def test_documents_of_few_tokens_are_computed_in_the_prompt(policy: str, house: 
 
 
 @pytest.mark.parametrize("min_tokens", [-1, 1.5, True, "8"])
-def test_least_tokens_are_a_whole_number(min_tokens: object, house: House) -> None:  # noqa: F811
+def test_least_tokens_are_a_whole_number(min_tokens: object, house: House) -> None:
     with pytest.raises(ValueError, match="min_tokens is"):
         house.open(llama(), unchecked=True).blend(*pieces(), min_tokens=min_tokens)
 
 
-def test_after_new_weights_without_a_verdict_everything_is_computed(house: House, tmp_path, caplog) -> None:  # noqa: F811
+def test_after_new_weights_without_a_verdict_everything_is_computed(house: House, tmp_path, caplog) -> None:
     model = llama()
     cached = house.open(model, quality_verdicts=str(tmp_path))
     verdict(tmp_path, cached.cache.namespace.weights)
@@ -409,7 +410,7 @@ def test_after_new_weights_without_a_verdict_everything_is_computed(house: House
     assert "documents are computed in full" in caplog.text
 
 
-def test_a_verdict_is_about_the_adapters_that_were_active(house: House, tmp_path) -> None:  # noqa: F811
+def test_a_verdict_is_about_the_adapters_that_were_active(house: House, tmp_path) -> None:
     model = llama()
     cached = house.open(model, quality_verdicts=str(tmp_path))
     measured = measure_quality(
@@ -449,7 +450,7 @@ def test_a_verdict_is_about_the_adapters_that_were_active(house: House, tmp_path
     ],
     ids=["latents", "interleaved", "absolute"],
 )  # fmt: skip
-def test_models_whose_k_cannot_be_moved_are_refused_with_a_sentence(model, said: str, house: House) -> None:  # noqa: F811
+def test_models_whose_k_cannot_be_moved_are_refused_with_a_sentence(model, said: str, house: House) -> None:
     cached = house.open(model(), unchecked=True)
     documents, question = pieces()
     with pytest.raises(ValueError, match=said) as error:
@@ -459,7 +460,7 @@ def test_models_whose_k_cannot_be_moved_are_refused_with_a_sentence(model, said:
     cached.generate(ids, **GREEDY)  # prefixes are cached as before
 
 
-def test_an_attention_that_takes_no_mask_is_refused(house: House) -> None:  # noqa: F811
+def test_an_attention_that_takes_no_mask_is_refused(house: House) -> None:
     model = llama()
     cached = house.open(model, unchecked=True)
     model.set_attn_implementation("flex_attention")
@@ -474,12 +475,12 @@ def test_an_attention_that_takes_no_mask_is_refused(house: House) -> None:  # no
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "length of the prompt"),
     ],
 )  # fmt: skip
-def test_windows_and_dynamic_rope_are_refused_at_once(changes: dict, said: str, house: House) -> None:  # noqa: F811
+def test_windows_and_dynamic_rope_are_refused_at_once(changes: dict, said: str, house: House) -> None:
     with pytest.raises(ValueError, match=said):
         house.open(mistral(**changes), unchecked=True)
 
 
-def test_scaled_rope_moves_k_without_scaling_it_twice(house: House) -> None:  # noqa: F811
+def test_scaled_rope_moves_k_without_scaling_it_twice(house: House) -> None:
     for kind in (
         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512},
         {
@@ -493,7 +494,7 @@ def test_scaled_rope_moves_k_without_scaling_it_twice(house: House) -> None:  # 
         assert error_of(model, found) <= 1e-4
 
 
-def test_half_precision(house: House) -> None:  # noqa: F811
+def test_half_precision(house: House) -> None:
     model = llama(dtype="bfloat16", num_hidden_layers=1)
     cached = house.open(model, unchecked=True)
     documents, question = pieces()
@@ -506,7 +507,7 @@ def test_half_precision(house: House) -> None:  # noqa: F811
     assert (got - want).abs().max() < 0.05 * want.abs().max()
 
 
-def test_layouts_of_documents_name_the_rotary_embedding(house: House) -> None:  # noqa: F811
+def test_layouts_of_documents_name_the_rotary_embedding(house: House) -> None:
     one, other = llama(), llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     layouts = []
     for model in (one, other):
@@ -519,7 +520,7 @@ def test_layouts_of_documents_name_the_rotary_embedding(house: House) -> None:  
     assert len({layouts[0].fingerprint, layouts[1].fingerprint, layout_of(one, CHUNK).fingerprint}) == 3
 
 
-def test_wrong_arguments_are_refused(house: House) -> None:  # noqa: F811
+def test_wrong_arguments_are_refused(house: House) -> None:
     cached = house.open(llama(), unchecked=True)
     documents, question = pieces()
     for wrong, said in (
@@ -555,7 +556,7 @@ class OnePick(FirstK):
         return np.array(self.picked)
 
 
-def test_a_policy_of_ones_own(house: House) -> None:  # noqa: F811
+def test_a_policy_of_ones_own(house: House) -> None:
     cached = house.open(llama(), unchecked=True)
     documents, question = pieces()
     blend = cached.blend(documents, question, policy=OnePick()).blend
@@ -569,7 +570,7 @@ def test_a_policy_of_ones_own(house: House) -> None:  # noqa: F811
     assert blend_setting(Deviation(layer=2)).options["layer"] == 2
 
 
-def test_text_is_tokenized_piece_by_piece(house: House) -> None:  # noqa: F811
+def test_text_is_tokenized_piece_by_piece(house: House) -> None:
     def tokenizer(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [7] * add_special_tokens + [ord(letter) for letter in text]}
 
@@ -579,7 +580,7 @@ def test_text_is_tokenized_piece_by_piece(house: House) -> None:  # noqa: F811
     assert found.blend.starts == [0, 13, 25]
 
 
-def test_several_samples_and_beams_begin_from_documents(house: House) -> None:  # noqa: F811
+def test_several_samples_and_beams_begin_from_documents(house: House) -> None:
     model = llama()
     cached = house.open(model)
     documents, question = pieces()
@@ -597,7 +598,7 @@ def test_several_samples_and_beams_begin_from_documents(house: House) -> None:  
         assert torch.equal(got, want)
 
 
-def test_an_attention_chosen_later_that_takes_no_mask_is_refused_too(house: House) -> None:  # noqa: F811
+def test_an_attention_chosen_later_that_takes_no_mask_is_refused_too(house: House) -> None:
     model = llama()
     cached = house.open(model, unchecked=True)
     documents, question = pieces()
@@ -621,7 +622,7 @@ class WhileComputing:
         self._change()
 
 
-def test_what_an_adapter_computed_is_not_stored_once_another_is_active(house: House) -> None:  # noqa: F811
+def test_what_an_adapter_computed_is_not_stored_once_another_is_active(house: House) -> None:
     model = llama()
     cached = house.open(model, unchecked=True)
     documents, question = pieces()
@@ -651,7 +652,7 @@ class ThenOnce:
             self._other.pop()()
 
 
-def test_weights_changed_by_another_thread_at_the_first_use_get_their_own_name(house: House) -> None:  # noqa: F811
+def test_weights_changed_by_another_thread_at_the_first_use_get_their_own_name(house: House) -> None:
     """The change comes when the call has looked at the weights: nothing may be stored under the old name."""
     model = llama()
     cached = house.open(model, unchecked=True)
@@ -672,7 +673,7 @@ def test_weights_changed_by_another_thread_at_the_first_use_get_their_own_name(h
     assert error_of(before, found) <= 1e-4
 
 
-def test_a_closed_model_computes_documents_and_opens_nothing(house: House) -> None:  # noqa: F811
+def test_a_closed_model_computes_documents_and_opens_nothing(house: House) -> None:
     model = llama()
     documents, question = pieces()
     for used_before in (True, False):
@@ -687,7 +688,7 @@ def test_a_closed_model_computes_documents_and_opens_nothing(house: House) -> No
     house._open.clear()  # these are closed, and their caches cannot be flushed
 
 
-def test_policies_that_misbehave_are_refused(house: House) -> None:  # noqa: F811
+def test_policies_that_misbehave_are_refused(house: House) -> None:
     cached = house.open(llama(), unchecked=True)
     documents, question = pieces()
     for wrong in (
@@ -721,7 +722,7 @@ def test_only_objects_that_are_policies_are_taken_and_none_has_the_name_of_anoth
             policy_named(policy)
 
 
-def test_documents_from_a_lossy_tier_are_nowhere_exact(house: House) -> None:  # noqa: F811
+def test_documents_from_a_lossy_tier_are_nowhere_exact(house: House) -> None:
     model = llama()
     documents, question = pieces()
     cached = house.open(model, unchecked=True, disk_codec="q8")
@@ -736,7 +737,7 @@ def test_documents_from_a_lossy_tier_are_nowhere_exact(house: House) -> None:  #
     assert 1e-6 < error_of(model, found) < 1.0
 
 
-def test_clear_removes_the_prompts_and_the_documents_of_a_tenant(house: House) -> None:  # noqa: F811
+def test_clear_removes_the_prompts_and_the_documents_of_a_tenant(house: House) -> None:
     """Those of another tenant stay; also in a process that has not blended yet."""
     model, (documents, question) = llama(), pieces()
     ids = prompt(3 * CHUNK + 1)
@@ -754,7 +755,7 @@ def test_clear_removes_the_prompts_and_the_documents_of_a_tenant(house: House) -
     assert hits["one"] == 0 and hits["two"] >= 2 * CHUNK
 
 
-def test_clear_of_a_model_that_cannot_be_blended(house: House) -> None:  # noqa: F811
+def test_clear_of_a_model_that_cannot_be_blended(house: House) -> None:
     model, ids = deepseek(), prompt(3 * CHUNK + 1)
     cached = house.open(model)
     cached.generate(ids, max_new_tokens=2)

@@ -19,8 +19,8 @@ from pagoda.transfer import DenseKV
 from testbed.servers import redis_server
 from tests.cache.kit import wait_until
 from tests.children import in_child
+from tests.e2e.house import CHUNK, House
 from tests.e2e.test_blending import LENGTHS, WhileComputing, logits_after, pieces
-from tests.e2e.test_transformers import CHUNK, House, house  # noqa: F401  # a fixture
 from tests.e2e.tiny import llama
 from tests.remote.chunks import fresh_prefix
 from tests.remote.proxy import STALLED, Proxy
@@ -41,7 +41,7 @@ def same(model: torch.nn.Module, found, want: torch.Tensor) -> bool:
     return torch.allclose(logits_after(model, found), want, atol=CLOSE)
 
 
-def test_a_forked_child_blends_whatever_other_threads_were_doing(house: House) -> None:  # noqa: F811
+def test_a_forked_child_blends_whatever_other_threads_were_doing(house: House) -> None:
     """One thread looks at the weights, with the lock; another one computes a document."""
     model, (documents, question) = llama(), pieces()
     cached = house.open(model, unchecked=True)
@@ -81,7 +81,7 @@ def test_a_forked_child_blends_whatever_other_threads_were_doing(house: House) -
 
 
 @pytest.mark.parametrize("codec", ["raw", "q8"])
-def test_spoilt_bytes_on_the_disk_are_computed(codec: str, house: House, tmp_path: Path) -> None:  # noqa: F811
+def test_spoilt_bytes_on_the_disk_are_computed(codec: str, house: House, tmp_path: Path) -> None:
     model, (documents, question) = llama(), pieces()
     cached = house.open(model, unchecked=True, disk_codec=codec)
     want = answer(model)
@@ -103,7 +103,7 @@ def test_spoilt_bytes_on_the_disk_are_computed(codec: str, house: House, tmp_pat
     assert same(model, cached.blend(documents, question), want)
 
 
-def test_documents_that_are_cleared_between_two_loads_are_computed(house: House) -> None:  # noqa: F811
+def test_documents_that_are_cleared_between_two_loads_are_computed(house: House) -> None:
     model, (documents, question) = llama(), pieces()
     cached = house.open(model, unchecked=True)
     want = answer(model)
@@ -117,7 +117,7 @@ def test_documents_that_are_cleared_between_two_loads_are_computed(house: House)
     assert same(model, cached.blend(documents, question), want)
 
 
-def test_a_document_that_goes_between_look_up_and_load_is_computed(house: House) -> None:  # noqa: F811
+def test_a_document_that_goes_between_look_up_and_load_is_computed(house: House) -> None:
     model, (documents, question) = llama(), pieces()
     cached = house.open(model, unchecked=True)
     want = answer(model)
@@ -138,7 +138,7 @@ def test_a_document_that_goes_between_look_up_and_load_is_computed(house: House)
     assert same(model, found, want)
 
 
-def test_documents_that_do_not_fit_are_computed(house: House) -> None:  # noqa: F811
+def test_documents_that_do_not_fit_are_computed(house: House) -> None:
     model, (documents, question) = llama(), pieces()
     want = answer(model)
     with CachedModel(
@@ -160,7 +160,7 @@ def test_documents_that_do_not_fit_are_computed(house: House) -> None:  # noqa: 
     assert sum(stats["misses"].values()) + sum(stats["drops"].values()) > 0
 
 
-def test_a_process_that_is_killed_while_it_stores_the_same_documents(house: House) -> None:  # noqa: F811
+def test_a_process_that_is_killed_while_it_stores_the_same_documents(house: House) -> None:
     model, (documents, question) = llama(), pieces()
     cached = house.open(model, unchecked=True)
     want = answer(model)
@@ -180,7 +180,7 @@ def test_a_process_that_is_killed_while_it_stores_the_same_documents(house: Hous
     assert same(model, again, want)
 
 
-def test_a_remote_store_that_does_not_answer_is_waited_for_as_one_call(house: House, shm_root: Path) -> None:  # noqa: F811
+def test_a_remote_store_that_does_not_answer_is_waited_for_as_one_call(house: House, shm_root: Path) -> None:
     model, (documents, question) = llama(), pieces()
     want = answer(model)
     with redis_server() as server:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pagoda.connectors.transformers import CachedModel
+from pagoda.connectors.transformers.model_checks import kv_argument
 from testbed.recall_model import VOCABULARY, recall_model, recall_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -48,7 +49,7 @@ def blended(cached, prompts, recompute: float, policy: str = "deviation", change
         if change is not None:
             change(found)
         last = torch.tensor([prompt.tokens[-1:]])
-        logits.append(cached.model(last, past_key_values=found.past_key_values).logits[0, -1])
+        logits.append(cached.model(last, **kv_argument(cached.model, found.past_key_values)).logits[0, -1])
     return torch.stack(logits).double().log_softmax(-1)
 
 

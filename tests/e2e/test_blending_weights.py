@@ -13,12 +13,12 @@ from pagoda.connectors.transformers import CachedModel
 from pagoda.connectors.transformers.model_identity import adapters_digest
 from pagoda.errors import ConfigError
 from pagoda.quality_verdict import weights_name
+from tests.e2e.house import CHUNK, House
 from tests.e2e.test_blending import GREEDY, WhileComputing, error_of, pieces, verdict, whole
-from tests.e2e.test_transformers import CHUNK, House, house  # noqa: F401  # a fixture
 from tests.e2e.tiny import llama
 
 
-def opened(house: House, model: torch.nn.Module, is_private: bool) -> CachedModel:  # noqa: F811
+def opened(house: House, model: torch.nn.Module, is_private: bool) -> CachedModel:
     """With private memory alone there is no file that tells another cache of changed weights."""
     if not is_private:
         return house.open(model, unchecked=True)
@@ -33,7 +33,7 @@ def train(model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("version", ["", "run 7, step 1"], ids=["unnamed", "named"])
 @pytest.mark.parametrize("is_private", [False, True], ids=["shared", "private"])
-def test_documents_of_the_old_weights_are_not_found(is_private: bool, version: str, house: House) -> None:  # noqa: F811
+def test_documents_of_the_old_weights_are_not_found(is_private: bool, version: str, house: House) -> None:
     """The cache of the prompts is told; that of the documents is another one."""
     model, (documents, question) = llama(), pieces()
     cached = opened(house, model, is_private)
@@ -53,7 +53,7 @@ def test_documents_of_the_old_weights_are_not_found(is_private: bool, version: s
 @pytest.mark.parametrize("version", ["", "run 7, step 1"], ids=["unnamed", "named"])
 def test_a_verdict_of_the_old_weights_does_not_count(
     version: str,
-    house: House,  # noqa: F811
+    house: House,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -76,7 +76,7 @@ def test_a_verdict_of_the_old_weights_does_not_count(
     assert cached.blend(documents, question).blend.state.checked == ("loosened" if version else "exact")
 
 
-def test_what_the_old_weights_compute_at_that_moment_is_not_stored(house: House) -> None:  # noqa: F811
+def test_what_the_old_weights_compute_at_that_moment_is_not_stored(house: House) -> None:
     model, (documents, question) = llama(), pieces()
     cached, ids = house.open(model, unchecked=True), whole(documents, question)
     cached.blend([documents[0]], question, store=False)  # the model is probed
@@ -91,7 +91,7 @@ def test_what_the_old_weights_compute_at_that_moment_is_not_stored(house: House)
 
 
 def test_a_verdict_is_about_the_adapters_that_were_active(
-    house: House,  # noqa: F811
+    house: House,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

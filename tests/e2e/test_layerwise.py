@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers import CachedModel
 from pagoda.connectors.transformers.layerwise import LayerLoads
-from pagoda.connectors.transformers.model_checks import is_compiled
+from pagoda.connectors.transformers.model_checks import is_compiled, kv_argument
 from pagoda.metrics import Reason
 from tests.e2e.slow_device import LONG, SlowDevice, engine_over
 from tests.e2e.tiny import deepseek, generated, llama, prompt
@@ -379,7 +379,7 @@ def test_what_goes_the_plain_way(warm) -> None:
     ]
     with cached.prefix(IDS) as prefix:
         assert prefix.columns == 96
-        assert generated(model, IDS, NEW, past_key_values=prefix.past_key_values) == want
+        assert generated(model, IDS, NEW, **kv_argument(model, prefix.past_key_values)) == want
     assert device.waited == 0
     assert text(cached, IDS[:, :3]) == generated(model, IDS[:, :3], NEW)
     assert cached.last.hit.reason is Reason.SHORT_PROMPT

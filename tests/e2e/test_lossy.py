@@ -12,6 +12,7 @@ from pagoda.cache import Cache
 from pagoda.codec import codec_setting
 from pagoda.config import Config
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
+from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.errors import ConfigError
 from pagoda.quality.write_verdict import write_verdict
 from pagoda.quality_bounds import Bounds, Figures, Interval
@@ -37,7 +38,7 @@ def prompt(tokens: int) -> torch.Tensor:
 
 def logits(model: torch.nn.Module, ids: torch.Tensor, kv: object) -> torch.Tensor:
     with torch.no_grad():
-        return model(ids[:, -1:], past_key_values=kv).logits[0, -1]
+        return model(ids[:, -1:], **kv_argument(model, kv)).logits[0, -1]
 
 
 def verdict(place: Path, codec: str, weights: str) -> None:

@@ -17,6 +17,7 @@ from examples.paged_engine.engine import Engine, Sequence
 from examples.paged_engine.replay import model_of as model_of_the_example
 from pagoda import Cache, Config
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
+from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.errors import ConfigError
 from tests.e2e.test_blending import LENGTHS, pieces, verdict, whole
 from tests.e2e.tiny import generated, llama, prompt
@@ -176,7 +177,9 @@ def test_the_answer_is_that_of_the_transformers_connector_and_each_finds_the_oth
     assert seq.hits == {"host": sum(LENGTHS[1:])}  # the first one is looked for among prompts
     last = torch.tensor([question[-1:]])
     with torch.no_grad():
-        assert (model(last, past_key_values=found.past_key_values).logits[0, -1] - got).abs().max() <= 1e-4
+        assert (
+            model(last, **kv_argument(model, found.past_key_values)).logits[0, -1] - got
+        ).abs().max() <= 1e-4
     for mask in ("exact", "recomputed", "reused"):
         assert (getattr(seq.blended, mask) == getattr(found.blend, mask)).all()
     assert seq.blended.starts == found.blend.starts

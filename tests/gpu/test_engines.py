@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagoda.connectors.transformers.model_checks import kv_argument
 from tests.gpu.rig import Rig
 
 CHUNK, NEW = 16, 32
@@ -40,7 +41,7 @@ def _from_own_kv(model, ids, columns: int, mask=None) -> torch.Tensor:
     ).past_key_values
     for layer in kv.layers:
         layer.keys, layer.values = layer.keys[:, :, :columns].clone(), layer.values[:, :, :columns].clone()
-    return _text(model, ids, mask, past_key_values=kv)
+    return _text(model, ids, mask, **kv_argument(model, kv))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

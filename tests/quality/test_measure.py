@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from pagoda import codec
 from pagoda.blend.blend_policies import Deviation, FirstK, blend_setting
-from pagoda.connectors.transformers.model_checks import probe_model
+from pagoda.connectors.transformers.model_checks import kv_argument, probe_model
 from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
 from pagoda.quality import measure_quality
 from pagoda.quality.approaches import CONTROLS, Codec, KVCache, Prepared, Spoiled
@@ -59,7 +59,7 @@ def results(run: QualityRun) -> dict[str, Result]:
 def exact_kv(model: LlamaForCausalLM, tokens: list[int]) -> KVCache:
     kv = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(torch.tensor([tokens]), past_key_values=kv)
+        model(torch.tensor([tokens]), **kv_argument(model, kv))
     return kv
 
 
@@ -197,7 +197,7 @@ def greedy(model: LlamaForCausalLM, tokens: list[int], kv: KVCache, count: int) 
     with torch.no_grad():
         ids = tokens[kv.get_seq_length() :]
         for _ in range(count):
-            found.append(int(model(torch.tensor([ids]), past_key_values=kv).logits[0, -1].argmax()))
+            found.append(int(model(torch.tensor([ids]), **kv_argument(model, kv)).logits[0, -1].argmax()))
             ids = found[-1:]
     return found
 
@@ -247,7 +247,9 @@ def test_kl_is_what_torch_says(model: LlamaForCausalLM) -> None:
     sample = measured(model, [prompt], [Kept(kv)], new_tokens=1)["kept"][0]
     with torch.no_grad():
         exact = model(torch.tensor([prompt.tokens])).logits[0, -1].log_softmax(-1)
-        other = model(torch.tensor([prompt.tokens[-1:]]), past_key_values=kv).logits[0, -1].log_softmax(-1)
+        other = (
+            model(torch.tensor([prompt.tokens[-1:]]), **kv_argument(model, kv)).logits[0, -1].log_softmax(-1)
+        )
     wanted = torch.nn.functional.kl_div(other, exact, reduction="sum", log_target=True)
     assert sample.kl == pytest.approx(float(wanted), rel=1e-3) and sample.kl > 1e-3
 

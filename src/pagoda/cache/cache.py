@@ -48,7 +48,7 @@ from pagoda.json_log import log_json
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
-from pagoda.metrics import by_reason, guarded_logger
+from pagoda.metrics import Reason, by_reason, guarded_logger
 from pagoda.quality_verdict import QualityState, require_quality
 from pagoda.signal_safe_threads import Condition
 from pagoda.tiers.base import Tier
@@ -93,6 +93,7 @@ class Cache:
         lora: an adapter's content, instead of the namespace's.
         salt: a tenant, instead of the namespace's: different salts share nothing.
         weights_version: instead of the version that `weights_changed` named; "" is the namespace's weights.
+        numerics: how the engine computes now ("autocast=bfloat16"), instead of the namespace's; "" is its defaults.
         tiers: the names of the only tiers to use.
         deadline_seconds: for the whole call; default: config.deadline_seconds without progress.
         limit_seconds: for the whole call, also while it makes progress; default: by the bytes of the chunks.
@@ -362,7 +363,7 @@ class Cache:
         """Return the request that these options describe; record a call that has a `kind`. ValueError for wrong use."""
         # read together: the remote tiers may only be used with the namespace of the same epoch
         namespace, tiers = self._weights.scope(
-            options.get("lora"), options.get("salt"), options.get("weights_version")
+            options.get("lora"), options.get("salt"), options.get("weights_version"), options.get("numerics")
         )
         resources = self._resources
         request = build_request(
@@ -419,6 +420,21 @@ class Cache:
         keys = None if everything else self._checked(tokens, options).keys
         tiers = self._tiers if names is None else self._tiers.only(names)
         return {tier: admin.unpin(ledger, keys, owner) for tier, ledger in tiers.ledgers()}
+
+    def decline(self, why: str, *, loaded: bool = False) -> None:
+        """Count a request that the engine computes without the cache, and log why; changes nothing else.
+
+        Such a request is no look-up, so it does not lower the hit rate.
+
+        Args:
+            why: what the request has that no key contains, and what to do.
+            loaded: the request may have used the cache, and only its KV is not stored: a drop instead of a miss.
+
+        Thread-safe; never raises.
+        """
+        counters = self._resources.counters
+        counters.add({f"{'drop' if loaded else 'miss'}_{Reason.NOT_CACHEABLE}": 1})
+        counters.warn(log, Reason.NOT_CACHEABLE, why)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Report how long the engine took to compute `tokens`: chunks are only loaded where that is faster.
@@ -503,14 +519,21 @@ class Cache:
         """
         self._resources.last_steps.append(step)
 
-    def clear(self, *, lora: str | None = None, salt: str | None = None, everything: bool = False) -> Cleared:
+    def clear(
+        self,
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        numerics: str | None = None,
+        everything: bool = False,
+    ) -> Cleared:
         """Remove the chunks of this namespace, or with `everything` of all namespaces, from every tier.
 
-        `lora` and `salt` name an adapter and a tenant instead of the namespace's.
+        `lora`, `salt` and `numerics` name an adapter, a tenant and how it is computed, instead of the namespace's.
         Chunks that are being written at that moment do not return. A tier that fails, or that cannot be changed for
         five seconds, is named in the result: its chunks are still there.
         """
-        root = None if everything else self._weights.scope(lora, salt)[0].root
+        root = None if everything else self._weights.scope(lora, salt, None, numerics)[0].root
         chunks, failed = dict.fromkeys(self._tiers.names, 0), dict[str, str]()
         # top down, so that no cleared chunk is written down again; then bottom up, for chunks that were loaded
         # meanwhile

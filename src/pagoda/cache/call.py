@@ -54,6 +54,7 @@ class CallOptions(TypedDict, total=False):
     lora: str | None
     salt: str | None
     weights_version: str | None
+    numerics: str | None
     tiers: Iterable[str] | None
     deadline_seconds: float | None
     limit_seconds: float | None

@@ -53,7 +53,7 @@ class RequestEvents:
             return
         # read first: the weights may change before the next line
         space, present = request.namespace, self._scope()[0].root
-        if self._scope(space.lora, space.salt, version)[0].root == space.root:
+        if self._scope(space.lora, space.salt, version, space.numerics)[0].root == space.root:
             stored.found(partial(_note_of, request, keys), space.root, present, 0, keys)
 
     def keep_notes(self) -> None:

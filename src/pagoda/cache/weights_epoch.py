@@ -61,8 +61,8 @@ class PresentWeights:
             self._epoch = of._epoch
         self._epoch.share(resources)
         self._base = namespace
-        # by adapter, salt, version and epoch: the namespace, and whether tiers are left out
-        self._scopes: dict[tuple[str, str, str, int], tuple[Namespace, bool]] = {}
+        # by adapter, salt, version, numerics and epoch: the namespace, and whether tiers are left out
+        self._scopes: dict[tuple[str, str, str, str, int], tuple[Namespace, bool]] = {}
         self._begun = list(begun)
         self._measured: dict[tuple[str, int, str], list[QualityState]] = {}
         reset_now_and_in_child(self)
@@ -72,9 +72,13 @@ class PresentWeights:
         self._lock = threading.Lock()
 
     def scope(
-        self, lora: str | None = None, salt: str | None = None, version: str | None = None
+        self,
+        lora: str | None = None,
+        salt: str | None = None,
+        version: str | None = None,
+        numerics: str | None = None,
     ) -> tuple[Namespace, TierStack]:
-        """Return the namespace of an adapter and a tenant now, and the tiers that may be used now.
+        """Return the namespace of an adapter, a tenant and numerics now, and the tiers that may be used now.
 
         A stat notices weights that another process changed. After weights changed in place, no other machine has their
         KV or may get it, unless the change named a version. A `version` that is given is the caller's.
@@ -85,20 +89,21 @@ class PresentWeights:
         version, epoch = self._present(version)
         lora = self._base.lora if lora is None else lora
         salt = self._base.salt if salt is None else salt
+        numerics = self._base.numerics if numerics is None else numerics
         with self._lock:
-            found = self._scopes.get((lora, salt, version, epoch))
+            found = self._scopes.get((lora, salt, version, numerics, epoch))
         if found is None:
             is_left_out = any(state.checked == "left out" for state in self._quality_of(version, epoch, lora))
             weights_epoch = self._base.weights_epoch * _EPOCHS + epoch
             versioned = self._base.of_version(version)
-            namespace = versioned.with_(lora=lora, salt=salt, weights_epoch=weights_epoch)
+            namespace = versioned.with_(lora=lora, salt=salt, weights_epoch=weights_epoch, numerics=numerics)
             if is_left_out:  # not a namespace of exact KV: writes in progress may still reach a lossy tier
                 namespace = namespace.with_(approximate=f"{namespace.approximate},left out")
             found = namespace, is_left_out
             with self._lock:
                 while len(self._scopes) >= _MOST_NAMESPACES:
                     self._scopes.pop(next(iter(self._scopes)))
-                self._scopes[lora, salt, version, epoch] = found
+                self._scopes[lora, salt, version, numerics, epoch] = found
         namespace, is_left_out = found
         tiers = self._resources.tiers.local() if epoch else self._resources.tiers
         return namespace, tiers.exact() if is_left_out else tiers

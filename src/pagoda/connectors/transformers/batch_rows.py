@@ -15,21 +15,28 @@ class BatchRow(NamedTuple):
     pad: int
 
 
-def mask_of(model: Any, input_ids: Any, attention_mask: Any | None) -> Any:
-    """Return the attention mask [batch, tokens] that `generate` would use; changes nothing.
-
-    Without a mask, `generate` treats every pad token as padding; so does this. Raises ValueError for another shape.
-    """
+def check_input_ids(input_ids: Any) -> None:
+    """Raise ValueError unless `input_ids` is a tensor of prompts."""
     import torch
 
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError("input_ids must be a tensor [batch, tokens] with at least one token")
+
+
+def mask_of(decoding: Any, input_ids: Any, attention_mask: Any | None) -> Any:
+    """Return the attention mask [batch, tokens] that `generate` would use; changes nothing.
+
+    Without a mask, `generate` treats every pad token as padding; so does this. `decoding`: the generation config of the
+    call, which names the pad token. Raises ValueError for another shape.
+    """
+    import torch
+
+    check_input_ids(input_ids)
     if attention_mask is None:
-        config = model.generation_config
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        if config.pad_token_id is None or config.pad_token_id in ends:
+        pads = _token_ids(decoding.pad_token_id)
+        if not pads or pads[0] in _token_ids(decoding.eos_token_id):
             return torch.ones_like(input_ids)
-        return (input_ids != config.pad_token_id).long()
+        return (input_ids != pads[0]).long()
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask must be [batch, tokens] like input_ids, {list(input_ids.shape)}, "
@@ -39,19 +46,37 @@ def mask_of(model: Any, input_ids: Any, attention_mask: Any | None) -> Any:
 
 
 def rows_of(input_ids: Any, attention_mask: Any) -> list[BatchRow]:
-    """Return the prompts of a batch. Raises ValueError unless the padding, if any, is on the left of each row."""
-    ids = input_ids.cpu().numpy().astype(np.int32)
-    seen = attention_mask.cpu().numpy() != 0
+    """Return the prompts of a batch, as copies.
+
+    Raises ValueError unless the padding, if any, is on the left of each row, and for ids that are not of tokens.
+    """
+    given = input_ids.cpu().numpy()
+    if given.dtype.kind not in "iu" or given.min() < 0:
+        raise ValueError("input_ids has values that are not ids of tokens, so they have no keys")
+    ids = given.astype(np.int32)
+    mask = attention_mask.cpu().numpy()
+    seen = mask != 0
+    if (mask[seen] != 1).any():
+        raise ValueError("attention_mask has values other than 0 and 1")
     rows = []
-    for number, (tokens, mask) in enumerate(zip(ids, seen, strict=True)):
-        pad = int(mask.argmax())
-        if not mask[pad:].all() or not mask.any():
+    for number, (tokens, shown) in enumerate(zip(ids, seen, strict=True)):
+        pad = int(shown.argmax())
+        if not shown[pad:].all() or not shown.any():
             raise ValueError(
                 f"row {number} is masked inside or on the right: pad on the left, and pass an attention_mask "
                 "if a pad token is part of the prompt"
             )
         rows.append(BatchRow(tokens[pad:], pad))
     return rows
+
+
+def _token_ids(given: Any) -> list[int]:
+    """Return the ids of a field of a generation config, which may be one, several or none."""
+    if given is None:
+        return []
+    if hasattr(given, "tolist"):  # a tensor
+        given = given.tolist()
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def grown_mask(attention_mask: Any, input_ids: Any) -> Any:

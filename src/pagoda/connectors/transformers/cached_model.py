@@ -15,20 +15,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+
+import numpy as np
 
 from pagoda.blend import SelectionPolicy, as_documents, blend_setting, policy_named
 from pagoda.cache import Cache, Cleared, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers import model_checks
-from pagoda.connectors.transformers.batch_rows import BatchRow, grown_mask, mask_of, rows_of
+from pagoda.connectors.transformers.batch_rows import BatchRow, check_input_ids, grown_mask, mask_of, rows_of
+from pagoda.connectors.transformers.call_arguments import read_arguments
 from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
+from pagoda.connectors.transformers.hook_watch import ForeignHook, HookChanges, HookWatch
+from pagoda.connectors.transformers.model_edits import ModelEdits, code_between, foreign_hooks
 from pagoda.connectors.transformers.model_identity import Stamp, adapters_digest, namespace_of, stamp_of
+from pagoda.connectors.transformers.numerics import numerics_of
 from pagoda.errors import ConfigError
 from pagoda.fork import reset_in_child
-from pagoda.keys import Namespace
+from pagoda.keys import Int32s, Namespace
 from pagoda.layout import KVLayout
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.transfer import DenseKV
@@ -39,8 +45,33 @@ if TYPE_CHECKING:
 
 _log = guarded_logger("pagoda.connectors")
 
-# the cache of the present weights; the options of its calls; the namespace of the weights and the adapters
-_Ready: TypeAlias = tuple[Cache, dict[str, Any], Namespace]
+_MOST_HOOKS = 64  # that change KV, to remember
+_MOST_LAYOUTS = 64  # of KV under other settings, to remember
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a call may use at this moment. Two that are equal name the same KV."""
+
+    cache: Cache  # of the present weights
+    space: dict[str, Any]  # the options of its calls: adapter, tenant, numerics
+    namespace: Namespace  # of the weights and the adapters
+    why_not: str  # why KV of this moment has no name: nothing is loaded or stored; "" if it has
+    hooks: Sequence[ForeignHook] = field(default=(), compare=False)  # to be watched while the model computes
+
+    @property
+    def why_not_apart(self) -> str:
+        """Why KV that is computed out of sight has no name: there, no hook is watched."""
+        return self.why_not or (f"{self.hooks[0].text} may change the KV: remove it" if self.hooks else "")
+
+
+class _Prompts(NamedTuple):
+    """The prompts of one call of `generate` that can use the cache."""
+
+    input_ids: Any
+    mask: Any  # [batch, tokens]
+    rows: list[BatchRow]
+    repeats: int  # rows that `generate` makes of each
 
 
 @dataclass
@@ -74,8 +105,11 @@ class CachedModel:
     """A Transformers model with a `Cache`: a prompt starts from the KV that any process has computed for it before.
 
     The bytes of the weights and of the active LoRA adapters are part of the namespace: two models share KV only
-    if they are the same. The last token of a prompt is always computed, because with a full hit `generate` would
-    silently continue from another position. A model or call whose KV cannot be cut is a ValueError that says why.
+    if they are the same. So is how the model is computed, where that differs from the defaults: `torch.autocast`, the
+    precision of float32 products, another implementation of attention. The last token of a prompt is always computed,
+    because with a full hit `generate` would silently continue from another position. A model whose KV cannot be cut
+    is a ValueError that says why. A call whose KV depends on more than its tokens goes on without the cache, with the
+    reason `not_cacheable` in `last` and in the counters, and a line in the log.
 
     KV is loaded to the model's device. On a CUDA device it is copied directly between the device and the slots; for a
     single prompt in host memory, `generate` computes with the first layers while the others are still being copied.
@@ -125,6 +159,12 @@ class CachedModel:
         config = cache.config if cache is not None else _configured(config, options)
         self._seen = _looked_at(model, config.chunk_tokens)
         self._stamp, self._forms = stamp_of(model), model_checks.forms_of(model)
+        self._edits = ModelEdits(model)
+        self._probed_under = (numerics_of(model).autocast, "")
+        self._changing: list[Any] = []  # hooks that were seen to change the KV
+        self._layouts: dict[
+            tuple[str, str], str
+        ] = {}  # autocast and edits -> why their KV does not fit the layout
         self.reset()
         reset_in_child(self)
         self._prefills = PrefillTimes(self._observe)
@@ -142,6 +182,8 @@ class CachedModel:
         self._closed = False
         # settings of `blend` that had a verdict: if it is lost, they raise no error
         self._passed: set[str] = set()
+        if why := read_arguments(model, {}).why_not:
+            _log.warning("calls go on without the cache unless their arguments change that: %s", why)
 
     def reset(self) -> None:
         """Create a new lock in a forked child: another thread may have held the old one. Nothing else must change."""
@@ -175,11 +217,14 @@ class CachedModel:
     ) -> Any:
         """Return the result of `model.generate` for these arguments, sooner; store the KV of the prompt.
 
+        Arguments on which the KV may depend, and those that are not known, are passed on, but the call goes on without
+        the cache: `last.hit` says why. Nothing that happens after the text is complete raises.
+
         With `documents` the answer is approximate: it starts from the KV of each document alone, see `blend`. Then the
         result begins with the tokens of all documents and of the question.
 
         Args:
-            input_ids: the prompts, [batch, tokens]; not with `documents`.
+            input_ids: the prompts, [batch, tokens]; not with `documents`. None: the call goes on without the cache.
             attention_mask: as for `model.generate`; not with `documents`.
             documents, question, recompute, policy, min_tokens, unchecked: as for `blend`; text needs `tokenizer`.
             store: False: only read.
@@ -187,9 +232,9 @@ class CachedModel:
             salt: the tenant of this call, instead of the model's.
             kwargs: arguments of `model.generate`.
 
-        Raises ValueError for calls that cannot be cached, ConfigError (a ValueError) if `blend` has no verdict.
+        Raises ValueError for wrong arguments, ConfigError (a ValueError) if `blend` has no verdict.
         """
-        decoding = model_checks.check_call(self.model, kwargs)
+        decoding, why_not = read_arguments(self.model, kwargs)
         beams = decoding.num_beams or 1
         repeats = max(beams, decoding.num_return_sequences or 1)
         if documents is not None or question is not None:
@@ -198,37 +243,56 @@ class CachedModel:
                     "documents: give the whole prompt as documents and question, without input_ids, attention_mask "
                     "and store_output"
                 )
-            found = self.blend(
-                documents, question, recompute=recompute, policy=policy, min_tokens=min_tokens, unchecked=unchecked,
-                store=store, salt=salt, tokenizer=kwargs.get("tokenizer"),
-            )  # fmt: skip
+            why_not = why_not or self._ready(salt).why_not
+            if why_not:
+                return self._generated_whole(why_not, documents, question, kwargs)
+            try:
+                found = self.blend(
+                    documents, question, recompute=recompute, policy=policy, min_tokens=min_tokens,
+                    unchecked=unchecked, store=store, salt=salt, tokenizer=kwargs.get("tokenizer"),
+                )  # fmt: skip
+            except HookChanges as seen:
+                return self._generated_whole(str(seen), documents, question, kwargs)
             return self._generated_from(found, repeats, kwargs)
         if store_output and beams > 1:
             raise ValueError(
                 "store_output: beams change rows while they grow, so only their prompt can be stored"
             )
-        mask = mask_of(self.model, input_ids, attention_mask)
         self._prefills.read()
         before = self._ready(salt)
-        out, kv = self._generated(input_ids, mask, repeats, before, kwargs)
-        if self._ready(salt) != before:
-            self.last_stored = []  # the weights or adapters have changed: which of them computed this KV is unknown
-        elif store_output:
-            ids = getattr(out, "sequences", out)
-            mask = grown_mask(mask.repeat_interleave(repeats, 0), ids)
-            self.last_stored = self.store(ids, kv, mask, salt=salt)
-        elif store:
-            self.last_stored = self.store(input_ids, kv, mask, salt=salt, every=repeats)
+        why_not = why_not or before.why_not
+        prompts = None
+        if not why_not:
+            prompts, why_not = _prompts_of(decoding, input_ids, attention_mask, repeats)
+        if prompts is None:
+            return self._generated_without(why_not, input_ids, attention_mask, kwargs)
+        watch = HookWatch(self.model, before.hooks)
+        try:
+            with watch:
+                out, kv = self._generated(prompts, before, kwargs)
+        except HookChanges as seen:  # nothing was chosen or streamed yet, except the prompt
+            self._keep_in_mind(seen.hook)
+            return self._generated_without(str(seen), input_ids, attention_mask, _again(kwargs))
+        self.last_stored = []
+        if watch.changing is not None:
+            self._keep_in_mind(watch.changing.hook)
+        elif store or store_output:
+            self._store_after(out, kv, prompts, before, salt, store_output)
         return out
 
     def prefix(self, input_ids: Any, attention_mask: Any | None = None, *, salt: str | None = None) -> Prefix:
         """Return a DynamicCache with the KV of the leading tokens in the tiers. Does not change the model.
 
-        Rows of a batch use the columns that all rows have. The cache never covers the whole prompt.
+        Rows of a batch use the columns that all rows have. The cache never covers the whole prompt. The KV is that of
+        a model computed as at this moment, of token ids alone: call `model.generate` under the same settings, without
+        arguments on which the KV depends.
         """
         began = time.perf_counter()
         ready = self._ready(salt)
-        rows = rows_of(input_ids, mask_of(self.model, input_ids, attention_mask))
+        rows = rows_of(input_ids, mask_of(self.model.generation_config, input_ids, attention_mask))
+        if why_not := ready.why_not_apart:
+            ready.cache.decline(why_not)
+            return self._without(rows, why_not, dynamic_cache(self.model, self._seen, [], rows, 0))
         return self._prefix(rows, input_ids.shape[1], ready, self._looked(rows, ready), began)
 
     def blend(
@@ -271,11 +335,10 @@ class CachedModel:
 
         began = time.perf_counter()
         pieces, chosen_by = as_documents(documents, question, tokenizer), policy_named(policy)
-        if self.model.training:
-            raise ValueError(
-                "the model is in training mode, where dropout changes the KV: call model.eval() first"
-            )
-        (cache, space, weights), blender, stamp = self._ready_to_blend(salt)
+        ready, blender, stamp = self._ready_to_blend(salt)
+        if ready.why_not:
+            raise ValueError(ready.why_not)
+        cache, space = ready.cache, ready.space
         recompute = cache.config.blend_recompute if recompute is None else recompute
         min_tokens = cache.config.blend_min_tokens if min_tokens is None else min_tokens
         setting = blend_setting(chosen_by, recompute, min_tokens)
@@ -290,10 +353,14 @@ class CachedModel:
             self._passed.add(str(setting))
 
         def may_store() -> bool:
-            lora = adapters_digest(self.model) or None
-            return store and stamp_of(self.model) == stamp and cache.present_namespace(lora) == weights
+            return store and stamp_of(self.model) == stamp and self._ready(salt) == ready
 
-        kv, blended = blender.blend(pieces, chosen_by, state, space, may_store)
+        try:
+            with HookWatch(self.model, ready.hooks):
+                kv, blended = blender.blend(pieces, chosen_by, state, space, may_store)
+        except HookChanges as seen:
+            self._keep_in_mind(seen.hook)
+            raise
         tokens = len(blended.tokens) - 1
         return Prefix(kv, tokens, [tokens], [hit_of(blended)], time.perf_counter() - began, blended)
 
@@ -324,36 +391,48 @@ class CachedModel:
 
         `past_key_values` is the DynamicCache after `generate` or `forward` with the present weights and
         adapters; the rows of `input_ids` are its rows 0, every, 2 * every, ... If `input_ids` includes generated
-        tokens, they are stored too. Raises ValueError for tokens from the first one on that `blend` made approximate.
+        tokens, they are stored too. The KV must have been computed under the settings of this moment. Raises ValueError
+        for tokens from the first one on that `blend` made approximate, and for KV that does not fit the layout.
         """
-        cache, space, _ = self._ready(salt)
+        rows = rows_of(input_ids, mask_of(self.model.generation_config, input_ids, attention_mask))
+        ready = self._ready(salt)
+        if why_not := ready.why_not_apart:
+            ready.cache.decline(why_not, loaded=True)
+            whole = [len(row.tokens) // self.layout.chunk_tokens for row in rows]
+            return [Stored(0, 0, 0, chunks, Reason.NOT_CACHEABLE) for chunks in whole]
+        return self._stored(rows, past_key_values, ready, every)
+
+    def _stored(self, rows: list[BatchRow], past_key_values: Any, ready: _Ready, every: int) -> list[Stored]:
+        """Store the KV of rows 0, every, 2 * every, ... Raises ValueError for KV that is not of this model."""
         layers = past_key_values.layers
         if len(layers) != self.layout.layers or {type(one).__name__ for one in layers} != {"DynamicLayer"}:
             raise ValueError(
                 "past_key_values must be a DynamicCache of this model: K and V of every token, uncut"
             )
         planes = [[layer.keys, layer.values] for layer in layers]
-        columns = min(past_key_values.get_seq_length(), input_ids.shape[1])
+        width = rows[0].pad + len(rows[0].tokens)
+        columns = min(past_key_values.get_seq_length(), width)
         if columns > (exact := getattr(past_key_values, "pagoda_exact_tokens", columns)):
             raise ValueError(
                 f"past_key_values was blended, and only its first {exact} tokens are exact: prompts would use the "
                 "others as exact KV; store only the exact tokens"
             )
-        rows = rows_of(input_ids, mask_of(self.model, input_ids, attention_mask))
         answers = []
         for number, row in enumerate(rows):
             kv = kv_of_row(planes, number * every, row.pad, max(columns, row.pad), self._seen)
-            answers.append(cache.store(row.tokens[: kv.num_tokens], kv, **space))
+            answers.append(ready.cache.store(row.tokens[: kv.num_tokens], kv, **ready.space))
         return answers
 
     def clear(self, *, salt: str | None = None) -> Cleared:
         """Remove the chunks of this model from every tier: prompts and documents, with the active adapters.
 
         `cache.clear` does not remove documents. `salt`: the tenant; by default that of the object. Returns how many
-        chunks each tier had, and which tiers failed: their chunks are still there. Thread-safe.
+        chunks each tier had, and which tiers failed: their chunks are still there. What was stored under other
+        settings, such as `torch.autocast`, has another namespace: call this under them. Thread-safe.
         """
-        cache, space, _ = self._ready(salt)
-        cleared = cache.clear(**space)
+        ready = self._ready(salt)
+        space = ready.space
+        cleared = ready.cache.clear(**space)
         try:
             blender = self._ready_to_blend(salt)[1]
         except ConfigError:
@@ -399,12 +478,57 @@ class CachedModel:
         given = model_checks.kv_argument(self.model, kv)
         return self.model.generate(input_ids, attention_mask=mask, **given, **kwargs)
 
-    def _generated(
-        self, input_ids: Any, mask: Any, repeats: int, ready: _Ready, kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
+    def _generated_without(
+        self, why_not: str, input_ids: Any, attention_mask: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of `model.generate` for these arguments, which the cache has no part in."""
+        self.cache.decline(why_not)
+        self.last_stored = []
+        self.last = self._without([], why_not, None)
+        given = [] if input_ids is None else [input_ids]
+        if attention_mask is not None:
+            kwargs = {"attention_mask": attention_mask, **kwargs}
+        return self.model.generate(*given, **kwargs)
+
+    def _generated_whole(self, why_not: str, documents: Any, question: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the result of `model.generate` for documents and a question as one prompt, without the cache."""
+        pieces = as_documents(documents, question, kwargs.get("tokenizer"))
+        ids = self._as_prompt(np.concatenate(pieces))
+        return self._generated_without(why_not, ids, ids.new_ones(ids.shape), kwargs)
+
+    def _without(self, rows: list[BatchRow], why_not: str, kv: Any) -> Prefix:
+        """Return a prefix of nothing, with a miss for each row."""
+        tokens = [len(row.tokens) for row in rows] or [0]
+        misses = [Hit(0, {}, np.zeros(count, np.bool_), Reason.NOT_CACHEABLE, why_not) for count in tokens]
+        return Prefix(kv, 0, [0] * len(misses), misses, 0.0)
+
+    def _store_after(
+        self, out: Any, kv: Any, prompts: _Prompts, before: _Ready, salt: str | None, with_output: bool
+    ) -> None:
+        """Store the KV of a complete generation. Never raises: nobody loses a text because of its KV."""
+        ids = getattr(out, "sequences", out)
+        rows, every = prompts.rows, prompts.repeats
+        try:
+            if self._ready(salt) != before:
+                # which of the two computed this KV is unknown
+                raise ValueError(
+                    "the weights, the adapters or the settings changed while the text was computed"
+                )
+            if every == 1 and not 0 <= ids.shape[1] - kv.get_seq_length() <= 1:
+                raise ValueError(
+                    f"{kv.get_seq_length()} tokens have KV, and the text has {ids.shape[1]} tokens"
+                )
+            if with_output:
+                rows, every = rows_of(ids, grown_mask(prompts.mask.repeat_interleave(every, 0), ids)), 1
+            self.last_stored = self._stored(rows, kv, before, every)
+        except Exception as trouble:  # noqa: BLE001  # a boundary: the text is complete
+            before.cache.decline(f"the KV of a text is not stored: {trouble}", loaded=True)
+
+    def _generated(self, prompts: _Prompts, ready: _Ready, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Return the result of `model.generate`, started from the KV in the tiers, and the filled DynamicCache."""
         began = time.perf_counter()
-        rows, width = rows_of(input_ids, mask), input_ids.shape[1]
+        input_ids, mask, rows, repeats = prompts
+        width = input_ids.shape[1]
         looked = self._looked(rows, ready)
         load = self._begun(rows, looked, ready) if looked is not None and repeats == 1 else None
         if load is not None and looked is not None:
@@ -423,25 +547,28 @@ class CachedModel:
 
     def _generated_from(self, found: Prefix, repeats: int, kwargs: dict[str, Any]) -> Any:
         """Return the result of `model.generate` for a prompt of documents; `last` gets the prefix."""
-        import torch
-
         assert found.blend is not None
         kv, found.past_key_values, self.last, self.last_stored = found.past_key_values, None, found, []
-        ids = torch.from_numpy(found.blend.tokens).long().to(self.model.device)[None]
+        ids = self._as_prompt(found.blend.tokens)
         if repeats > 1:
             kv.batch_repeat_interleave(repeats)
-        return self._generate_from(kv, ids, torch.ones_like(ids), kwargs)
+        return self._generate_from(kv, ids, ids.new_ones(ids.shape), kwargs)
+
+    def _as_prompt(self, tokens: Int32s) -> Any:
+        """Return the tokens as a batch of one prompt, on the model's device."""
+        import torch
+
+        return torch.from_numpy(tokens).long().to(self.model.device)[None]
 
     def _looked(self, rows: list[BatchRow], ready: _Ready) -> Hit | None:
         """Look up and count a single prompt of a model on a device; None: `retrieve` looks it up."""
         if self._seen.copy_engine is None or len(rows) > 1:
             return None
-        cache, space, _ = ready
-        return cache.lookup(rows[0].tokens[:-1], **space)
+        return ready.cache.lookup(rows[0].tokens[:-1], **ready.space)
 
     def _begun(self, rows: list[BatchRow], looked: Hit, ready: _Ready) -> LayerLoad | None:
         """Begin to load the hit layer by layer; None if it is not completely on the host, or the model cannot wait."""
-        cache, space, _ = ready
+        cache = ready.cache
         on_host = cache.slots is not None and set(looked.by_tier) == {cache.tiers[0]}
         if not on_host or rows[0].pad or model_checks.is_compiled(self.model):
             return None
@@ -449,7 +576,7 @@ class CachedModel:
 
         with self._lock:
             loads = self._loads = self._loads or LayerLoads()
-        return loads.begin(self.model, self._seen, cache, rows[0].tokens[: looked.num_tokens], space)
+        return loads.begin(self.model, self._seen, cache, rows[0].tokens[: looked.num_tokens], ready.space)
 
     def _computed_meanwhile(
         self, load: LayerLoad, input_ids: Any, mask: Any, looked: Hit, kwargs: dict[str, Any]
@@ -494,7 +621,7 @@ class CachedModel:
 
     def _wanted(self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None) -> list[Any]:
         """Return the tokens to load for each row: without the last one, and only in the columns that all rows have."""
-        cache, space, _ = ready
+        cache, space = ready.cache, ready.space
         most = width - 1 if looked is None else rows[0].pad + looked.num_tokens
         if len(rows) > 1:
             found = [cache.lookup(row.tokens[:-1], counted=False, **space).num_tokens for row in rows]
@@ -508,23 +635,67 @@ class CachedModel:
 
     def _retrieved(self, tokens: Any, kv: DenseKV, ready: _Ready, looked: Hit | None) -> Hit:
         """Fill `kv` from the tiers. An earlier look-up (`looked`) was counted, and has the reason for a miss."""
-        cache, space, _ = ready
         if looked is None:
-            return cache.retrieve(tokens, kv, **space)
-        hit = cache.retrieve(tokens, kv, counted=False, **space)
+            return ready.cache.retrieve(tokens, kv, **ready.space)
+        hit = ready.cache.retrieve(tokens, kv, counted=False, **ready.space)
         return replace(looked, by_tier=hit.by_tier) if hit.num_tokens == looked.num_tokens else hit
 
     # ---- the present state of the model
 
+    def _keep_in_mind(self, hook: Any) -> None:
+        del self._changing[: -_MOST_HOOKS + 1]
+        self._changing.append(hook)
+
     def _ready(self, salt: str | None) -> _Ready:
-        """Return the cache of the present weights, and the options for adapters and tenant."""
+        """Return the cache of the present weights, and the options for adapters, tenant and numerics."""
         with self._lock:
             stamp = stamp_of(self.model)
             if stamp != self._stamp:
                 self._weights_changed()
                 self._stamp = stamp
-            lora = adapters_digest(self.model) or None
-            return self.cache, {"lora": lora, "salt": salt}, self.cache.present_namespace(lora)
+            hooks = foreign_hooks(self.model)
+            why_not = code_between(self.model)
+            changing = next(
+                (one for one in hooks if any(one.hook is known for known in self._changing)), None
+            )
+            if changing is not None:
+                why_not = why_not or str(HookChanges(changing))
+            lora = None
+            try:
+                lora = adapters_digest(self.model) or None
+            except ValueError as trouble:
+                why_not = why_not or str(trouble)
+            numerics, edits = numerics_of(self.model), self._edits.text()
+            why_not = why_not or self._layout_trouble(numerics.autocast, edits)
+            space = {"lora": lora, "salt": salt, "numerics": ", ".join(filter(None, (numerics.text, edits)))}
+            return _Ready(self.cache, space, self.cache.present_namespace(lora), why_not, hooks)
+
+    def _layout_trouble(self, autocast: str, edits: str) -> str:
+        """Return why KV that is computed now does not fit the layout, or cannot be cut; "" if it does and can.
+
+        The first call under other settings probes the model, by passes over three tokens.
+        """
+        present = (autocast, edits)
+        if present == self._probed_under:
+            return ""
+        if present not in self._layouts:
+            while len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.pop(next(iter(self._layouts)))
+            self._layouts[present] = self._probed_trouble(autocast)
+        return self._layouts[present]
+
+    def _probed_trouble(self, autocast: str) -> str:
+        try:
+            model_checks.check_model(self.model)
+            layout = model_checks.probe_model(self.model, self.layout.chunk_tokens).layout
+        except ValueError as trouble:
+            return str(trouble)
+        if layout.fingerprint == self.layout.fingerprint:
+            return ""
+        return (
+            f"under {autocast or 'these settings'} the KV has another layout, {_dtypes(layout)} instead of "
+            f"{_dtypes(self.layout)}: create the CachedModel under the settings of its calls"
+        )
 
     def _ready_to_blend(self, salt: str | None) -> tuple[_Ready, Blender, Stamp]:
         """Return the result of `_ready`, the blender for the present weights, and their stamp.
@@ -536,7 +707,7 @@ class CachedModel:
         with self._lock:
             ready = self._ready(salt)
             if self._blender is None:
-                self._blender = Blender(self.model, self._seen, ready[0])
+                self._blender = Blender(self.model, self._seen, ready.cache)
                 if self._closed:  # documents are computed then, like prompts
                     self._blender.cache.close()
             return ready, self._blender, self._stamp
@@ -558,6 +729,8 @@ class CachedModel:
         if forms != self._forms:
             old.close()  # a store of another layout may need its space
             self._seen, self._forms = _looked_at(self.model, self.layout.chunk_tokens), forms
+            self._probed_under = (numerics_of(self.model).autocast, self._edits.text())
+            self._layouts.clear()
         namespace = namespace_of(self.model, self._seen.layout, **self._named)
         try:
             self.cache = Cache(self._config, namespace=namespace, layout=self._seen.layout)
@@ -587,6 +760,24 @@ def _looked_at(model: Any, chunk_tokens: int) -> model_checks.ProbedModel:
     return seen._replace(copy_engine=copy_engine_for(seen.devices))
 
 
+def _dtypes(layout: KVLayout) -> str:
+    return "/".join(plane.dtype for plane in layout.planes)
+
+
+def _prompts_of(
+    decoding: Any, input_ids: Any, attention_mask: Any, repeats: int
+) -> tuple[_Prompts | None, str]:
+    """Return the prompts of a call, or None and why they have no keys. ValueError if `input_ids` is no tensor."""
+    if input_ids is None:
+        return None, "there are no input_ids, of which keys are made"
+    check_input_ids(input_ids)
+    try:
+        mask = mask_of(decoding, input_ids, attention_mask)
+        return _Prompts(input_ids, mask, rows_of(input_ids, mask), repeats), ""
+    except ValueError as trouble:
+        return None, str(trouble)
+
+
 def _again(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for a second `generate` of the same prompt; the streamer does not get the prompt again."""
     if kwargs.get("streamer") is None:
@@ -609,7 +800,10 @@ def _check_made_for(cache: Cache, namespace: Namespace) -> None:
     """Raise ValueError if a cache that was passed in belongs to another model."""
     theirs = cache.namespace
     asked = namespace.with_(
-        salt=theirs.salt, weights_epoch=theirs.weights_epoch, approximate=theirs.approximate
+        salt=theirs.salt,
+        weights_epoch=theirs.weights_epoch,
+        approximate=theirs.approximate,
+        numerics=theirs.numerics,  # each call names its own
     )
     differing = Namespace.differing(cache.namespace.fields(), asked.fields())
     if differing:

@@ -1,8 +1,7 @@
-"""Decides which models and calls can be cached. All others are refused with a reason, so that no text is wrong."""
+"""Decides which models can be cached. All others are refused with a reason, so that no text is wrong."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,11 +20,6 @@ _WHY = {
     "DummyLayer": "layers that share the KV of others are not supported yet",
 }
 _LENGTH_ROPES = ("dynamic", "longrope")  # rotary frequencies that depend on the length of the prompt
-
-
-_APART = ("negative_prompt_ids", "negative_prompt_attention_mask")  # for a separate pass with its own cache
-_CACHES = ("cache", "past_key_values", "cache_params")  # the first since Transformers 5.24
-_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 
 class ProbedModel(NamedTuple):
@@ -102,54 +96,6 @@ def _is_compiled(module: Any) -> bool:
     )
 
 
-def check_call(model: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the generation config that `generate` will use; changes nothing.
-
-    Raises ValueError for an argument on which the KV would depend, that passes another cache, or that chooses a
-    decoding mode that does not start at the end of a filled cache.
-    """
-    import torch
-
-    if model.training:
-        raise ValueError(
-            "the model is in training mode, where dropout changes the KV: call model.eval() first"
-        )
-    for name in (*_CACHES, "cache_implementation", "inputs_embeds", "inputs", "custom_generate"):
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{name} cannot be given here: this call makes the KV cache itself, from input_ids"
-            )
-    if kwargs.get("synced_gpus"):
-        raise ValueError(
-            "synced_gpus: processes that take every step together cannot begin at different hits"
-        )
-    for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor) and name not in _APART:
-            raise ValueError(f"{name}: the KV would depend on it, and keys are made of token ids alone")
-    config = _generation_config(model, kwargs)
-    if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-        raise ValueError(
-            f"cache_implementation {config.cache_implementation!r} in the generation config: only dynamic works"
-        )
-    if config.use_cache is False:
-        raise ValueError("use_cache=False leaves no KV to store or pass on")
-    mode = config.get_generation_mode(kwargs.get("assistant_model")).value
-    # assisted decoding computes the whole prompt again over the filled cache: another text
-    if mode not in _MODES:
-        raise ValueError(
-            f"{mode.replace('_', ' ')} does not begin from a filled cache: one of {', '.join(_MODES)}"
-        )
-    return config
-
-
-def _generation_config(model: Any, kwargs: dict[str, Any]) -> Any:
-    defaults = model.generation_config
-    config = copy.deepcopy(kwargs.get("generation_config") or type(defaults)())
-    config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
-    config.update(**{name: value for name, value in kwargs.items() if name != "generation_config"})
-    return config
-
-
 def kv_argument(model: Any, kv: Any) -> dict[str, Any]:
     """Return `kv` as the keyword argument that a call of the model, or of its `generate`, takes. Pure.
 
@@ -172,8 +118,13 @@ def probed_kv(model: Any, tokens: int, first: int | None = None) -> list[tuple[A
     more = {}
     if first is not None:
         more["position_ids"] = torch.arange(first, first + tokens, device=model.device)[None]
-    with torch.no_grad():
-        model(input_ids=ids, use_cache=True, **kv_argument(model, cache), **more)
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=True, **kv_argument(model, cache), **more)
+    except Exception as trouble:  # whatever a model's code raises
+        raise ValueError(
+            f"{type(model).__name__} cannot compute a prompt of token ids alone: {type(trouble).__name__}: {trouble}"
+        ) from trouble
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     if any(
         plane is None or plane.ndim != 4 or plane.shape[2] != tokens for layer in layers for plane in layer

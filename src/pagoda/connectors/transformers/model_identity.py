@@ -17,18 +17,23 @@ import xxhash
 from blake3 import blake3
 
 from pagoda.connectors.identity.plain_values import VOLATILE
+from pagoda.connectors.transformers.numerics import numerics_of
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
 Stamp = tuple[tuple[int, int], ...]
 
+_MARKS_OF_ADAPTERS = ("active_adapters", "merged_adapters")
 _PIECE_BYTES = 256 << 20  # how much is copied from a device to the CPU at a time
 
 
 def namespace_of(
     model: Any, layout: KVLayout, *, revision: str = "", weights: str | None = None, salt: str = ""
 ) -> Namespace:
-    """Return the namespace of a model: reads all its weights unless `weights` names them. Changes nothing."""
+    """Return the namespace of a model: reads all its weights unless `weights` names them. Changes nothing.
+
+    Settings of this moment that change numbers, such as `torch.autocast`, are part of it: see `numerics`.
+    """
     name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
     return Namespace(
         model=name.rstrip("/").rsplit("/", 1)[-1],
@@ -37,6 +42,7 @@ def namespace_of(
         kv_dtype=layout.planes[0].dtype,
         layout=layout.fingerprint,
         salt=salt,
+        numerics=numerics_of(model).text,
     )
 
 
@@ -83,6 +89,8 @@ def adapters_digest(model: Any) -> str:
         )
     at_work = []
     for name, module in model.named_modules():
+        if not _has_adapters(module):
+            continue
         merged = list(getattr(module, "merged_adapters", ()) or ())
         off = getattr(module, "disable_adapters", False)
         active = [] if off else _names(getattr(module, "active_adapters", ()))
@@ -93,6 +101,12 @@ def adapters_digest(model: Any) -> str:
     if not at_work:
         return ""
     return str(blake3(json.dumps(at_work, sort_keys=True, default=str).encode()).hexdigest(16))
+
+
+def _has_adapters(module: Any) -> bool:
+    own = vars(module)  # `getattr` of a missing attribute is slow on a module
+    kind = type(module)
+    return any(mark in own or hasattr(kind, mark) for mark in _MARKS_OF_ADAPTERS)
 
 
 def _names(active: Any) -> list[str]:

@@ -1,0 +1,167 @@
+"""What was done to a model's code and settings, apart from its weights: edits, hooks, other forward methods.
+
+Edits after the model was opened have a name, which is part of the namespace. Code that was put between the modules has
+none: calls go on without the cache while it is there. Hooks may only look: `hook_watch` finds that out. What a class or
+a function was replaced by cannot be seen here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from blake3 import blake3
+
+from pagoda.connectors.identity.plain_values import stable
+from pagoda.connectors.transformers.hook_watch import ForeignHook
+
+_SCALARS = (bool, int, float, str)
+_OTHERWISE_NAMED = frozenset(
+    {"active_adapters", "disable_adapters", "gradient_checkpointing", "merged_adapters", "training"}
+)
+# hooks of these only observe, or compute a weight from other weights, which are named
+_HARMLESS_HOOKS = ("torch.nn.utils.", "torch.utils.", "transformers.", "pagoda.")
+# the methods of a model that decide which KV belongs to which token
+_METHODS = ("forward", "generate", "prepare_inputs_for_generation")
+
+_Facts = dict[str, Any]  # by name: plain values
+
+
+class ModelEdits:
+    """The settings of one model when this was made, and how the present ones differ. As thread-safe as the model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._modules = _modules_of(model)
+        self._config = _config_of(model)
+
+    def text(self) -> str:
+        """Return a name of the differences, "" if there are none: the same edits have the same name everywhere."""
+        modules = _modules_of(self._model)
+        config = _config_of(self._model)
+        if modules == self._modules and config == self._config:
+            return ""
+        differences = [*_differences(self._modules, modules), *_differences(self._config, config)]
+        digest = blake3(json.dumps(differences, default=repr).encode())
+        return f"edited={digest.hexdigest(8)}"
+
+
+def code_between(model: Any) -> str:
+    """Return a sentence on the first method that was replaced, or module whose dropout is on; "" if there is none.
+
+    Changes nothing.
+    """
+    for name, module in model.named_modules():
+        own = vars(module)
+        if own.get("training") and (module is model or _is_random(module)):
+            return f"{_place(name)} is in training mode, where dropout changes the KV: call model.eval()"
+        for method in _METHODS:
+            replaced = own.get(method)
+            if replaced is not None and not _is_known_method(module, method, replaced):
+                return (
+                    f"{method} of {_place(name)} was replaced by {_described(replaced)}, which no key contains: "
+                    "restore it"
+                )
+    return ""
+
+
+def foreign_hooks(model: Any) -> list[ForeignHook]:
+    """Return the hooks on forward passes that may change them, in no certain order. Changes nothing."""
+    from torch.nn.modules import module as torch_module
+
+    found = []
+    for registered in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
+        found += _foreign_in(registered, "all modules")
+    for name, module in model.named_modules():
+        own = vars(module)
+        for registered in (own.get("_forward_hooks"), own.get("_forward_pre_hooks")):
+            if registered:
+                found += _foreign_in(registered, _place(name))
+    return found
+
+
+def _foreign_in(registered: Any, place: str) -> list[ForeignHook]:
+    return [
+        ForeignHook(registered, number, hook, f"the hook {_described(hook)} on {place}")
+        for number, hook in list(registered.items())
+        if not _is_harmless(hook)
+    ]
+
+
+def _modules_of(model: Any) -> _Facts:
+    """Return the class and the plain attributes of each module."""
+    found: _Facts = {}
+    for name, module in model.named_modules():
+        if "_orig_mod" in module._modules:  # the shell of a compiled module, which computes the same
+            continue
+        plain = {
+            attribute: value
+            for attribute, value in vars(module).items()
+            if type(value) in _SCALARS and attribute[0] != "_" and attribute not in _OTHERWISE_NAMED
+        }
+        found[name.replace("_orig_mod.", "").removesuffix("._orig_mod")] = (type(module), plain)
+    return found
+
+
+def _config_of(model: Any) -> _Facts:
+    facts: _Facts = stable(model.config.to_dict())
+    return facts
+
+
+def _differences(old: _Facts, new: _Facts) -> Iterator[tuple[str, Any]]:
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name):
+            yield name, new.get(name)
+
+
+# ---- code of others
+
+
+def _is_random(module: Any) -> bool:
+    """Whether a module computes something else in training mode. Modules that others add are in it unless told."""
+    from torch.nn.modules.batchnorm import _NormBase
+    from torch.nn.modules.dropout import _DropoutNd
+
+    if isinstance(module, _NormBase):
+        return True
+    return any(
+        type(value) in (int, float) and value > 0 and ("drop" in name or "jitter" in name or "noise" in name)
+        for name, value in vars(module).items()
+    ) or (isinstance(module, _DropoutNd) and module.p > 0)
+
+
+def _is_harmless(hook: Any) -> bool:
+    return f"{_origin(hook)}.".startswith(_HARMLESS_HOOKS)
+
+
+def _is_known_method(module: Any, name: str, replaced: Any) -> bool:
+    plain = getattr(replaced, "__func__", replaced)
+    if plain is getattr(type(module), name, None) or hasattr(replaced, "_torchdynamo_orig_callable"):
+        return True
+    if name == "forward":  # accelerate moves weights between devices
+        return _origin(replaced) == "accelerate.hooks"
+    # PEFT puts the method of the wrapped model into the wrapper
+    return f"{_origin(replaced)}.".startswith(("transformers.", "peft."))
+
+
+def _origin(function: Any) -> str:
+    """Return the module in which a function's code is, whatever it pretends to wrap."""
+    plain = _unwrapped(function)
+    return str(getattr(plain, "__globals__", {}).get("__name__") or type(plain).__module__)
+
+
+def _described(function: Any) -> str:
+    plain = _unwrapped(function)
+    return f"{_origin(function)}.{getattr(plain, '__qualname__', type(plain).__qualname__)}"
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__func__", function)
+
+
+def _place(name: str) -> str:
+    return f"module {name}" if name else "the model"

@@ -1,0 +1,144 @@
+"""How a model is computed at this moment: settings of the process, and of the model, that change numbers but no weight.
+
+They are part of the namespace, as text, and only where they differ from the defaults: with defaults keys are what they
+always were. `CachedModel` reads them before and after each call, and `namespace_of` when it is called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+# libraries read these when they are first used
+_VARIABLES = {
+    "cpu": ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    "cuda": ("NVIDIA_TF32_OVERRIDE",),
+}
+_EXACT_VARIABLES = ("", "STRICT")
+_EXACT_PRECISIONS = ("none", "ieee")  # of float32 products; "none" is the default
+
+
+class Numerics(NamedTuple):
+    """What differs from the defaults; both are "" if nothing does."""
+
+    autocast: str  # may give KV other dtypes
+    others: str
+
+    @property
+    def text(self) -> str:
+        """All differences, for the namespace."""
+        return ", ".join(filter(None, self))
+
+
+def numerics_of(model: Any) -> Numerics:
+    """Return how `model` would be computed on this thread now. Changes nothing."""
+    import torch
+
+    kinds = sorted({weight.device.type for weight in model.parameters()})
+    others = [*_precisions(kinds), *_attention_kernels(kinds), *_implementations(model)]
+    if torch.get_default_dtype() is not torch.float32:
+        others.append(f"default_dtype={_name(torch.get_default_dtype())}")
+    if torch.are_deterministic_algorithms_enabled():
+        others.append("deterministic")
+    return Numerics(", ".join(_autocasts(kinds)), ", ".join(others))
+
+
+def _autocasts(kinds: Iterable[str]) -> list[str]:
+    import torch
+
+    return [
+        f"autocast({kind})={_name(torch.get_autocast_dtype(kind))}"
+        for kind in kinds
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    ]
+
+
+def _precisions(kinds: Iterable[str]) -> list[str]:
+    """Return the precisions of matrix products that are not the default."""
+    import torch
+
+    backends = torch.backends
+    found = []
+    for kind in kinds:
+        precision = _float32_precision(kind)
+        if precision not in _EXACT_PRECISIONS:
+            found.append(f"float32_matmul({kind})={precision}")
+        for variable in _VARIABLES.get(kind, ()):
+            value = os.environ.get(variable, "")
+            if value.upper() not in _EXACT_VARIABLES:
+                found.append(f"{variable}={value}")
+    if "cpu" in kinds and not backends.mkldnn.enabled:
+        found.append("no_mkldnn")
+    if "cuda" in kinds:
+        matmul: Any = backends.cuda.matmul
+        found += _other_flags(
+            (
+                ("fp16_reduced", matmul.allow_fp16_reduced_precision_reduction, True),
+                ("bf16_reduced", matmul.allow_bf16_reduced_precision_reduction, True),
+                ("fp16_accumulation", getattr(matmul, "allow_fp16_accumulation", False), False),
+                ("math_sdp_reduced", backends.cuda.fp16_bf16_reduction_math_sdp_allowed(), False),  # type: ignore[no-untyped-call]
+            )
+        )
+    return found
+
+
+def _float32_precision(kind: str) -> str:
+    """Return how float32 matrices are multiplied: "ieee" or "none" exactly, "tf32" or "bf16" rounded."""
+    import torch
+
+    backend = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}.get(kind)
+    try:
+        return str(backend.matmul.fp32_precision)  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # another kind of device, or an older torch
+        pass
+    legacy = torch.get_float32_matmul_precision()
+    return "ieee" if legacy == "highest" else legacy
+
+
+def _attention_kernels(kinds: Iterable[str]) -> list[str]:
+    """Return the kernels of scaled_dot_product_attention that are switched off."""
+    import torch
+
+    cuda: Any = torch.backends.cuda
+    flags = [
+        ("flash_sdp", cuda.flash_sdp_enabled(), True),
+        ("math_sdp", cuda.math_sdp_enabled(), True),
+    ]
+    if "cuda" in kinds:
+        flags.append(("mem_efficient_sdp", cuda.mem_efficient_sdp_enabled(), True))
+        flags.append(("cudnn_sdp", cuda.cudnn_sdp_enabled(), True))
+    return _other_flags(flags)
+
+
+def _other_flags(flags: Iterable[tuple[str, Any, bool]]) -> list[str]:
+    """Return the flags, each a name, a value and the default, that are not the default."""
+    found = []
+    for name, value, default in flags:
+        if value is not default and value != default:
+            found.append(f"{name}={value}")
+    return found
+
+
+def _implementations(model: Any) -> list[str]:
+    """Return the implementations of attention and experts of the decoder that are not what the model would choose."""
+    config = model.config.get_text_config(decoder=True)
+    owner = next((module for module in model.modules() if vars(module).get("config") is config), None)
+    found = []
+    for name, chooser in (
+        ("attention", "get_correct_attn_implementation"),
+        ("experts", "get_correct_experts_implementation"),
+    ):
+        used = getattr(
+            config, "_attn_implementation" if name == "attention" else "_experts_implementation", None
+        )
+        choose = getattr(owner, chooser, None)
+        if used is None or choose is None:
+            continue
+        if used != choose(None):
+            found.append(f"{name}={used}")
+    return found
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
