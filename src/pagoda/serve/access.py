@@ -29,6 +29,8 @@ from pagoda.serve_token_file import TOKEN_VARIABLE, default_token_file
 
 COOKIE = "pagoda"
 """The name of the page's cookie."""
+LET_IN = "pagoda_let_in"
+"""A request has this key if it had the token or the cookie, or came over the Unix socket."""
 _SHORTEST_TOKEN, _LONGEST_TOKEN = 16, 1024
 _WRONG_TOKENS_A_SECOND, _WRONG_BURST = 1.0, 20.0
 _MOST_CLIENTS = 1024
@@ -112,12 +114,16 @@ class AccessRules:
 
     def _refused(self, request: web.Request) -> web.Response | None:
         if self._token is None:  # the Unix socket; a browser reaches it by a forwarded port
+            request[LET_IN] = True
             if request.path == "/healthz" or self.is_host(request.headers.get("Host", "")):
                 return None
             return refusal(421, "other_host", "write Host: localhost")
-        client, has_token = request.remote or "", self.has_token(request)
+        client = request.remote or ""
+        has_token = self.has_token(request)
+        let_in = has_token or self.has_cookie(request)
+        request[LET_IN] = let_in
         # On loopback, other users of the machine have the same address; they must not use up the limit of allowed ones.
-        if not self._requests.allows(f"{client} {has_token or self.has_cookie(request)}"):
+        if not self._requests.allows(f"{client} {let_in}"):
             return refusal(429, "too_many_requests")
         if request.path == "/healthz":  # it has no data, and probes call it by any name
             return None
@@ -125,7 +131,7 @@ class AccessRules:
             return None  # any Host header is allowed: no page of another name knows the token
         if not self.is_host(request.headers.get("Host", "")):
             return refusal(421, "other_host", "start the server with --allow-host NAME")
-        if request.path in self.open_paths or self.has_cookie(request):
+        if request.path in self.open_paths or let_in:
             return None
         if not self._wrong_tokens.allows(client):
             return refusal(429, "too_many_wrong_tokens")
