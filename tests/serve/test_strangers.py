@@ -204,8 +204,6 @@ def test_strangers_keep_nobody_out_and_leave_nothing(
                 said.append(f"{what}: {HONEST} answered, median {1000 * median:.1f} ms")
             assert median <= MOST_TIMES * quiet, (said, quiet)
         honest(listener)
-        more = resident(listener.pid) - before
-        print(
-            f"\n{kind}: quiet median {1000 * quiet:.1f} ms; {'; '.join(said)}; {more / (1 << 20):.1f} MiB more"
-        )
-        assert more <= MOST_BYTES
+        kit.wait_until(lambda: resident(listener.pid) <= before + MOST_BYTES)
+        more = (resident(listener.pid) - before) / (1 << 20)
+        print(f"{kind}: quiet median {1000 * quiet:.1f} ms; {'; '.join(said)}; then {more:.1f} MiB more")

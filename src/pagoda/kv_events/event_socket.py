@@ -6,7 +6,8 @@ until the process has no more files, and gives the memory back to nobody. Here,
 
 - at most 32 connections are open. For one more, another ends: first of those that have not subscribed, then of the
   address with the most connections, then the one that has been quiet for longest;
-- a frame of a client has at most 1 KiB. A subscription that matches the topic is a number, another one nothing;
+- a frame of a client has at most 1 KiB, and 256 frames may come at once, 10 in a second after that. A subscription
+  that matches the topic is kept as a number, another one not at all;
 - all messages that wait for slow routers are at most 128 MiB. A router that is further behind than its share misses
   messages; it gets everything when it connects again;
 - the thread takes at most a fifth of a processor, whatever arrives.
@@ -38,6 +39,8 @@ from pagoda.signal_safe_threads import NO_THREAD, begin
 MOST_CONNECTIONS = 32
 MOST_BEHIND_BYTES = 128 << 20  # all messages that wait for routers
 _MOST_FRAME_BYTES = 1 << 10  # of a client
+_MOST_FRAMES = 256  # of a client, at once; after that
+_FRAMES_A_SECOND = 10.0
 _READ_BYTES = 4096
 _HANDSHAKE_SECONDS = 10.0
 _IN_USE_SECONDS = 0.5  # how long to wait for the address of a socket that was just closed
@@ -72,6 +75,7 @@ class _Client:
         self.address = address
         self.since = self.quiet_since = time.monotonic()
         self.received = bytearray()
+        self.frames_left = float(_MOST_FRAMES)
         self.is_greeted = False
         self.is_ready = False
         self.prefixes: set[int] = set()
@@ -80,6 +84,10 @@ class _Client:
 
     def frames(self, data: bytes) -> Iterator[tuple[int, bytes]]:
         """Take in what has arrived; yield flags and body of each whole frame. Raises _Rude."""
+        now = time.monotonic()
+        more = _FRAMES_A_SECOND * (now - self.quiet_since)
+        self.frames_left = min(self.frames_left + more, float(_MOST_FRAMES))
+        self.quiet_since = now
         self.received += data
         buffer = self.received
         if not self.is_greeted:
@@ -101,6 +109,9 @@ class _Client:
                 raise _Rude(f"it sends a frame of {length:,} bytes")
             if len(buffer) < begin + length:
                 return
+            self.frames_left -= 1.0
+            if self.frames_left < 0.0:
+                raise _Rude("it subscribes too often")
             body = bytes(buffer[begin : begin + length])
             del buffer[: begin + length]
             yield flags, body
@@ -299,7 +310,6 @@ class EventSocket:
             data = client.sock.recv(_READ_BYTES)
             if not data:
                 raise ConnectionError
-            client.quiet_since = time.monotonic()
             for flags, body in client.frames(data):
                 self._take(client, flags, body)
         except (BlockingIOError, InterruptedError):

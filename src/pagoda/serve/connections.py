@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import ipaddress
 import socket
@@ -22,6 +23,7 @@ import ssl
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -35,6 +37,7 @@ _READ_BYTES = 256 << 10
 _GOODBYE_SECONDS = 2.0  # how long the end of a TLS connection waits for the client
 _NO_FILES_SECONDS = 1.0  # the pause after an accept for which this process has no file or no memory
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_ENDED = 16  # connections have ended: then their memory is given back
 _NETWORK_BYTES = 8  # of an IPv6 address: one machine has all addresses of a /64
 
 _logger = guarded_logger("pagoda.serve")
@@ -72,12 +75,14 @@ class _Guest:
 class Connection(RequestHandler):
     """A connection with the time since which it waits for the rest of a request's header, or for its close."""
 
-    __slots__ = ("guest", "guests", "is_trusted", "late_since", "wire")
+    __slots__ = ("guest", "is_trusted", "late_since", "leave", "wire")
 
-    def __init__(self, guest: _Guest, guests: set[_Guest], server: web.Server, idle_seconds: float) -> None:
-        """Make the connection of `guest`, who leaves `guests` when it ends."""
+    def __init__(
+        self, guest: _Guest, leave: Callable[[_Guest], None], server: web.Server, idle_seconds: float
+    ) -> None:
+        """Make the connection of `guest`; when it ends, `leave` is called."""
         self.guest = guest
-        self.guests = guests
+        self.leave = leave
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -103,7 +108,8 @@ class Connection(RequestHandler):
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self.guests.discard(self.guest)
+        self.leave(self.guest)
+        self.guest.connection = None  # a cycle would keep the buffers of TLS for long
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -137,6 +143,7 @@ class Connections:
         self._tls = tls
         self._limits = limits
         self._guests: set[_Guest] = set()
+        self._ended = 0  # how many have ended since memory was given back
         self._arrivals: set[asyncio.Task[None]] = set()  # those between their accept and their first request
         self._loop = asyncio.get_running_loop()
         self._work = [self._loop.create_task(work) for work in (self._accept(), self._end_late_ones())]
@@ -175,7 +182,7 @@ class Connections:
             return False
         places = Counter(guest.client for guest in self._guests)
         last = min(idle, key=lambda one: (one.is_trusted, -places[one.client], one.quiet_since))
-        self._guests.discard(last)
+        self._left(last)
         last.end()
         return True
 
@@ -184,22 +191,34 @@ class Connections:
         secure = self._tls is not None
         try:
             await self._loop.connect_accepted_socket(
-                lambda: Connection(guest, self._guests, self._server, self._limits.idle_seconds),
+                lambda: Connection(guest, self._left, self._server, self._limits.idle_seconds),
                 guest.sock,
                 ssl=self._tls,
                 ssl_handshake_timeout=self._limits.header_seconds if secure else None,
                 ssl_shutdown_timeout=_GOODBYE_SECONDS if secure else None,
             )
-        except OSError:  # also of TLS: it left, was late, was ended, or speaks something else
-            self._guests.discard(guest)
+        except OSError as error:  # also of TLS: it left, was late, was ended, or speaks something else
+            traceback.clear_frames(error.__traceback__)  # else a cycle keeps its buffer of 256 KiB for long
+            self._left(guest)
         except BaseException:
             guest.sock.close()
             raise
 
+    def _left(self, guest: _Guest) -> None:
+        if guest in self._guests:
+            self._guests.discard(guest)
+            self._ended += 1
+
     async def _end_late_ones(self) -> None:
-        """End, in a loop, connections whose request header is late, or whose close waits for the client."""
+        """End, in a loop, connections whose request header is late, or whose close waits for the client.
+
+        When many connections have ended, give their memory back: glibc keeps the buffers that it has split.
+        """
         while True:
             await asyncio.sleep(self._limits.header_seconds / 10)
+            if self._ended >= _ENDED:
+                self._ended = 0
+                await asyncio.to_thread(_give_memory_back)
             now = time.monotonic()
             for guest in list(self._guests):
                 connection = guest.connection
@@ -210,6 +229,12 @@ class Connections:
                 since = connection.late_since
                 if since is not None and since < now - self._limits.header_seconds:
                     guest.end()
+
+
+def _give_memory_back() -> None:
+    """Let the C library give free memory back to the system; not every library can."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _client_of(sock: socket.socket) -> str:

@@ -50,6 +50,8 @@ T = TypeVar("T")
 ACCESS: web.AppKey[AccessRules] = web.AppKey("access", AccessRules)
 
 _SCAN_SECONDS = 2.0
+# accepted in this order; when they are more, an honest client is refused (Unix) or tries again after a second (TCP)
+_WAITING_CONNECTIONS = 4096
 _LOCK_SECONDS = 5.0  # to wait for another server that starts
 # for requests that still run at the end, and again after their cancellation
 _SHUTDOWN_SECONDS = 0.7
@@ -162,7 +164,7 @@ def _listen(options: ServeOptions) -> socket.socket:
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen()
+        listening.listen(_WAITING_CONNECTIONS)
         return listening
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--listen {where}: {error}; choose another address") from None
@@ -183,7 +185,7 @@ def _unix_socket(path: Path) -> socket.socket:
                     )
             path.unlink()  # the socket of a killed server
         listening.bind(str(path))
-        listening.listen()
+        listening.listen(_WAITING_CONNECTIONS)
     os.chmod(path, 0o600)
     return listening
 
