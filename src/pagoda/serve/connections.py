@@ -27,10 +27,9 @@ from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
-from aiohttp.web_protocol import RequestHandler
 
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.serve.access import LET_IN, ServeLimits, break_connection
+from pagoda.serve.access import CallerConnection, ServeLimits, break_connection
 
 _LINGERING_SECONDS = 2.0  # to drop the rest of a body that is not read
 _READ_BYTES = 256 << 10
@@ -72,10 +71,10 @@ class _Guest:
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
-class Connection(RequestHandler):
+class Connection(CallerConnection):
     """A connection with the time since which it waits for the rest of a request's header, or for its close."""
 
-    __slots__ = ("guest", "is_trusted", "late_since", "leave", "wire")
+    __slots__ = ("guest", "late_since", "leave", "wire")
 
     def __init__(
         self, guest: _Guest, leave: Callable[[_Guest], None], server: web.Server, idle_seconds: float
@@ -127,8 +126,7 @@ class Connection(RequestHandler):
     @property
     def may_end(self) -> bool:
         """Whether it has no request with the token, or its client has left."""
-        request = self._current_request
-        return request is None or self.wire.is_closing() or not request.get(LET_IN)
+        return self._current_request is None or not self.is_trusted or self.wire.is_closing()
 
 
 class Connections:

@@ -27,7 +27,6 @@ from pagoda.file_lock import lock_file
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.serve import chunk_routes, metrics_routes
 from pagoda.serve.access import (
-    LET_IN,
     AccessRules,
     Handler,
     ServeLimits,
@@ -231,13 +230,10 @@ async def _in_time(request: web.Request, handler: Handler) -> web.StreamResponse
 
     A client that leaves during a request is counted; it is not an error.
     """
-    connection = request.protocol
-    if isinstance(connection, Connection):
-        connection.late_since = None
+    if isinstance(request.protocol, Connection):
+        request.protocol.late_since = None
     try:
         answer = await handler(request)
-        if isinstance(connection, Connection):
-            connection.is_trusted = bool(request.get(LET_IN))
         if isinstance(answer, web.Response):  # other answers are sent already
             try:
                 async with asyncio.timeout(request.app[LIMITS].seconds(answer.content_length or 0)):
