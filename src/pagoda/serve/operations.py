@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MOST_TOKENS = 1 << 20
 OWNER = "pagoda"
 _NO_PINS = "remote tiers have no pins"
+_SHARED = "shared by all machines: pagoda clear removes its chunks"
 
 
 class PromptTools(NamedTuple):
@@ -52,7 +53,7 @@ class Operations:
         """
         everything, name = asked.get("everything") is True, asked.get("namespace")
         root = _namespace(name) if not everything else None
-        chunks = self._in_each("not cleared", "removed", lambda ledger: admin.clear(ledger, root))
+        chunks = self._in_each("not cleared", "removed", _SHARED, lambda ledger: admin.clear(ledger, root))
         return self._answer(
             chunks,
             f"{chunks:,} chunks were removed",
@@ -71,7 +72,7 @@ class Operations:
                 number += admin.pin(ledger, run[: len(there.slots)], owner)
             return number
 
-        chunks = self._in_each("not pinned", "pinned", pinned)
+        chunks = self._in_each("not pinned", "pinned", _NO_PINS, pinned)
         said = f"{chunks:,} chunks are pinned for {owner}"
         if not chunks:
             said = "nothing was pinned: no tier has the beginning of this prompt, or a quarter of it is pinned already"
@@ -85,7 +86,7 @@ class Operations:
             runs = self._prompts.keys(self._tokens(asked), self._ledgers()).values()
             keys = [key for run in runs for key in run]
         ended = self._in_each(
-            "not unpinned", "no longer pinned", lambda ledger: admin.unpin(ledger, keys, owner)
+            "not unpinned", "no longer pinned", _NO_PINS, lambda ledger: admin.unpin(ledger, keys, owner)
         )
         return self._answer(ended, f"{ended:,} chunks are no longer pinned by {owner}", _NO_PINS)
 
@@ -100,26 +101,28 @@ class Operations:
                     why = "" if outcome is Reason.ABSENT else f"; the reason for the end: {outcome.value}"
                     break
                 warmed += outcome
-        for directory, ledger in self._stores.unserved().items():
-            there = sum(
-                len(ledger.match_prefix(keys, start=0, namespace=root, touch=False).slots)
-                for root, keys in runs.items()
-            )
-            if there:
-                why += f"; {there:,} chunks in {directory} are loaded by its own engines only"
-        for directory, trouble in self._stores.unopened.items():
-            why += f"; {directory}: {trouble}"
+        with self._stores.for_operators() as (ledgers, troubles):
+            served = {store.ledger for store in self._stores.stores()}
+            for ledger in ledgers:
+                if ledger in served:
+                    continue
+                there = sum(
+                    len(ledger.match_prefix(keys, start=0, namespace=root, touch=False).slots)
+                    for root, keys in runs.items()
+                )
+                if there:
+                    why += f"; {there:,} chunks in {ledger.directory} are loaded by its own engines only"
+            if troubles:
+                why += f"; not looked into: {_told(troubles)}"
         said = f"{warmed:,} chunks were loaded into host memory{why}"
         return self._answer(warmed, said, "engines load its chunks when a request needs them")
 
     def explain(self, asked: Mapping[str, object]) -> dict[str, object]:
         """Return how many leading tokens of a prompt each tier would serve, and why not more."""
         tokens = self._tokens(asked)
-        return {
-            "asked_tokens": len(tokens),
-            "namespaces": list(self._prompts.explain(tokens, self._ledgers())),
-            "left": {str(directory): trouble for directory, trouble in self._stores.unopened.items()},
-        }
+        with self._stores.for_operators() as (ledgers, troubles):
+            found = list(self._prompts.explain(tokens, ledgers))
+        return {"asked_tokens": len(tokens), "namespaces": found, "left": troubles}
 
     def _warm_one(self, root: bytes, key: bytes) -> int | Reason:
         """Return 1 if the chunk was loaded, 0 if it was in memory already, or why it could not be loaded."""
@@ -143,26 +146,30 @@ class Operations:
     def _ledgers(self) -> list[Ledger]:
         return self._stores.ledgers()
 
-    def _in_each(self, failed: str, done: str, work: Callable[[Ledger], int]) -> int:
-        """Return the sum of `work` in all stores of this machine. StoreError names those in which it failed."""
+    def _in_each(self, failed: str, done: str, why: str, work: Callable[[Ledger], int]) -> int:
+        """Return the sum of `work` in all stores of this machine. StoreError names all in which it was not done.
+
+        `why`: why it is not done in remote tiers.
+        """
         with contextlib.suppress(PagodaError, OSError):  # it scans again, and logs the error
             self._stores.scan()
         chunks = 0
-        troubles = [f"{directory}: {trouble}" for directory, trouble in self._stores.unopened.items()]
-        for ledger in self._ledgers():
-            try:
-                chunks += work(ledger)
-            except (PagodaError, OSError) as trouble:
-                troubles.append(f"{ledger.directory}: {trouble}")
+        with self._stores.for_operators() as (ledgers, troubles):
+            for ledger in ledgers:
+                try:
+                    chunks += work(ledger)
+                except (PagodaError, OSError) as trouble:
+                    troubles[str(ledger.directory)] = str(trouble)
         if troubles:
-            raise StoreError(f"{chunks:,} chunks are {done}; {failed}: {'; '.join(troubles)}")
+            raise StoreError(f"{chunks:,} chunks are {done}; {failed}: {_told(troubles)}{self._rest(why)}")
         return chunks
 
     def _answer(self, chunks: int, said: str, why: str) -> dict[str, object]:
         """Return an answer that names the remote tiers, which stay as they are, and why."""
-        left = dict.fromkeys(self._shared, why)
-        rest = "".join(f"; {place} stays as it is: {why}" for place in left)
-        return {"chunks": chunks, "said": said + rest, "left": left}
+        return {"chunks": chunks, "said": said + self._rest(why), "left": dict.fromkeys(self._shared, why)}
+
+    def _rest(self, why: str) -> str:
+        return "".join(f"; {place} stays as it is: {why}" for place in self._shared)
 
     def _tokens(self, asked: Mapping[str, object]) -> TokenIds:
         from pagoda.keys import as_token_ids
@@ -179,6 +186,10 @@ class Operations:
         if len(tokens) > MOST_TOKENS:
             raise ValueError(f"{len(tokens):,} tokens are too many: at most {MOST_TOKENS:,}")
         return as_token_ids(tokens)
+
+
+def _told(troubles: Mapping[str, str]) -> str:
+    return "; ".join(f"{directory}: {trouble}" for directory, trouble in troubles.items())
 
 
 def _owner(asked: Mapping[str, object]) -> str:

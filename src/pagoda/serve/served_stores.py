@@ -191,6 +191,7 @@ class ServedStores:
             there = [Path(os.path.realpath(path)) for path in self._find()]
             kept: dict[Path, ServedStore] = {}
             unserved: dict[Path, Ledger] = {}
+            private: list[Path] = []
             unopened: dict[Path, str] = {}
             for path in there:
                 if self._ending:
@@ -204,7 +205,10 @@ class ServedStores:
                     continue
                 try:
                     made = self._opened(path, deadline.last())
-                    if made is None:
+                    state = read_state(path) if made is None else None
+                    if state is not None and state.private:
+                        private.append(path)
+                    elif made is None:
                         unserved[path] = Ledger.attach(path, deadline_seconds=deadline.last())
                     else:
                         kept[path] = made
@@ -213,7 +217,7 @@ class ServedStores:
                     self._log.warn(_logger, Reason.IO_ERROR, f"a store is not served: {trouble}")
             before, self._stores = self._stores, kept
             before_unserved, self._unserved = self._unserved, unserved
-            self.unopened = unopened
+            self._private, self._unopened = private, unopened
             for store in before.values():
                 if store not in kept.values():
                     store.close()
@@ -232,13 +236,24 @@ class ServedStores:
         """Return the open stores, host tier first."""
         return list(self._stores.values())
 
-    def unserved(self) -> dict[Path, Ledger]:
-        """Return the ledgers of stores whose chunks are not served, for operators."""
-        return dict(self._unserved)
-
     def ledgers(self) -> list[Ledger]:
         """Return the ledgers of all open stores, host tier first, then of those that are not served."""
         return [store.ledger for store in self.stores()] + list(self._unserved.values())
+
+    @contextlib.contextmanager
+    def for_operators(self) -> Iterator[tuple[list[Ledger], dict[str, str]]]:
+        """Yield the ledgers of all stores of this machine, and why others cannot be opened, by directory."""
+        with contextlib.ExitStack() as stack:
+            ledgers = self.ledgers()
+            failed = {str(path): trouble for path, trouble in self._unopened.items()}
+            for path in self._private:
+                try:
+                    attached = Ledger.attach(path, deadline_seconds=_LEDGER_SECONDS)
+                    ledgers.append(stack.enter_context(contextlib.closing(attached)))
+                except (PagodaError, OSError) as trouble:
+                    if path.exists():  # else its owner has ended meanwhile
+                        failed[str(path)] = str(trouble)
+            yield ledgers, failed
 
     def end(self) -> list[ServedStore | Ledger]:
         """Stop serving; return the stores, which the caller must close."""
