@@ -43,7 +43,7 @@ def router(events: EventSocket, topic: bytes = b"", **options: int) -> Iterator[
 
 def stranger(events: EventSocket) -> socket.socket:
     port = int(events.endpoint.rpartition(":")[2])
-    return socket.create_connection(("127.0.0.1", port), 20.0)
+    return socket.create_connection(("127.0.0.1", port), 10.0)
 
 
 def is_closed(sock: socket.socket) -> bool:
@@ -155,7 +155,10 @@ def test_a_long_subscription_costs_no_memory(events: EventSocket) -> None:
             assert resident() - before < 20 << 20  # some of it is this test's
 
 
-def test_connections_are_few_and_a_router_stays_while_strangers_come(events: EventSocket) -> None:
+def test_connections_are_few_and_a_router_stays_while_strangers_come(
+    events: EventSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_socket, "_HANDSHAKE_SECONDS", 600.0)
     before = files()
     with router(events) as made, contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(stranger(events)) for _ in range(300)]
