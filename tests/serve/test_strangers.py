@@ -196,14 +196,16 @@ def test_strangers_keep_nobody_out_and_leave_nothing(
         honest(listener)
         before = resident(listener.pid)
         quiet = statistics.median(honest(listener))
-        said = []
         for strangers in (silent, huge, closed):
             with contextlib.ExitStack() as stack:
                 what = strangers(listener, stack)
                 median = statistics.median(honest(listener))
-                said.append(f"{what}: {HONEST} answered, median {1000 * median:.1f} ms")
-            assert median <= MOST_TIMES * quiet, (said, quiet)
-        honest(listener)
+            earlier, quiet = (
+                quiet,
+                statistics.median(honest(listener)),
+            )  # the machine may be busy with other work
+            print(f"{kind}, {what}: {HONEST} answered, median {1000 * median:.1f} ms")
+            print(f"    quiet: {1000 * earlier:.1f} ms before, {1000 * quiet:.1f} ms after")
+            assert median <= MOST_TIMES * max(earlier, quiet)
         kit.wait_until(lambda: resident(listener.pid) <= before + MOST_BYTES)
-        more = (resident(listener.pid) - before) / (1 << 20)
-        print(f"{kind}: quiet median {1000 * quiet:.1f} ms; {'; '.join(said)}; then {more:.1f} MiB more")
+        print(f"    then {(resident(listener.pid) - before) / (1 << 20):.1f} MiB more")

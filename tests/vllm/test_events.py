@@ -1252,13 +1252,21 @@ def test_strangers_cost_the_engine_s_process_nothing() -> None:
     port = int(config.endpoint.rpartition(":")[2])
     ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB"
     greeting = (b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL").ljust(64, b"\0")
+
+    def is_ended(stranger: socket.socket) -> bool:
+        with contextlib.suppress(ConnectionError):
+            while stranger.recv(4096):
+                pass
+        return True
+
     try:
-        with socket.create_connection(("127.0.0.1", port), 20.0) as stranger:
-            stranger.sendall(
-                greeting + ready + b"\x02" + (4 << 20).to_bytes(8, "big") + b"\x01" + bytes(60_000)
-            )
-            with contextlib.suppress(ConnectionError):
-                while stranger.recv(4096):
-                    pass
+        with contextlib.ExitStack() as stack:
+            several = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), 10.0)) for _ in range(40)
+            ]
+            assert is_ended(several[0])  # for the last
+            length = (4 << 20).to_bytes(8, "big")
+            several[-1].sendall(greeting + ready + b"\x02" + length + b"\x01" + bytes(60_000))
+            assert is_ended(several[-1])
     finally:
         publisher.shutdown()
