@@ -16,6 +16,11 @@ def default_token_file() -> Path:
     return base / "pagoda" / "serve-token"
 
 
+def is_own(status: os.stat_result) -> bool:
+    """Return whether a file is of this user or of root, and nobody else can write it. Pure."""
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & 0o022
+
+
 def own_token() -> str:
     """Return this user's token, from the variable or else from the file; empty if there is none. Changes nothing."""
     given = os.environ.get(TOKEN_VARIABLE)
@@ -23,6 +28,8 @@ def own_token() -> str:
         return given.strip()
     try:
         with default_token_file().open("rb") as file:
+            if not is_own(os.fstat(file.fileno())):
+                return ""
             return file.read(_LONGEST_BYTES).decode("ascii", "replace").strip()
     except OSError:
         return ""

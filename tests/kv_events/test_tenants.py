@@ -13,7 +13,7 @@ from pagoda.cache.writeback import ChunkRef
 from pagoda.kv_events.event_types import ChunkEventForm
 from pagoda.kv_events.notes import BlockFacts, ChunkNote
 from pagoda.kv_events.publisher import EventPublisher
-from pagoda.kv_events.stored_events import StoredEvents, largest_message
+from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Reserved, admin
 from tests.cache.kit import CHUNK, cache_at
 
@@ -64,7 +64,7 @@ class Engine:
 @pytest.fixture
 def engine(shm_root: Path) -> Iterator[Engine]:
     with cache_at(shm_root, None) as cache:  # 64 slots
-        publisher = EventPublisher("tcp://127.0.0.1:*", message_bytes=largest_message(CHUNK))
+        publisher = EventPublisher("tcp://127.0.0.1:*")
         yield Engine(cache, publisher)
         publisher.close()
 

@@ -17,7 +17,7 @@ from pagoda.cache import Cache
 from pagoda.kv_events.event_types import ChunkEventForm
 from pagoda.kv_events.notes import BlockFacts, ChunkNote
 from pagoda.kv_events.publisher import EventPublisher
-from pagoda.kv_events.stored_events import StoredEvents, largest_message
+from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.kv_events.tier_difference import PIECE
 from pagoda.ledger import Reserved
 from pagoda.ledger.chunk_notes import ChunkNotes
@@ -35,7 +35,7 @@ def events(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredEv
     """What tells of a full store, with notes; its rounds are called one by one, and take as long as they need."""
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", 60.0)
     with cache_at(shm_root, None, host_size=SLOTS * LAYOUT.slot_bytes) as cache:
-        publisher = EventPublisher("tcp://127.0.0.1:*", message_bytes=largest_message(CHUNK))
+        publisher = EventPublisher("tcp://127.0.0.1:*")
         events = full(cache, publisher)
         events._rested = time.thread_time()  # of this thread, which is not the one that tells
         yield events

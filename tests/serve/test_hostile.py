@@ -214,6 +214,17 @@ def test_idle_connections_without_a_token_keep_nobody_out(served: Server, path: 
         assert len(os.listdir(f"/proc/{served.process.pid}/fd")) < 260
 
 
+def test_slow_logins_keep_nobody_out(served: Server, path: str) -> None:
+    """Everybody may ask for a login; a body of it that does not come must not keep a place."""
+    slow = head("POST", "/login", "Content-Length: 4000\r\nContent-Type: application/json\r\n").encode()
+    served._connection = None
+    with contextlib.ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(served.socket()).sendall(slow)
+        for _ in range(3):
+            assert raw(served, head("GET", path)) == 200
+
+
 def test_many_who_leave_at_once_keep_nobody_out(served: Server, path: str) -> None:
     """The server sees in one turn of its event loop that all have left, and that another has come."""
     served._connection = None

@@ -108,6 +108,34 @@ def test_the_login_gives_a_cookie_that_serves_the_own_page_only(page: Server) ->
     assert (form.status, form.headers["Location"]) == (303, "/") and "Set-Cookie" in form.headers
 
 
+def test_a_cookie_ends_with_its_login_and_is_worth_nothing_at_another_server(
+    page: Server, host: Path
+) -> None:
+    def log_in(where: Server) -> dict[str, str]:
+        answer = post(where, "/login", {"token": TOKEN}, Origin=where.url)
+        return {"Cookie": answer.headers["Set-Cookie"].partition(";")[0]}
+
+    page.token = None
+    first, second = log_in(page), log_in(page)
+    assert first != second
+    assert post(page, "/logout", {}, **first, Origin=page.url).status == 200
+    assert page.ask("GET", "/stats.json", None, first).status == 401
+    assert page.ask("GET", "/stats.json", None, second).status == 200
+    with server(host) as other:  # as after a restart: with the same token
+        other.token = None
+        assert other.ask("GET", "/stats.json", None, second).status == 401
+
+
+def test_guesses_of_the_token_are_limited_and_keep_nobody_out(page: Server) -> None:
+    page.token = None
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    guesses = [post(page, "/login", {"token": f"guess-{n}"}).status for n in range(60)]
+    assert guesses.count(429) >= 30 and set(guesses) == {401, 429}
+    form = page.ask("POST", "/login", b"token=wrong", kind)
+    assert form.status == 429 and b"wait a moment" in form.body
+    assert post(page, "/login", {"token": TOKEN}).status == 200
+
+
 @pytest.mark.slow
 def test_a_page_of_another_site_changes_nothing(page: Server, tmp_path: Path, host: Path) -> None:
     everything = {"everything": True}
@@ -138,7 +166,7 @@ def test_a_read_only_server_refuses_changes_and_wrong_tokens_at_the_login_lock_n
                 post(page, "/login", {"token": "wrong"})
             assert post(page, "/login", {"token": TOKEN}).status == 200  # others cannot lock its user out
             deep = page.ask("POST", "/login", b"[" * 4000, {"Content-Type": "application/json"})
-            assert deep.status == 401
+            assert deep.status == 429
             code, said = page.stop()  # at once, in spite of the stream
         assert code == 0 and "Traceback" not in said
 

@@ -26,6 +26,9 @@ pytestmark = [
 ]
 
 
+FORM = {"Content-Type": "application/x-www-form-urlencoded"}
+
+
 @pytest.fixture(scope="module")
 def root() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="pagoda-test-", dir="/dev/shm") as made:
@@ -67,7 +70,15 @@ def page(browser, serving: Server, request: pytest.FixtureRequest) -> Iterator[o
     """The page after the login; a test fails if the console had an error."""
     context = browser.new_context(**getattr(request, "param", {}))
     context.add_cookies(
-        [{"name": "pagoda", "value": _cookie(), "url": serving.url, "httpOnly": True, "sameSite": "Strict"}]
+        [
+            {
+                "name": "pagoda",
+                "value": _cookie(serving),
+                "url": serving.url,
+                "httpOnly": True,
+                "sameSite": "Strict",
+            }
+        ]
     )
     opened = context.new_page()
     errors: list[str] = []
@@ -87,10 +98,9 @@ def expect(page, selector: str, text: str) -> None:  # type: ignore[no-untyped-d
     sync_api.expect(page.locator(selector)).to_contain_text(text, timeout=5000)
 
 
-def _cookie() -> str:
-    from pagoda.serve.access import AccessRules
-
-    return AccessRules(TOKEN, [], None).cookie()
+def _cookie(serving: Server) -> str:
+    answer = serving.ask("POST", "/login", f"token={TOKEN}".encode(), FORM)
+    return answer.headers["Set-Cookie"].partition("=")[2].partition(";")[0]
 
 
 def test_the_token_is_asked_for_and_opens_the_page(browser, serving: Server) -> None:  # type: ignore[no-untyped-def]
@@ -102,6 +112,12 @@ def test_the_token_is_asked_for_and_opens_the_page(browser, serving: Server) -> 
     opened.wait_for_selector("#token")
     assert opened.locator("#storeys").count() == 0
     opened.keyboard.type(TOKEN)
+    opened.keyboard.press("Enter")
+    opened.wait_for_selector("#storeys .storey")
+    opened.click("#log-out")
+    opened.wait_for_selector("#token")
+    assert opened.locator("#storeys").count() == 0
+    opened.fill("#token", TOKEN)
     opened.keyboard.press("Enter")
     opened.wait_for_selector("#storeys .storey")
     context.clear_cookies()  # it has expired meanwhile

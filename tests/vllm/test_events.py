@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import shutil
+import socket
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -1240,3 +1242,31 @@ def test_random_stores_and_evictions_leave_a_router_with_the_truth(
             }
             assert held[medium] == {name for key in there for name in named[key]} and len(there) > 10
         assert AllBlocksCleared not in map(type, engine.take())
+
+
+def test_strangers_cost_the_engine_s_process_nothing() -> None:
+    """vLLM listens in all networks: a long subscription is refused, and connections are few."""
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{free_port()}")
+    EventOutlet(config)
+    publisher = EventPublisherFactory.create(config)
+    port = int(config.endpoint.rpartition(":")[2])
+    ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB"
+    greeting = (b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL").ljust(64, b"\0")
+
+    def is_ended(stranger: socket.socket) -> bool:
+        with contextlib.suppress(ConnectionError):
+            while stranger.recv(4096):
+                pass
+        return True
+
+    try:
+        with contextlib.ExitStack() as stack:
+            several = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), 10.0)) for _ in range(40)
+            ]
+            assert is_ended(several[0])  # for the last
+            length = (4 << 20).to_bytes(8, "big")
+            several[-1].sendall(greeting + ready + b"\x02" + length + b"\x01" + bytes(60_000))
+            assert is_ended(several[-1])
+    finally:
+        publisher.shutdown()

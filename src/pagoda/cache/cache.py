@@ -481,18 +481,19 @@ class Cache:
         publishes its own events (--kv-events-config).
 
         Args:
-            endpoint: where to listen, "tcp://*:5557"; with "tcp://127.0.0.1:*" a free port is taken. Any client that
-                reaches it reads the token ids of prompts.
+            endpoint: the address of this machine where to listen, "tcp://10.0.0.7:5557"; with "tcp://127.0.0.1:*" a
+                free port is taken. Any client that reaches it reads the token ids of prompts: "tcp://*:5557" listens
+                in all networks.
             topic: the first frame of each message.
             rank: the data-parallel rank of this engine, for routers.
 
         Returns the endpoint with its port. Publishing ends with the cache; a forked child does not continue it. Raises
-        ConfigError if the endpoint is taken, pyzmq is missing, or there is no local tier; ValueError the second time,
+        ConfigError if the endpoint is taken, or there is no local tier; ValueError the second time,
         ClosedError after `close`.
         """
         from pagoda.cache.request_events import RequestEvents
         from pagoda.kv_events.publisher import EventPublisher
-        from pagoda.kv_events.stored_events import MEDIA, largest_message
+        from pagoda.kv_events.stored_events import MEDIA
 
         # not `self`: the publisher must not keep a dropped cache alive
         resources, weights = self._resources, self._weights
@@ -504,7 +505,7 @@ class Cache:
         if not ledgers:
             raise ConfigError("KV events report host memory and the disk: set host_size or disk_size")
         chunk_tokens = self.layout.chunk_tokens
-        publisher = EventPublisher(endpoint, topic, rank, message_bytes=largest_message(chunk_tokens))
+        publisher = EventPublisher(endpoint, topic, rank)
         resources.events = RequestEvents(
             publisher, ledgers, weights.scope, chunk_tokens, self.config.prompt_log
         )

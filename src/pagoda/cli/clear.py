@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from typer import Option
 
 from pagoda.cli import FAILED, FailedError, UsageError, printing, stores
 from pagoda.cli.remote_stores import all_remotes, ask_each, censuses, cleared
@@ -26,6 +28,7 @@ def clear(
     directory: stores.Directory = None,
     model: stores.Model = None,
     namespace: stores.Prefix = None,
+    local: Annotated[bool, Option("--local")] = False,
     yes: stores.Yes = False,
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
@@ -33,10 +36,17 @@ def clear(
     """Remove all chunks, or those of one model or namespace, from every tier; from remote tiers for all machines.
 
     With --config, only from the tiers of that file.
+
+    Args:
+        local: Only from this machine's tiers; remote tiers stay as they are.
     """
     directories = stores.find_stores(directory, config, opened_too=config is None)
     everything = model is None and namespace is None
     remotes, withheld = all_remotes(directory, config, opened_too=config is None)
+    left: list[str] = []
+    if local:
+        left = [spec.redacted for spec in (*remotes, *withheld)]
+        remotes, withheld = (), {}
     known = _known(directories)
     broken = {} if everything else censuses(remotes, known)[1]
     broken |= {spec.redacted: why for spec, why in withheld.items()}
@@ -47,13 +57,13 @@ def clear(
     if not yes and not stores.agreed(question, "clear"):
         return FAILED
     wanted = None if everything else list(roots)
-    local, failed = stores.in_each(directories, lambda ledger: (ledger.tier, _forget(ledger, wanted)))
-    gone = [ClearedStore(*counted, str(store)) for store, counted in local.items()]
+    here, failed = stores.in_each(directories, lambda ledger: (ledger.tier, _forget(ledger, wanted)))
+    gone = [ClearedStore(*counted, str(store)) for store, counted in here.items()]
     asked = [spec for spec in remotes if spec.redacted not in broken]
     shared, deaf = ask_each(asked, lambda spec: cleared(spec, wanted))
     gone += [ClearedStore(spec.name, chunks, spec.redacted) for spec, chunks in shared.items()]
     broken |= {**{str(store): trouble for store, trouble in failed.items()}, **deaf}
-    _print(gone, broken, as_json)
+    _print(gone, left, broken, as_json)
     nameless = sum(not row.fields for row in known.values())
     if nameless and model is not None:
         printing.note(
@@ -66,12 +76,14 @@ def clear(
     return 0
 
 
-def _print(cleared: list[ClearedStore], broken: dict[str, str], as_json: bool) -> None:
+def _print(cleared: list[ClearedStore], left: list[str], broken: dict[str, str], as_json: bool) -> None:
     if as_json:
         number, gone = sum(store.chunks for store in cleared), [store._asdict() for store in cleared]
-        printing.print_json({"cleared": number, "stores": gone, "failed": broken})
+        printing.print_json({"cleared": number, "stores": gone, "left": left, "failed": broken})
     else:
         printing.print_table("", ("tier", "chunks cleared", "directory"), cleared)
+        for address in left:
+            printing.note(f"{address}: stays as it is, for all machines (without --local it is cleared too)")
 
 
 def _known(directories: list[Path]) -> dict[bytes, NamespaceRow]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Option
 
 from pagoda.cli import FAILED, UsageError, printing, stores
 from pagoda.cli.prompt_source import read_tokens
+from pagoda.cli.remote_stores import all_remotes
 
 if TYPE_CHECKING:
     from pagoda.cli.prompt_explanation import Prompt
@@ -53,6 +55,7 @@ def pin(
         printing.print_table("pinned", ("tier", "tokens", "model"), rows)
     elif tiers or not broken:
         printing.note("nothing was pinned: no tier has its beginning, or too many pins (see pagoda explain)")
+    _name_remotes(directory, config)
     return FAILED if broken or not done else 0
 
 
@@ -78,7 +81,15 @@ def unpin(
         printing.print_json({"ended": ended, "failed": broken})
     elif tiers or not broken:
         printing.note(f"{sum(ended.values()):,} chunks are no longer pinned by {owner}")
+    _name_remotes(directory, config)
     return FAILED if broken else 0
+
+
+def _name_remotes(directory: Path | None, config: Path | None) -> None:
+    """Say of which tiers nothing is pinned or unpinned."""
+    known, sealed = all_remotes(directory, config)
+    for spec in (*known, *sealed):
+        printing.note(f"{spec.redacted}: stays as it is: remote tiers have no pins")
 
 
 def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> PinnedPrefix:

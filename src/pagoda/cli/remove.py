@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 from typer import Argument
 
 from pagoda.cli import FAILED, FailedError, UsageError, printing
+from pagoda.cli.remote_stores import all_remotes
 from pagoda.cli.stores import AsJson, ConfigFile, Yes, agreed, find_roots
 
 _REMEDY = "name host, disk, a tier's root or a store"
@@ -52,6 +53,12 @@ def remove(
         printing.print_table("", ("tier", "freed", "directory"), rows)
     elif not broken:
         printing.note("there is no local tier to remove")
+    if what is None:
+        known, sealed = all_remotes(None, config, opened_too=config is None)
+        for spec in (*known, *sealed):
+            printing.note(
+                f"{spec.redacted}: stays, with its chunks (pagoda remove URL takes it from the register)"
+            )
     if broken:
         raise FailedError("; ".join(broken.values()))
     return 0

@@ -60,6 +60,7 @@ def page_options(
     return PageOptions(
         prompts=PromptTools(keys, explain, tokenize),
         remotes=remotes,
+        shared=[spec.redacted for spec in specs],
         settings=[("Policy", config.policy), ("Write policy", config.write_policy)],
         gpu_price=gpu_price,
     )

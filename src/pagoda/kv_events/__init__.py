@@ -5,4 +5,5 @@ tier_difference  what was reported of one tier, and what has changed in it since
 notes            what is reported of a chunk, kept beside the tier
 event_types      the events of caches
 publisher        a publisher over ZMQ, for engines that do not have one
+event_socket     its listening socket, with a bound on all that a stranger costs
 """

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from pagoda.kv_events.notes import ChunkNote, EventForm, Groups, NoteMaker, packed, runs, unpacked
-from pagoda.kv_events.tier_difference import PIECE, TierDifference
+from pagoda.kv_events.tier_difference import TierDifference
 from pagoda.ledger import Ledger, Outcome, Present, Reserved
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
 from pagoda.ledger.columns import marks_of
@@ -41,12 +41,6 @@ _MOST_TELLING = 0.2  # seconds for the removed or the new chunks of one tier; th
 _PAUSE_SECONDS = 0.002
 _REMEMBERED = 4096  # the notes of chunks being stored or loaded that are kept: some MiB
 _FEW_ROOTS = 1024  # with more known namespaces than this, those without reported chunks are forgotten
-_TOKEN_BYTES = 5  # the most bytes of a token id in a message
-
-
-def largest_message(chunk_tokens: int) -> int:
-    """Return the size of the largest messages, which are almost entirely token ids. Pure."""
-    return PIECE * chunk_tokens * _TOKEN_BYTES
 
 
 class Outlet(Protocol):

@@ -1,6 +1,7 @@
 """`pagoda serve`: serves this machine's chunks over HTTP, and a page for operators. This package imports nothing.
 
 server          the aiohttp application, its sockets and its life
+connections     accepts connections, and ends some if there are too many
 access          checks who may call: token, cookie, Host header, rates, connections
 blocking_calls  runs calls that may wait on threads, never on the event loop
 chunk_routes    GET, HEAD, PUT and DELETE of a chunk, find

@@ -22,13 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from pagoda.errors import ConfigError
 from pagoda.file_space import make_directory
-from pagoda.serve_token_file import TOKEN_VARIABLE, default_token_file
+from pagoda.serve_token_file import TOKEN_VARIABLE, default_token_file, is_own
 
 COOKIE = "pagoda"
 """The name of the page's cookie."""
+SESSION_SECONDS = 12 * 3600
+"""How long a login of the page lasts."""
+_MOST_SESSIONS = 64
 _SHORTEST_TOKEN, _LONGEST_TOKEN = 16, 1024
 _WRONG_TOKENS_A_SECOND, _WRONG_BURST = 1.0, 20.0
 _MOST_CLIENTS = 1024
@@ -81,6 +85,13 @@ def break_connection(transport: asyncio.BaseTransport | None) -> None:
     transport.abort()
 
 
+class CallerConnection(RequestHandler):
+    """A connection that knows whether its last request had the token, or came over the Unix socket."""
+
+    __slots__ = ("is_trusted",)
+    is_trusted: bool
+
+
 class AccessRules:
     """The rules of one server. For its event loop.
 
@@ -100,6 +111,12 @@ class AccessRules:
         self.limits = limits or ServeLimits()
         self._requests = RateLimit(self.limits.requests_per_second, 2 * self.limits.requests_per_second)
         self._wrong_tokens = RateLimit(_WRONG_TOKENS_A_SECOND, _WRONG_BURST)
+        self._sessions = Sessions()
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether requests need the token: those over TCP do."""
+        return self._token is not None
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -112,12 +129,16 @@ class AccessRules:
 
     def _refused(self, request: web.Request) -> web.Response | None:
         if self._token is None:  # the Unix socket; a browser reaches it by a forwarded port
+            _note(request, True)
             if request.path == "/healthz" or self.is_host(request.headers.get("Host", "")):
                 return None
             return refusal(421, "other_host", "write Host: localhost")
-        client, has_token = request.remote or "", self.has_token(request)
+        client = request.remote or ""
+        has_token = self.has_token(request)
+        let_in = has_token or self.has_cookie(request)
+        _note(request, let_in)
         # On loopback, other users of the machine have the same address; they must not use up the limit of allowed ones.
-        if not self._requests.allows(f"{client} {has_token or self.has_cookie(request)}"):
+        if not self._requests.allows(f"{client} {let_in}"):
             return refusal(429, "too_many_requests")
         if request.path == "/healthz":  # it has no data, and probes call it by any name
             return None
@@ -125,7 +146,7 @@ class AccessRules:
             return None  # any Host header is allowed: no page of another name knows the token
         if not self.is_host(request.headers.get("Host", "")):
             return refusal(421, "other_host", "start the server with --allow-host NAME")
-        if request.path in self.open_paths or self.has_cookie(request):
+        if request.path in self.open_paths or let_in:
             return None
         if not self._wrong_tokens.allows(client):
             return refusal(429, "too_many_wrong_tokens")
@@ -149,7 +170,7 @@ class AccessRules:
     def has_cookie(self, request: web.Request) -> bool:
         """Return whether a request has the cookie and comes from this server's own page."""
         cookie = request.cookies.get(COOKIE)
-        if cookie is None or self._token is None or not _equal(cookie, self.cookie()):
+        if cookie is None or not self._sessions.knows(cookie):
             return False
         origin = request.headers.get("Origin")
         own = origin is None or origin.partition("://")[2] == request.headers.get("Host", "")
@@ -159,26 +180,71 @@ class AccessRules:
         """Return whether a request may see data that needs the token."""
         return self._token is None or self.has_token(request) or self.has_cookie(request)
 
-    def cookie_for(self, request: web.Request, text: str) -> str | None:
-        """Return the page's cookie if `text` is the token, else None. Wrong tokens do not block other users."""
+    def log_in(self, request: web.Request, text: str) -> str | None:
+        """Begin a session and return its cookie if `text` is the token, else None.
+
+        Raises TooManyWrongTokens instead of None if the client has sent too many. The right token is always taken:
+        on loopback, and behind a proxy, those who guess have the same address as those who know it.
+        """
         if self.is_token(text):
-            return self.cookie()
-        self._wrong_tokens.allows(request.remote or "")
+            return self._sessions.begin()
+        if not self._wrong_tokens.allows(request.remote or ""):
+            self.counts["refused_429"] += 1
+            raise TooManyWrongTokens
+        self.counts["refused_401"] += 1
         return None
+
+    def log_out(self, request: web.Request) -> None:
+        """End the session of a request's cookie."""
+        self._sessions.end(request.cookies.get(COOKIE, ""))
 
     def is_token(self, text: str) -> bool:
         """Return whether `text` is the token, in the same time for any text."""
         return self._token is not None and _equal(text, self._token)
 
-    def cookie(self) -> str:
-        """Return the value of the page's cookie: it changes with the token and does not reveal it."""
-        assert self._token is not None
-        return hmac.new(self._token.encode(), b"PagodaKV page cookie 1", hashlib.sha256).hexdigest()
+
+def _note(request: web.Request, is_trusted: bool) -> None:
+    if isinstance(request.protocol, CallerConnection):
+        request.protocol.is_trusted = is_trusted
+
+
+class TooManyWrongTokens(Exception):
+    """A client has sent too many wrong tokens; it may try again after a second."""
+
+
+class Sessions:
+    """The logins of the page. A cookie is a random value of one login, and ends with it, or with the server.
+
+    So it is worth nothing at another server, after `SESSION_SECONDS`, or once it was ended. At most 64 are kept: the
+    oldest ends for a new one. Only digests are kept. For one thread.
+    """
+
+    def __init__(self) -> None:
+        self._ends: OrderedDict[bytes, float] = OrderedDict()  # by digest, the oldest first
+
+    def begin(self) -> str:
+        """Begin a session; return its cookie."""
+        cookie = secrets.token_urlsafe(32)
+        self._ends[_digest(cookie)] = time.monotonic() + SESSION_SECONDS
+        while len(self._ends) > _MOST_SESSIONS:
+            self._ends.popitem(last=False)
+        return cookie
+
+    def knows(self, cookie: str) -> bool:
+        """Return whether this is the cookie of a session that has not ended."""
+        return self._ends.get(_digest(cookie), 0.0) > time.monotonic()
+
+    def end(self, cookie: str) -> None:
+        """End a session, if there is one with this cookie."""
+        self._ends.pop(_digest(cookie), None)
 
 
 def _equal(a: str, b: str) -> bool:
-    digests = (hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in (a, b))
-    return hmac.compare_digest(*digests)
+    return hmac.compare_digest(_digest(a), _digest(b))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
 
 
 class RateLimit:
@@ -205,7 +271,7 @@ class RateLimit:
 def read_token(file: Path | None) -> str:
     """Return the token of `file`, of the variable, or of the user's file, which is created if it does not exist.
 
-    Raises ConfigError if the file cannot be read, if other users can read it, and for a token that is too short.
+    Raises ConfigError if the file cannot be read, if others know or can read the token, and if it is too short.
     """
     if file is None and (given := os.environ.get(TOKEN_VARIABLE)) is not None:
         return _checked(given, TOKEN_VARIABLE)
@@ -213,10 +279,17 @@ def read_token(file: Path | None) -> str:
     if file is None and not path.exists():
         _make_token(path)
     try:
-        status = path.stat()
-        if status.st_mode & 0o077 and status.st_uid == os.geteuid():
-            raise ConfigError(f"{path}: other users can read the token: chmod 600 it")
-        return _checked(path.read_text(encoding="utf-8", errors="replace"), str(path))
+        with path.open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            if not is_own(status):
+                raise ConfigError(
+                    f"{path}: belongs to another user or can be written by others, who then know the token: "
+                    "write one into a file of your own (--token-file), which only you can read"
+                )
+            if status.st_mode & 0o077 and (file is None or status.st_uid == os.geteuid()):
+                raise ConfigError(f"{path}: other users can read the token: chmod 600 it")
+            text = opened.read(_LONGEST_TOKEN + 100).decode("utf-8", "replace")
+        return _checked(text, str(path))
     except OSError as error:
         raise ConfigError(
             f"{path}: the token cannot be read: {error.strerror}; write one there that only this user can read"

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from pagoda.errors import PagodaError
 from pagoda.ledger import Ledger
-from pagoda.serve.access import COOKIE, AccessRules, Handler, refusal
+from pagoda.serve.access import COOKIE, SESSION_SECONDS, AccessRules, Handler, TooManyWrongTokens, refusal
 from pagoda.serve.blocking_calls import CALLS, BlockingCallPool
 from pagoda.serve.chunk_routes import READ_ONLY, STORES, small_body
 from pagoda.serve.live_feed import LiveFeed, TooManyReaders
@@ -31,7 +31,6 @@ MOST_BODY_BYTES = 8 << 20  # a million token ids
 _MOST_LOGIN_BYTES = 4096
 _SEND_SECONDS = 5.0  # for one event; a slower reader is dropped
 _WORK_SECONDS = 60.0  # how long a request waits for its operation, which continues afterwards
-_COOKIE_SECONDS = 12 * 3600
 _TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "html": "text/html"}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -53,6 +52,7 @@ class PageOptions:
 
     prompts: PromptTools
     remotes: Callable[[], Sequence[RemoteUsage]] = tuple
+    shared: Sequence[str] = ()
     settings: Sequence[tuple[str, str]] = ()
     gpu_price: float | None = None
 
@@ -68,7 +68,7 @@ class OperatorRoutes:
             """Return the ledgers of all stores, also of those that were just created."""
             with contextlib.suppress(PagodaError, OSError):  # the server scans again, and logs the error
                 stores.scan()
-            return [store.ledger for store in stores.stores()]
+            return stores.ledgers()
 
         overview = Overview(
             ledgers,
@@ -76,9 +76,10 @@ class OperatorRoutes:
             settings=options.settings,
             gpu_price=options.gpu_price,
             tokenizer=options.prompts.tokenize is not None,
+            login=access.needs_token,
         )
         self._feed = LiveFeed(overview, app[CALLS])
-        self._operations = Operations(stores, options.prompts)
+        self._operations = Operations(stores, options.prompts, options.shared)
         self._access = access
         self._people = BlockingCallPool(threads=1, most_waiting=8)  # chunks do not wait for operations
         self._read_only = app[READ_ONLY]
@@ -100,6 +101,7 @@ class OperatorRoutes:
         router.add_get("/stats.json", self._own(self._stats))
         router.add_get("/events", self._own(self._events))
         router.add_post("/login", self._own(self._log_in))
+        router.add_post("/logout", self._own(self._log_out))
         router.add_post("/explain", self._own(self._operating(work.explain)))
         for change in (work.clear, work.pin, work.unpin, work.warm):
             handler = self._refuse_change if self._read_only else self._operating(change)
@@ -132,10 +134,12 @@ class OperatorRoutes:
             return self._sent("index.html")
         return self._login_page()
 
-    def _login_page(self, said: str = "") -> web.Response:
+    def _login_page(self, said: str = "", status: int = 401) -> web.Response:
         body = self._form.replace(b"</h1>", f'</h1><p class="trouble" role="alert">{said}</p>'.encode())
         headers = {**_HEADERS, "Content-Security-Policy": self._form_policy}
-        return web.Response(status=401, body=body, content_type="text/html", charset="utf-8", headers=headers)
+        return web.Response(
+            status=status, body=body, content_type="text/html", charset="utf-8", headers=headers
+        )
 
     async def _file(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
@@ -177,17 +181,28 @@ class OperatorRoutes:
         """Take the token, as JSON or from the form, and set the cookie of the page."""
         body = await small_body(request, _MOST_LOGIN_BYTES)
         is_form = request.content_type == "application/x-www-form-urlencoded"
-        cookie = self._access.cookie_for(request, _token_in(body, is_form))
+        try:
+            cookie = self._access.log_in(request, _token_in(body, is_form))
+        except TooManyWrongTokens:
+            many = "there were too many wrong tokens: wait a moment, then try again"
+            return self._login_page(many, 429) if is_form else refusal(429, "too_many_wrong_tokens", many)
         if cookie is None:
-            wrong = "this is not the token, or there were too many wrong tokens: wait a moment"
+            wrong = "this is not the token"
             return self._login_page(wrong) if is_form else refusal(401, "token", wrong)
         response = web.json_response({"ok": True})
         if is_form:
             response = web.Response(status=303, headers={"Location": "/"})
         response.set_cookie(
-            COOKIE, cookie, max_age=_COOKIE_SECONDS, httponly=True, samesite="Strict", secure=request.secure
+            COOKIE, cookie, max_age=SESSION_SECONDS, httponly=True, samesite="Strict", secure=request.secure
         )
         response.headers.update(_HEADERS)
+        return response
+
+    async def _log_out(self, request: web.Request) -> web.Response:
+        """End the session of the cookie; another login is needed."""
+        self._access.log_out(request)
+        response = web.json_response({"ok": True}, headers=_HEADERS)
+        response.del_cookie(COOKIE)
         return response
 
     async def _refuse_change(self, _: web.Request) -> web.StreamResponse:

@@ -95,6 +95,7 @@ class Overview:
         settings: constant names and values, for people.
         gpu_price: the price per hour of an engine's GPUs, in any currency; None: not known.
         tokenizer: whether prompts may be text.
+        login: whether the page needs a login, which can be ended.
     """
 
     ledgers: Callable[[], Sequence[Ledger]]
@@ -103,6 +104,7 @@ class Overview:
     settings: Sequence[tuple[str, str]] = ()
     gpu_price: float | None = None
     tokenizer: bool = False
+    login: bool = False
 
     def __post_init__(self) -> None:
         self._asked = LatelyAsked(self.remotes, _REMOTES_SECONDS)
@@ -141,6 +143,7 @@ class Overview:
             "more_pins": max(0, len(pins) - MOST_PINS),
             "settings": [*self.settings, *_setup(stores)],
             "tokenizer": self.tokenizer,
+            "login": self.login,
             "sample": self._sample(now, stores),
         }
 

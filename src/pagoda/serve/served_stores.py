@@ -174,6 +174,11 @@ class ServedStores:
         self._labels: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         self._runs: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
         self._lossy: set[Path] = set()  # stores that are not served, and were logged
+        self._unserved: dict[
+            Path, Ledger
+        ] = {}  # only for operators: of lossy codecs, private, of older versions
+        self.unopened: dict[Path, str] = {}
+        """The stores that the last scan found and could not open, and why."""
         self._ending = False
         self._log = RateLimitedLog()
 
@@ -185,40 +190,78 @@ class ServedStores:
             deadline = Deadline(_LEDGER_SECONDS)
             there = [Path(os.path.realpath(path)) for path in self._find()]
             kept: dict[Path, ServedStore] = {}
+            unserved: dict[Path, Ledger] = {}
+            private: list[Path] = []
+            unopened: dict[Path, str] = {}
             for path in there:
                 if self._ending:
                     break
-                known = self._stores.get(path)
+                known, ledger = self._stores.get(path), self._unserved.get(path)
                 if known is not None and known.is_current():
                     kept[path] = known
-                elif (made := self._opened(path, deadline.last())) is not None:
-                    kept[path] = made
+                    continue
+                if ledger is not None and ledger.session.store.is_current():
+                    unserved[path] = ledger
+                    continue
+                try:
+                    made = self._opened(path, deadline.last())
+                    state = read_state(path) if made is None else None
+                    if state is not None and state.private:
+                        private.append(path)
+                    elif made is None:
+                        unserved[path] = Ledger.attach(path, deadline_seconds=deadline.last())
+                    else:
+                        kept[path] = made
+                except (PagodaError, OSError) as trouble:
+                    unopened[path] = str(trouble)
+                    self._log.warn(_logger, Reason.IO_ERROR, f"a store is not served: {trouble}")
             before, self._stores = self._stores, kept
+            before_unserved, self._unserved = self._unserved, unserved
+            self._private, self._unopened = private, unopened
             for store in before.values():
                 if store not in kept.values():
                     store.close()
+            for ledger in before_unserved.values():
+                if ledger not in unserved.values():
+                    ledger.close()
 
     def _opened(self, path: Path, deadline_seconds: float) -> ServedStore | None:
         if (lossy := lossy_codec_of(path)) and path not in self._lossy:
             self._lossy.add(path)
             why = "of such engines only chunks in host memory are served, under the keys of approximate KV"
             _logger.warning("%s is not served: its codec %s is lossy; %s", path, lossy, why)
-        try:
-            return ServedStore.open(path, deadline_seconds)
-        except (PagodaError, OSError) as trouble:
-            self._log.warn(_logger, Reason.IO_ERROR, f"a store is not served: {trouble}")
-            return None
+        return ServedStore.open(path, deadline_seconds)
 
     def stores(self) -> list[ServedStore]:
         """Return the open stores, host tier first."""
         return list(self._stores.values())
 
-    def end(self) -> list[ServedStore]:
+    def ledgers(self) -> list[Ledger]:
+        """Return the ledgers of all open stores, host tier first, then of those that are not served."""
+        return [store.ledger for store in self.stores()] + list(self._unserved.values())
+
+    @contextlib.contextmanager
+    def for_operators(self) -> Iterator[tuple[list[Ledger], dict[str, str]]]:
+        """Yield the ledgers of all stores of this machine, and why others cannot be opened, by directory."""
+        with contextlib.ExitStack() as stack:
+            ledgers = self.ledgers()
+            failed = {str(path): trouble for path, trouble in self._unopened.items()}
+            for path in self._private:
+                try:
+                    attached = Ledger.attach(path, deadline_seconds=_LEDGER_SECONDS)
+                    ledgers.append(stack.enter_context(contextlib.closing(attached)))
+                except (PagodaError, OSError) as trouble:
+                    if path.exists():  # else its owner has ended meanwhile
+                        failed[str(path)] = str(trouble)
+            yield ledgers, failed
+
+    def end(self) -> list[ServedStore | Ledger]:
         """Stop serving; return the stores, which the caller must close."""
         self._ending = True
         with self._scanning:
             before, self._stores = self._stores, {}
-        return list(before.values())
+            unserved, self._unserved = self._unserved, {}
+        return [*before.values(), *unserved.values()]
 
     # ---- finding -------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,6 @@ import signal
 import socket
 import ssl
 import stat
-import time
-import traceback
-import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +21,6 @@ from typing import ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
-from aiohttp.web_protocol import RequestHandler
 
 from pagoda.errors import ClosedError, ConfigError, PagodaError
 from pagoda.file_lock import lock_file
@@ -43,6 +38,7 @@ from pagoda.serve.access import (
 from pagoda.serve.announcer import Announcer
 from pagoda.serve.blocking_calls import CALLS, BlockingCallPool, OverloadedError
 from pagoda.serve.chunk_routes import COUNTS, LIMITS, READ_ONLY, STORES
+from pagoda.serve.connections import Connection, Connections
 from pagoda.serve.operator_routes import OperatorRoutes, PageOptions
 from pagoda.serve.served_stores import HostRoom, ServedStores
 from pagoda.tiers.remote.peer_directory import PeerDirectory
@@ -53,8 +49,8 @@ T = TypeVar("T")
 ACCESS: web.AppKey[AccessRules] = web.AppKey("access", AccessRules)
 
 _SCAN_SECONDS = 2.0
-_LINGERING_SECONDS = 2.0  # to drop the rest of a body that is not read
-_READ_BYTES = 256 << 10
+# accepted in this order; when they are more, an honest client is refused (Unix) or tries again after a second (TCP)
+_WAITING_CONNECTIONS = 4096
 _LOCK_SECONDS = 5.0  # to wait for another server that starts
 # for requests that still run at the end, and again after their cancellation
 _SHUTDOWN_SECONDS = 0.7
@@ -116,9 +112,7 @@ async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
     try:
         await runner.setup()
         assert runner.server is not None
-        connections = Connections(runner.server, loop, options.limits)
-        server = await _accept(loop, connections, listening, _tls(options))
-        sweeping = asyncio.create_task(connections.abort_late_ones())
+        connections = Connections(runner.server, listening, _tls(options), options.limits)
         announcer = None
         if options.directory is not None:
             url = partial(_advertised, options, listening)
@@ -127,10 +121,9 @@ async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
             ready(url_of(options, listening))
             await stop.wait()
         finally:
-            sweeping.cancel()
             if options.listen is None:  # while it still listens: later the path may belong to the next server
                 options.socket_path.unlink(missing_ok=True)
-            server.close()
+            connections.close()
             if announcer is not None:
                 await asyncio.to_thread(announcer.close)
     finally:
@@ -170,7 +163,7 @@ def _listen(options: ServeOptions) -> socket.socket:
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen()
+        listening.listen(_WAITING_CONNECTIONS)
         return listening
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--listen {where}: {error}; choose another address") from None
@@ -191,7 +184,7 @@ def _unix_socket(path: Path) -> socket.socket:
                     )
             path.unlink()  # the socket of a killed server
         listening.bind(str(path))
-        listening.listen()
+        listening.listen(_WAITING_CONNECTIONS)
     os.chmod(path, 0o600)
     return listening
 
@@ -226,128 +219,6 @@ def _tls(options: ServeOptions) -> ssl.SSLContext | None:
     return context
 
 
-async def _accept(
-    loop: asyncio.AbstractEventLoop,
-    connections: Connections,
-    listening: socket.socket,
-    tls: ssl.SSLContext | None,
-) -> asyncio.Server:
-    make = partial(connections.make, tls is not None)
-    if listening.family == socket.AF_UNIX:
-        return await loop.create_unix_server(make, sock=listening)
-    handshake = connections.limits.header_seconds if tls is not None else None
-    return await loop.create_server(make, sock=listening, ssl=tls, ssl_handshake_timeout=handshake)
-
-
-class _Connection(RequestHandler):
-    """A connection with the time since which it waits for the rest of a request's header, or for its close."""
-
-    __slots__ = ("is_broken", "late_since", "used", "wire")
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.late_since: float | None = time.monotonic()  # None: it does not wait
-        self.used = time.monotonic()  # when something arrived
-        self.is_broken = False
-        # aiohttp drops its reference at a close, which waits until all is sent
-        self.wire = transport
-        if transport.get_extra_info("sslcontext") is None:
-            # So a drain waits until all is sent, and the buffer can be reused. TLS makes an encrypted copy at once.
-            transport.set_write_buffer_limits(0)
-        super().connection_made(transport)
-
-    def data_received(self, data: bytes) -> None:
-        self.used = time.monotonic()
-        if self.late_since is None and self._current_request is None:
-            self.late_since = self.used
-        super().data_received(data)
-
-    def log_exception(self, *args: object, exc_info: BaseException | None = None, **_: object) -> None:
-        """Log why a request could not be handled, with a limited rate: anyone can send many bad requests."""
-        expected = isinstance(exc_info, HttpProcessingError)
-        text = repr(exc_info) if expected else "".join(traceback.format_exception(exc_info))
-        _log.warn(_logger, Reason.IO_ERROR, f"a request could not be handled: {text.strip()}")
-
-    @property
-    def may_end(self) -> bool:
-        """Whether it has no request, or its client has left, so that `end` makes room for another connection."""
-        return not self.is_broken and (self._current_request is None or self.wire.is_closing())
-
-    def end(self) -> None:
-        """End the connection at once."""
-        self.is_broken = True
-        break_connection(self.wire)
-
-
-class _Handshake(asyncio.Protocol):
-    """A connection during its TLS handshake. asyncio does not report a failure: it counts only until `until`."""
-
-    def __init__(self, make: Callable[[], _Connection], seconds: float) -> None:
-        self._make = make
-        self.until = time.monotonic() + seconds
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.until = 0.0
-        connection = self._make()
-        transport.set_protocol(connection)
-        connection.connection_made(transport)
-
-
-class Connections:
-    """The connections of a server: their number is bounded, and so is their wait for a header or a handshake."""
-
-    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, limits: ServeLimits) -> None:
-        self._server, self._loop, self.limits = server, loop, limits
-        self._handshakes: weakref.WeakSet[_Handshake] = weakref.WeakSet()
-
-    def make(self, tls: bool) -> asyncio.Protocol:
-        """Return the protocol of a new connection. If there are too many, end the connection that is idle for longest.
-
-        A connection whose client has left counts until the event loop has closed it; it may be the one to end. Raises
-        ConnectionRefusedError if no connection may end: then asyncio closes the new one.
-        """
-        now = time.monotonic()
-        handshakes = sum(one.until > now for one in self._handshakes)
-        if len(self._server.connections) + handshakes >= self.limits.connections:
-            idle = [
-                each for each in self._server.connections if isinstance(each, _Connection) and each.may_end
-            ]
-            if not idle:
-                raise ConnectionRefusedError
-            min(idle, key=lambda each: each.used).end()
-        if not tls:
-            return self._connection()
-        self._handshakes.add(handshake := _Handshake(self._connection, self.limits.header_seconds))
-        return handshake
-
-    def _connection(self) -> _Connection:
-        return _Connection(
-            self._server,
-            loop=self._loop,
-            keepalive_timeout=self.limits.idle_seconds,
-            access_log=None,  # type: ignore[arg-type]  # aiohttp's own runner passes it too
-            logger=_logger,
-            read_bufsize=_READ_BYTES,
-            auto_decompress=False,
-            max_headers=64,
-            lingering_time=_LINGERING_SECONDS,
-        )
-
-    async def abort_late_ones(self) -> None:
-        """Abort, in a loop, connections whose request header is late, or whose close waits for the client."""
-        while True:
-            await asyncio.sleep(self.limits.header_seconds / 10)
-            now = time.monotonic()
-            for connection in self._server.connections:
-                assert isinstance(connection, _Connection)
-                if connection.late_since is None and connection.wire.is_closing():
-                    connection.late_since = now
-                since = connection.late_since
-                if since is not None and since < now - self.limits.header_seconds:
-                    connection.end()
-
-
 # ---- the application ---------------------------------------------------------------------------------------------
 
 _log = RateLimitedLog()
@@ -359,7 +230,7 @@ async def _in_time(request: web.Request, handler: Handler) -> web.StreamResponse
 
     A client that leaves during a request is counted; it is not an error.
     """
-    if isinstance(request.protocol, _Connection):
+    if isinstance(request.protocol, Connection):
         request.protocol.late_since = None
     try:
         answer = await handler(request)

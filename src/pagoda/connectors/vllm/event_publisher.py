@@ -2,7 +2,7 @@
 
 vLLM publishes events at the end of a step. An engine that waits for requests takes no step, and would not report what
 other processes evict, or what it found at its start. So the connector gives vLLM another publisher: with the same
-sockets and messages, but it accepts events at any time.
+messages, but it accepts events at any time, and where it listens, strangers cost a bounded amount (`EventSocket`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ import zmq
 from vllm.distributed import kv_events
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent
 
+from pagoda.kv_events.event_socket import EventSocket
+
 _MOST_WAITING = 4096
 _PIECE = 64  # blocks in one message
 _SUBSCRIBES = b"\1"  # the first byte that an XPUB socket receives for a subscription; zero is the end of one
+_MOST_SUBSCRIPTION_BYTES = 1 << 10
 _number = count()
 
 
@@ -104,11 +107,15 @@ class LivePublisher(kv_events.ZmqEventPublisher):
     """
 
     _ctx: zmq.Context[Any]
+    _endpoint: str
+    _hwm: int
+    _pub: Any
     _event_queue: queue.Queue[Any]
     _subscribed: bool  # whether a router has subscribed since the last call of `newcomers`
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, topic: str = "", **kwargs: Any) -> None:
+        self._topic = topic
+        super().__init__(*args, topic=topic, **kwargs)
         # The numbers also rise after a restart, because a router ignores numbers that it has seen.
         self._seq_gen = count(int(time.time() * 1000))
         # Keeps the events of a block in order.
@@ -141,14 +148,22 @@ class LivePublisher(kv_events.ZmqEventPublisher):
 
     def newcomers(self) -> bool:
         """Whether a router has subscribed since the last call; it receives what is sent from now on."""
+        if isinstance(self._pub, _ListeningSocket):
+            return self._pub.newcomers()
         if not self._subscribed:  # a router that subscribes right now counts at the next call
             return False
         self._subscribed = False
         return True
 
     def _socket_setup(self) -> None:
-        """Make the sockets: an XPUB socket is a PUB socket that reports subscriptions."""
+        """Make the sockets; vLLM makes those that are not there yet."""
         self._subscribed = False
+        if self._endpoint.startswith("tcp://") and self._is_bind_endpoint(self._endpoint):
+            self._pub = self._listen()
+            super()._socket_setup()
+            return
+        # It connects to one router, or listens where only this user can connect: a socket of vLLM's, but an XPUB
+        # socket, which is a PUB socket that reports subscriptions.
         context, self._ctx = self._ctx, _Subscribed(shadow=self._ctx)
         try:
             super()._socket_setup()
@@ -156,6 +171,17 @@ class LivePublisher(kv_events.ZmqEventPublisher):
             self._ctx = context
         # only vLLM's thread may use the sockets; it calls `get` before each message, and ten times per second
         self._event_queue = _Watched(self._event_queue.maxsize, self._note_subscriptions)
+
+    def _listen(self) -> _ListeningSocket:
+        """Listen where vLLM would."""
+        endpoint = self._endpoint
+        if endpoint == "tcp://*:0":  # vLLM then listens at this node's address only
+            node = kv_events.get_ip()
+            endpoint = f"tcp://[{node}]:0" if ":" in node else f"tcp://{node}:0"
+        made = _ListeningSocket(endpoint, topic=self._topic.encode(), most_messages=self._hwm or None)
+        if endpoint != self._endpoint:
+            self._endpoint = made.endpoint
+        return made
 
     def _note_subscriptions(self) -> None:
         with suppress(zmq.ZMQError):  # there is no more, or the socket is closed
@@ -177,6 +203,16 @@ class LivePublisher(kv_events.ZmqEventPublisher):
             yield
 
 
+class _ListeningSocket(EventSocket):
+    """An `EventSocket` with the two methods of ZeroMQ's sockets that vLLM calls."""
+
+    def send_multipart(self, frames: Sequence[bytes]) -> None:
+        self.send(frames)
+
+    def close(self, linger: int | None = None) -> None:
+        super().close()
+
+
 class _Subscribed(zmq.Context[Any]):
     """Makes XPUB sockets, which report each subscription, instead of PUB sockets."""
 
@@ -184,6 +220,7 @@ class _Subscribed(zmq.Context[Any]):
         made = super().socket(zmq.XPUB if socket_type == zmq.PUB else socket_type, *args, **kwargs)
         if socket_type == zmq.PUB:
             made.setsockopt(zmq.XPUB_VERBOSE, 1)
+            made.setsockopt(zmq.MAXMSGSIZE, _MOST_SUBSCRIPTION_BYTES)
         return made
 
 

@@ -239,6 +239,7 @@ function showRequests(requests) {
 function refresh(now) {
   latest = now;
   byId("machine").textContent = now.machine;
+  byId("log-out").hidden = !now.login;
   byId("version").textContent = `PagodaKV ${now.version}`;
   showTroubles(now.troubles);
   showTower(now, samples.at(-1));
@@ -320,19 +321,20 @@ async function change(path, value, output) {
 
 function said(path, answer) {
   if (path !== "explain") return [make("p", {}, answer.said)];
-  if (!answer.namespaces.length) return [make("p", {}, "Nothing is stored yet, so no prompt would hit.")];
-  return answer.namespaces.flatMap((found) => [make("h3", {}, found.model),
+  const left = Object.entries(answer.left).map(([place, why]) => make("p", { className: "trouble" }, `${place}: ${why}`));
+  if (!answer.namespaces.length) return [make("p", {}, "Nothing is stored yet, so no prompt would hit."), ...left];
+  return left.concat(answer.namespaces.flatMap((found) => [make("h3", {}, found.model),
     table(["Tier", `Of ${count(answer.asked_tokens)} tokens`, "Why not more"],
       found.answers.map((row) => [row.tier, count(row.num_tokens), (row.reason || "all whole chunks are stored").replaceAll("_", " ")])),
-    ...found.lines.map((line) => make("p", { className: "note" }, line))]);
+    ...found.lines.map((line) => make("p", { className: "note" }, line))]));
 }
 
 function clear(row) {
   const dialog = byId("confirm");
   byId("confirm-title").textContent = row ? "Clear this namespace?" : "Clear everything?";
   byId("confirm-text").textContent = row
-    ? `All chunks of ${titleOf(row)} are removed from host memory and disk, pinned ones too. They will be computed again.`
-    : "All chunks of all models and tenants are removed from host memory and disk, pinned ones too. They will be computed again.";
+    ? `All chunks of ${titleOf(row)} are removed from this machine's host memory and disks, pinned ones too. They will be computed again.`
+    : "All chunks of all models and tenants are removed from this machine's host memory and disks, pinned ones too. They will be computed again.";
   dialog.returnValue = "no";
   dialog.onclose = () => {
     if (dialog.returnValue === "yes") change("clear", row ? { namespace: row.namespace } : { everything: true }, byId("answer"));
@@ -341,6 +343,7 @@ function clear(row) {
 }
 
 byId("clear-all").onclick = () => clear(null);
+byId("log-out").onclick = async () => { await post("logout", {}); location.reload(); };
 byId("question").onsubmit = (event) => {
   event.preventDefault();
   const text = byId("prompt").value, asText = byId("as-text").checked && !byId("as-text").disabled, output = byId("answer");
