@@ -63,7 +63,7 @@ class Config:
     host_path: str = field(
         default_factory=lambda: f"/dev/shm/pagoda-{os.getuid()}",
         metadata={
-            "help": "Directory of the host tier; must be in memory (/dev/shm or hugetlbfs).",
+            "help": "Directory of the host tier; must be in memory (/dev/shm or another tmpfs).",
             "check": option_values.place("directory", needed=True),
         },
     )

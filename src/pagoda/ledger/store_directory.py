@@ -59,6 +59,7 @@ from pagoda.store_place import (
     other_place,
     require_free,
     require_local,
+    require_locks,
     require_own,
     require_umask,
 )
@@ -205,6 +206,7 @@ def _prepare(root: Path, create: bool) -> None:
         raise StoreError(f"there is no directory {root}")
     require_own(root)
     require_local(root)
+    require_locks(root)
 
 
 @contextlib.contextmanager
