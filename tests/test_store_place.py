@@ -13,6 +13,7 @@ from pagoda import store_place
 from pagoda.config.sizes import auto_bytes
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.file_space import allocate
+from pagoda.file_systems import filesystem
 from pagoda.ledger import Ledger, StoreSpec
 from pagoda.store_place import (
     free_bytes,
@@ -165,7 +166,7 @@ def test_without_proc_the_kernel_is_asked_about_the_directory(
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "read_text", read)
-    assert store_place.filesystem(shm_root) == "tmpfs"
+    assert filesystem(shm_root) == "tmpfs"
     store_place.require_umask()  # nothing to be read, so nothing is refused
 
 
