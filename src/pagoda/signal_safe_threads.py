@@ -36,22 +36,32 @@ T = TypeVar("T")
 _log = guarded_logger("pagoda")
 _lines = RateLimitedLog()
 _ATTEMPTS = 10_000
+_START_SECONDS = 1.0  # a new thread needs less than a millisecond for its first step
+_NO_MEMORY = (
+    "a new thread found no memory for its first step: raise the container's memory limit or `ulimit -v`"
+)
 _REFUSED = "can't start new thread"  # Python's message for this error only
 
 
 def begin(thread: Thread) -> bool:
     """Start `thread`; return False, with a rate-limited log line, if the system starts no more threads. Thread-safe.
 
-    The caller continues without the thread and tries again, with a new Thread, when it needs one again.
+    The caller continues without the thread and tries again, with a new Thread, when it needs one again. A thread that
+    was started and finds no memory for its first steps ends without a word: `Thread.start` would wait for it for ever.
+    Here it counts as not started after a second, and if it is only late, it never does its work.
     """
-    thread._started = Event()  # type: ignore[attr-defined]  # Python's event uses a condition, see above
+    started = _Started(thread)
+    thread._started = started  # type: ignore[attr-defined]  # Python's event uses a condition, see above
+    thread._bootstrap = started.first_step  # type: ignore[attr-defined]
     try:
         thread.start()
     except RuntimeError as trouble:
         if _REFUSED in str(trouble):  # this message; the interpreter's end raises another one
             _lines.warn(_log, Reason.IO_ERROR, f"{thread.name}: {NO_THREAD}")
         return False
-    return True
+    if started.given_up:
+        _lines.warn(_log, Reason.IO_ERROR, f"{thread.name}: {_NO_MEMORY}")
+    return not started.given_up
 
 
 def start_thread(target: Callable[..., object], name: str, *arguments: object) -> Thread | None:
@@ -149,7 +159,49 @@ class Event:
         if self._set:
             return True
         with self._changed:
-            return self._changed.wait_for(self.is_set, timeout)
+            return self._changed.wait_for(self._ended, timeout)
+
+    def _ended(self) -> bool:
+        """Whether a wait ends."""
+        return self._set
+
+
+class _Started(Event):
+    """Whether a thread has begun. `Thread.start` waits for that, here for a bounded time."""
+
+    def __init__(self, thread: Thread) -> None:
+        super().__init__()
+        self._thread = weakref.ref(thread)
+        self.given_up = False
+
+    def first_step(self) -> None:
+        """Run the thread; the system's new thread calls it. If it ends before it has begun, it is given up."""
+        try:
+            if (thread := self._thread()) is not None:
+                Thread._bootstrap(thread)  # type: ignore[attr-defined]
+        finally:
+            self._give_up()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the thread has begun; without a timeout, give it up after a second."""
+        super().wait(_START_SECONDS if timeout is None else timeout)
+        if timeout is None:
+            self._give_up()  # does nothing if the thread has begun
+        return self._set
+
+    def _give_up(self) -> None:
+        """Take its work from a thread that has not begun, and wake the caller that waits for it."""
+        with self._changed:
+            if self._set or self.given_up:
+                return
+            self.given_up = True
+            if (thread := self._thread()) is not None:
+                thread._target = None  # type: ignore[attr-defined]
+                thread._args = ()  # type: ignore[attr-defined]
+            self._changed.notify_all()
+
+    def _ended(self) -> bool:
+        return self._set or self.given_up
 
 
 class Answer(Future[T]):
