@@ -11,8 +11,8 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _NUMBERS = {
-    "x86_64": {"fcntl": 72, "fallocate": 285, "preadv": 295, "pwritev": 296, "madvise": 28, "lseek": 8},
-    "aarch64": {"fcntl": 25, "fallocate": 47, "preadv": 69, "pwritev": 70, "madvise": 233, "lseek": 62},
+    "x86_64": {"fcntl": 72, "fallocate": 285, "preadv": 295, "pwritev": 296, "preadv2": 327, "pwritev2": 328},
+    "aarch64": {"fcntl": 25, "fallocate": 47, "preadv": 69, "pwritev": 70, "preadv2": 286, "pwritev2": 287},
 }
 OFD_LOCKS = (36, 37, 38)  # F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
 

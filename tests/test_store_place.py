@@ -12,7 +12,7 @@ import pytest
 from pagoda import store_place
 from pagoda.config.sizes import auto_bytes
 from pagoda.errors import NoRoomError, StoreError
-from pagoda.file_space import allocate
+from pagoda.file_space import allocate, allocate_range, opened
 from pagoda.file_systems import filesystem
 from pagoda.ledger import Ledger, StoreSpec
 from pagoda.store_place import (
@@ -96,6 +96,23 @@ def test_an_allocated_file_has_its_blocks(shm_root: Path) -> None:
     assert status.st_size == 5 * 4096 <= status.st_blocks * 512 and status.st_mode & 0o777 == 0o600
     with pytest.raises(NoRoomError, match="smaller size"):
         allocate(shm_root / "file", 1 << 60)
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EINVAL, errno.ENOSYS])
+def test_without_the_call_blocks_are_written_and_what_the_file_has_stays(shm_root: Path, error: int) -> None:
+    (shm_root / "file").write_bytes(b"x" * 4096 + bytes(4096) + b"\0\0y")
+
+    def inside() -> None:
+        seccomp.refuse("fallocate", error)
+        allocate(shm_root / "file", 5 * 4096 - 7)
+        with opened(shm_root / "file", os.O_RDWR) as fd:
+            os.ftruncate(fd, 9 * 4096)
+            assert allocate_range(fd, 6 * 4096, 2 * 4096)
+
+    in_child(inside)
+    content = (shm_root / "file").read_bytes()
+    assert content == (b"x" * 4096 + bytes(4096) + b"\0\0y").ljust(9 * 4096, b"\0")
+    assert (shm_root / "file").stat().st_blocks * 512 == 7 * 4096
 
 
 def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:

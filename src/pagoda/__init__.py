@@ -15,8 +15,8 @@ data reaches them:
 
 and the modules that all of them use: `keys` (tokens to keys), `layout` (the bytes of a chunk), `metrics` (reasons,
 counters, loggers), `errors`, `clock`, `boot_identity`, `signal_safe_threads`, `fork`, `finalizers`, `store_place`,
-`file_space`, `file_systems`, `file_lock`, `cgroup_memory`, `json_log`, `url_hosts`, `serve_token_file`, `quality_verdict` (may an approximate feature
-start), `quality_bounds` (what it must keep).
+`file_space`, `file_systems`, `file_lock`, `cgroup_memory`, `json_log`, `url_hosts`, `serve_token_file`,
+`quality_verdict` (may an approximate feature start), `quality_bounds` (what it must keep).
 """
 
 from __future__ import annotations
