@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import logging
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -14,12 +15,17 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import pagoda
 from pagoda import signal_safe_threads
-from pagoda.signal_safe_threads import DeferredCall, Pool, begin, start_thread
+from pagoda.cache import Cache
+from pagoda.errors import StoreError
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+from pagoda.signal_safe_threads import DeferredCall, Pool, begin, require_real_threads, start_thread
 from tests.cache.kit import wait_until
 from tests.interrupts import Interrupted
 from tests.thread_limits import interrupted_once, no_threads
@@ -351,3 +357,21 @@ def test_with_hardly_any_memory_each_start_comes_back() -> None:
         [sys.executable, "-c", _HARDLY_ANY_MEMORY], capture_output=True, text=True, check=False
     )
     assert "all came back" in ended.stdout, ended.stderr
+
+
+class Cooperative:
+    """A lock or a queue of a library that replaces Python's."""
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(threading, "Lock"), (threading, "RLock"), (queue, "SimpleQueue")]
+)
+def test_a_process_with_cooperative_threads_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> None:
+    """As gevent makes one. Before, a cache ended in an AttributeError, or its futures never came."""
+    require_real_threads()
+    replaced = type("Taken", (Cooperative,), {"__class_getitem__": classmethod(lambda cls, _: cls)})
+    monkeypatch.setattr(module, name, replaced)
+    with pytest.raises(StoreError, match=r"Taken instead of.*patch_all\(thread=False, queue=False\)"):
+        Cache(namespace=Namespace("m"), layout=KVLayout.opaque(4, 4096, "any"), host_size="1MiB")

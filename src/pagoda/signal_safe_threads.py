@@ -26,6 +26,7 @@ from functools import partial
 from threading import Thread
 from typing import Generic, ParamSpec, TypeAlias, TypeVar, cast
 
+from pagoda.errors import StoreError
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
 NO_THREAD = "no thread can be started: raise the container's pids limit or `ulimit -u`"
@@ -41,6 +42,21 @@ _NO_MEMORY = (
     "a new thread found no memory for its first step: raise the container's memory limit or `ulimit -v`"
 )
 _REFUSED = "can't start new thread"  # Python's message for this error only
+
+
+def require_real_threads() -> None:
+    """Refuse a process whose threads, locks or queues were replaced by cooperative ones. StoreError with the remedy.
+
+    A wait for I/O or for another process would stop all of its greenlets, and a lock would belong to none of them.
+    """
+    made = (threading.Lock(), threading.RLock(), queue.SimpleQueue[None]())
+    foreign = [kind for kind in map(type, made) if kind.__module__ not in ("_thread", "_queue")]
+    if foreign:
+        raise StoreError(
+            f"this process has cooperative threads ({foreign[0].__module__}.{foreign[0].__qualname__} instead of "
+            "Python's own), and a cache needs real ones: patch without threads and queues "
+            "(gevent: monkey.patch_all(thread=False, queue=False)), or use the cache in a process of its own"
+        )
 
 
 def begin(thread: Thread) -> bool:

@@ -49,7 +49,7 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.metrics import by_reason, guarded_logger
 from pagoda.quality_verdict import QualityState, require_quality
-from pagoda.signal_safe_threads import Condition
+from pagoda.signal_safe_threads import Condition, require_real_threads
 from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 
@@ -136,6 +136,7 @@ class Cache:
 
         Raises ConfigError, StoreError with the remedy, and ValueError, also if another cache has that name.
         """
+        require_real_threads()
         self.name = name
         self.config = _configured(config, layout, overrides)
         self.layout = layout
