@@ -47,6 +47,11 @@ class TierStack:
         lower = tuple(tier for tier in self.lower if tier.name not in lossy)
         return TierStack(self.host, lower, (*self.left_out, *lossy)) if lossy else self
 
+    def joined_by(self, disk: Tier) -> TierStack:
+        """Return these tiers and the disk tier, which was left out: it is the first below the host tier."""
+        left_out = tuple(name for name in self.left_out if name != disk.name)
+        return TierStack(self.host, (disk, *self.lower), left_out)
+
     def ledgers(self) -> list[tuple[str, Ledger]]:
         """Return the ledgers of the local tiers, by tier name."""
         return [(tier.name, tier.ledger) for tier in self.all if isinstance(tier, HostTier | DiskTier)]

@@ -13,11 +13,13 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
 
+from pagoda.cache.late_tier import BoundedCall
 from pagoda.cache.resources import Resources
 from pagoda.cache.tier_stack import TierStack
 from pagoda.errors import StoreError
@@ -31,6 +33,7 @@ from pagoda.quality_verdict import QualityState
 log = guarded_logger("pagoda.cache")
 
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+_ROOT_SECONDS = 5.0  # how long a change waits for the root of a tier that was left out
 _RESERVED_BYTES = 1024  # space for this many epochs at any time
 _BEYOND_FILES = 1 << 31  # no file becomes this long
 _MOST_NAMESPACES = 1024  # the number of namespaces that are kept ready; further tenants are hashed again
@@ -56,7 +59,9 @@ class PresentWeights:
         """
         self._resources, self._measure = resources, measure
         if of is None:
-            self._epoch = WeightsEpoch(resources.config.roots(), namespace.model, namespace.weights_epoch)
+            self._epoch = WeightsEpoch(
+                resources.config.roots(), namespace.model, namespace.weights_epoch, resources.left_out()
+            )
         else:
             self._epoch = of._epoch
         self._epoch.share(resources)
@@ -100,7 +105,9 @@ class PresentWeights:
                     self._scopes.pop(next(iter(self._scopes)))
                 self._scopes[lora, salt, version, epoch] = found
         namespace, is_left_out = found
-        tiers = self._resources.tiers.local() if epoch else self._resources.tiers
+        # only the root of a tier that was left out may know that the weights were changed
+        known = not epoch and not self._epoch.unread
+        tiers = self._resources.tiers if known else self._resources.tiers.local()
         return namespace, tiers.exact() if is_left_out else tiers
 
     def quality(self) -> list[QualityState]:
@@ -139,6 +146,13 @@ class PresentWeights:
             self._measured[version, epoch, lora] = found
         return found
 
+    def compare_root(self, tier: str) -> str | None:
+        """Compare the root of a tier that was left out with the others, and raise what is behind.
+
+        Returns None if it has recorded the present epoch, else why not. May wait as long as its disk does.
+        """
+        return self._epoch.compare_root(tier)
+
     def change(self, version: str) -> int:
         """Raise the weights epoch, or use a version, which needs no new epoch. See Cache.weights_changed."""
         if version:
@@ -152,6 +166,7 @@ class PresentWeights:
                     text = f"{tier.name} is cleared: {errors[tier.name]}"
                     resources.counters.warn(log, Reason.IO_ERROR, text)
                     tier.clear()
+        unraised = self._unraised(errors)
         none_recorded = len(errors) == len(self._resources.config.roots())
         if none_recorded and tiers.local() is not tiers:
             name_them = "no local tier has a directory: call weights_changed with a name of the new weights"
@@ -160,7 +175,30 @@ class PresentWeights:
                 "of the old weights in remote tiers: remove the cause and call weights_changed again, or stop them "
                 f"({next(iter(errors.values()), name_them)})"
             )
+        if unraised is not None:
+            raise StoreError(
+                "this process uses the new weights, but a tier that was left out could not record that they have "
+                "changed: if the machine restarts before the tier takes part, it holds KV of the old weights under the "
+                f"name of the new ones. Repair it, remove its store, or call weights_changed with a name ({unraised})"
+            )
         return epoch
+
+    def _unraised(self, errors: Mapping[str, OSError]) -> str | None:
+        """Return which tier that was left out has not recorded the present epoch, and why; None if there is none."""
+        for tier, reason in self._resources.left_out().items():
+            if tier not in self._epoch.unread:
+                if tier in errors:
+                    return f"{tier}: {errors[tier]}"
+                continue
+            try:
+                why = BoundedCall(partial(self.compare_root, tier), "pagoda-compare-root").result(
+                    _ROOT_SECONDS
+                )
+            except (TimeoutError, OSError, StoreError) as error:
+                why = str(error)
+            if why is not None:
+                return f"{tier}: {why}, {reason}"
+        return None
 
 
 class WeightsEpoch:
@@ -169,11 +207,19 @@ class WeightsEpoch:
     The version that was named is valid for all caches that share this object.
     """
 
-    def __init__(self, roots: Mapping[str, Path], model: str, begun_at: int = 0) -> None:
-        """`begun_at`: the configured epoch, the same on all machines; within it this machine counts from 0."""
+    def __init__(
+        self, roots: Mapping[str, Path], model: str, begun_at: int = 0, left_out: Collection[str] = ()
+    ) -> None:
+        """Read the roots, except those of tiers that were `left_out`: their disks may be dead.
+
+        `begun_at`: the configured epoch, the same on all machines; within it this machine counts from 0.
+        """
         name = f"{model}\0{begun_at}" if begun_at else model
         digest = blake3(name.encode(), derive_key_context="PagodaKV weights epoch").hexdigest(8)
-        self._roots = {tier: root / f"weights-{digest}" for tier, root in roots.items()}
+        every = {tier: root / f"weights-{digest}" for tier, root in roots.items()}
+        self._roots = {tier: path for tier, path in every.items() if tier not in left_out}
+        # by tier: roots that were not compared yet; what they may know of changes is unknown
+        self.unread = {tier: path for tier, path in every.items() if tier in left_out}
         self._paths = list(self._roots.values())
         self._known = 0  # never decreases in this process, whatever happens to the files
         self._sharing: list[weakref.ref[Resources]] = []  # the caches that share this object
@@ -196,6 +242,31 @@ class WeightsEpoch:
             except OSError:
                 continue
         return self._known
+
+    def compare_root(self, tier: str) -> str | None:
+        """Compare the root of a tier with the others, and raise those that are behind. See PresentWeights."""
+        path = self.unread.get(tier) or self._roots.get(tier)
+        if path is None:
+            return None
+        try:  # without the lock: a dead disk may never answer
+            found = os.stat(path).st_size
+        except FileNotFoundError:
+            found = 0
+        except OSError as error:
+            return str(error)
+        with self._lock:
+            self._known = max(self.epoch(), found)
+            refused = _raised(path, self._known)
+            if refused is not None:
+                return str(refused)
+            self._roots[tier] = path
+            self._paths = list(self._roots.values())
+            self.unread.pop(tier, None)
+            for other in self._paths:
+                refused = _raised(other, self._known)
+                if refused is not None:
+                    log.warning("%s cannot record a change of the weights: %s", other, refused)
+        return None
 
     def share(self, resources: Resources) -> None:
         """Note that a cache with these resources uses this object. Keeps only a weak reference."""
@@ -228,6 +299,15 @@ def _reserve_space(path: Path) -> None:
     if path.parent.is_dir():
         with opened(path, _APPEND) as fd:
             reserve_beyond(fd, os.fstat(fd).st_size + _RESERVED_BYTES)
+
+
+def _raised(path: Path, target: int) -> OSError | None:
+    """Raise the epoch of a root that is behind. Return the error if that fails."""
+    try:
+        behind = os.stat(path).st_size < target
+    except OSError:
+        behind = target > 0
+    return _grow(path, target) if behind else None
 
 
 def _grow(path: Path, target: int) -> OSError | None:
