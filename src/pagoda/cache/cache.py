@@ -182,7 +182,7 @@ class Cache:
             self._resources.register(namespace, wait=True)
             log_opened(namespace, layout, stack, config.deadline_seconds)
             if late is not None:
-                late.begin(self._resources, self._weights)
+                late.begin(self._resources.admit, self._weights.compare_root)
         except BaseException:
             self.close()
             raise

@@ -16,17 +16,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pagoda.errors import PagodaError
 from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import guarded_logger
 from pagoda.signal_safe_threads import Event, start_thread
 from pagoda.tiers import Tier
-
-if TYPE_CHECKING:
-    from pagoda.cache.resources import Resources
-    from pagoda.cache.weights_epoch import PresentWeights
 
 log = guarded_logger("pagoda.cache")
 
@@ -87,9 +83,12 @@ class LateTier:
         self._lock = threading.Lock()
         self._ending = Event()
 
-    def begin(self, resources: Resources, weights: PresentWeights) -> None:
-        """Try, on a thread of its own, until the tier takes part or the cache is closed."""
-        if start_thread(self._run, "pagoda-late-tier", resources, weights) is None:
+    def begin(self, admit: Callable[[Tier], None], compare_root: Callable[[str], str | None]) -> None:
+        """Try, on a thread of its own, until the tier takes part or the cache is closed.
+
+        `admit` lets it take part; `compare_root` compares its root with the others, and returns why not if it fails.
+        """
+        if start_thread(self._run, "pagoda-late-tier", admit, compare_root) is None:
             log.warning(
                 "%s stays left out until this process starts again: no thread can be started", self.name
             )
@@ -109,8 +108,8 @@ class LateTier:
         with self._lock:
             self._ending.set()
 
-    def _run(self, resources: Resources, weights: PresentWeights) -> None:
-        weights.compare_root(self.name)  # the root may be readable, though the tier cannot be opened
+    def _run(self, admit: Callable[[Tier], None], compare_root: Callable[[str], str | None]) -> None:
+        compare_root(self.name)  # the root may be readable, though the tier cannot be opened
         pause = _FIRST_PAUSE_SECONDS
         opening, self._opening = self._opening, None
         while True:
@@ -126,15 +125,17 @@ class LateTier:
                 continue
             finally:
                 opening = None
-            self._try_to_join(tier, resources, weights)
+            self._try_to_join(tier, admit, compare_root)
             if self.joined:
                 log.warning("%s takes part again: it was left out at the start", self.name)
                 return
 
-    def _try_to_join(self, tier: Tier, resources: Resources, weights: PresentWeights) -> None:
+    def _try_to_join(
+        self, tier: Tier, admit: Callable[[Tier], None], compare_root: Callable[[str], str | None]
+    ) -> None:
         """Let the tier take part; close it again, and keep the reason, if its promises cannot be raised."""
         try:
-            reason = self._join(tier, resources, weights)
+            reason = self._join(tier, admit, compare_root)
         except Exception as error:  # noqa: BLE001  # a boundary
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
@@ -144,7 +145,9 @@ class LateTier:
             except (PagodaError, OSError) as error:
                 log.debug("closing %s: %s", self.name, error)
 
-    def _join(self, tier: Tier, resources: Resources, weights: PresentWeights) -> str | None:
+    def _join(
+        self, tier: Tier, admit: Callable[[Tier], None], compare_root: Callable[[str], str | None]
+    ) -> str | None:
         """Raise the promises of the tier and let it take part; return why that is impossible. See the module."""
         done = 0
         while True:
@@ -153,13 +156,13 @@ class LateTier:
             for namespace in missed:
                 tier.clear(namespace)
             done += len(missed)
-            unrecorded = weights.compare_root(self.name)
+            unrecorded = compare_root(self.name)
             if unrecorded is not None:
                 return unrecorded
             with self._lock:
                 if self._ending.is_set():
                     return "the cache is closed"
                 if done == len(self._missed):
-                    resources.admit(tier)
+                    admit(tier)
                     self.joined = True
                     return None

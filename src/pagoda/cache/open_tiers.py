@@ -16,6 +16,7 @@ from pagoda.config.remote_urls import RemoteSpec
 from pagoda.config.sizes import AUTO, FILESYSTEM_SHARE, auto_bytes, format_size, nearest_existing
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.layout import KVLayout
+from pagoda.ledger.ledger import make_room
 from pagoda.metrics import guarded_logger
 from pagoda.store_place import free_bytes
 from pagoda.tiers import DiskTier, HostTier, Tier, recorded_tiers
@@ -28,7 +29,7 @@ log = guarded_logger("pagoda.cache")
 
 _DISK_SECONDS = 65.0  # a store gives up a wait for other processes after 60 s
 _HOST_ATTEMPTS = 4  # others may take the space at the same time
-_LEDGER_BYTES = 6 << 20  # what the files of a ledger take
+_LEDGER_BYTES = 8 << 20  # what the files of a ledger take
 _LEDGER_BYTES_PER_SLOT = 1024  # and for each slot
 _FEW_CHUNKS = 64  # the log warns of an "auto" size with fewer chunks
 
@@ -101,6 +102,7 @@ def _open_host(config: Config, layout: KVLayout, clock: Clock) -> HostTier | Non
     Raises StoreError, also NoRoomError for a size that was asked for.
     """
     size_bytes = _host_bytes(config, layout)
+    has_made_room = False
     for _ in range(_HOST_ATTEMPTS):
         if not size_bytes:
             return None
@@ -115,6 +117,11 @@ def _open_host(config: Config, layout: KVLayout, clock: Clock) -> HostTier | Non
                 clock=clock,
             )
         except NoRoomError as error:
+            if not has_made_room and config.host_shared:
+                has_made_room = True
+                need_bytes = _LEDGER_BYTES + layout.slots_in(size_bytes) * _LEDGER_BYTES_PER_SLOT
+                if make_room(Path(config.host_path), need_bytes + layout.slot_bytes, clock):
+                    continue
             if config.host_size != AUTO:
                 raise
             size_bytes = _smaller(size_bytes, error, config, layout)

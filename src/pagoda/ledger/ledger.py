@@ -35,17 +35,18 @@ from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.outcomes import CommitResult, Match, Miss, Outcome, Present, Refused, Reserved
 from pagoda.ledger.request_ring import RequestRing
+from pagoda.ledger.root_usage import holdings
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.slots_in_use import PageGuards
 from pagoda.ledger.space_sharing import SpaceShare
 from pagoda.ledger.store_directory import StoreSpec, open_store, os_errors_mapped, unusable, warn_of_slots
 from pagoda.ledger.store_state import LOCKS, REQUESTS, SLAB, Kind, read_state
-from pagoda.ledger.stores_under_root import discard_idle
+from pagoda.ledger.stores_under_root import discard_idle, root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.ledger.upkeep_thread import UpkeepThread, map_learned
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.signal_safe_threads import Condition
-from pagoda.store_place import require_own
+from pagoda.store_place import free_bytes, require_own
 
 log = guarded_logger("pagoda")
 
@@ -686,6 +687,28 @@ def _with_space(step: Callable[[float], T], until: float) -> T:
 def _pairs(slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> list[tuple[int, int]]:
     """Return slots with their generations."""
     return list(zip(np.asarray(slots).tolist(), np.asarray(generations).tolist(), strict=True))
+
+
+def make_room(root: Path, nbytes: int, clock: Clock, deadline_seconds: float = 10.0) -> int:
+    """Let the stores under a root that no process has open give up their coldest chunks; return the bytes freed.
+
+    For a new store whose tables find no space: stores share the space of slabs, but not that of tables. Frees nothing
+    if there is enough space. Never raises for a store that cannot give any.
+    """
+    freed = 0
+    try:
+        with root_locked(root, deadline_seconds):
+            for holding in holdings(root):
+                missing = nbytes - free_bytes(root, in_memory=True)
+                if missing <= 0 or holding.in_use or holding.state is None or not holding.nbytes:
+                    continue
+                with contextlib.suppress(StoreError, ClosedError, OSError):
+                    giver = Ledger.attach(holding.directory, clock, deadline_seconds, borrowed=True)
+                    with contextlib.closing(giver):
+                        freed += giver.space.give(min(missing, holding.nbytes), idle=True)
+    except (StoreError, OSError) as error:
+        log.debug("no room is made under %s: %s", root, error)
+    return freed
 
 
 def _left(until: float) -> float:

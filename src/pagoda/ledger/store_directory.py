@@ -66,6 +66,7 @@ from pagoda.store_place import (
 
 log = guarded_logger("pagoda.ledger.store_directory")
 
+_SMALL_FILES_BYTES = 1 << 20  # what the other files of a store take, which grow a little
 _LAST_STAMP = 1 << 62  # no clock reaches this: a larger stamp is damaged
 
 
@@ -497,6 +498,7 @@ def _first_slots(spec: StoreSpec, state: StoreState) -> int:
         slots = min(slots, max(0, limit - held) // spec.slot_bytes)
     if held and slots < spec.slots:  # what other stores hold will be shared: see `space_sharing`
         require_free(spec.root, ledger, in_memory)
-        return min(slots, max(0, free_bytes(spec.root, in_memory) - ledger) // spec.slot_bytes)
+        left = free_bytes(spec.root, in_memory) - ledger - _SMALL_FILES_BYTES
+        return min(slots, max(0, left) // spec.slot_bytes)
     require_free(spec.root, ledger + slots * spec.slot_bytes, in_memory)
     return slots
