@@ -11,7 +11,7 @@ import pytest
 
 from pagoda.ledger import ScannedChunk, admin, rebuild, store_directory, stores_under_root
 from pagoda.ledger.columns import NOT_READY
-from pagoda.ledger.store_state import read_state, write_state
+from pagoda.ledger.store_state import Kind, read_state, write_state
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.children import child, in_child, wait
@@ -104,6 +104,24 @@ def test_a_damaged_recency_ends_in_no_overflow(tmp_path: Path) -> None:
     again = opened(tmp_path, clock=clock, kind="file")
     assert len(again.match_prefix(keys(1)).slots) == 1
     put(again, keys(2, 3))
+    again.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_times_that_are_ahead_of_the_clock_end_with_the_next_opening(shm_root: Path, kind: Kind) -> None:
+    """By a clock of the same boot that was ahead: leases would keep chunks for days, and new chunks count as old."""
+    clock = FakeClock(seconds=1_000_000.0)
+    ledger = opened(shm_root, clock=clock, kind=kind)
+    stored = put(ledger, *[keys(*range(32))])
+    ledger.lease([one.slot for one in stored], [one.generation for one in stored], 1e9)
+    newest = int(ledger.columns.last_use.max())
+    ledger.close()
+    clock.reboot("fake-boot", seconds=10.0)
+    again = opened(shm_root, clock=clock, kind=kind)
+    assert admin.gauges(again)["leased"] == 0 and admin.gauges(again)["ready"] == 32
+    assert again.stamp() > newest
+    put(again, keys(100))
+    assert there(again, keys(100)) == [True]
     again.close()
 
 

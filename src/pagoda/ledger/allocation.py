@@ -177,7 +177,8 @@ def _busy(transaction: Transaction, key: bytes) -> Busy | None:
     """Return the living member that is filling a slot for that key, if it began a short while ago."""
     row = transaction.get(key, db=transaction.tables.pending)
     reservation = transaction.reservation(*PLACE.unpack_from(row)) if row is not None else None
-    if reservation is None or transaction.now - reservation.started > BUSY_NS:
+    # a negative age: the time is of another clock
+    if reservation is None or not 0 <= transaction.now - reservation.started <= BUSY_NS:
         return None
     return next((Busy(key, writer) for writer in reservation.writers if transaction.alive(writer)), None)
 

@@ -39,7 +39,14 @@ from pagoda.ledger.root_usage import holdings
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.slots_in_use import PageGuards
 from pagoda.ledger.space_sharing import SpaceShare
-from pagoda.ledger.store_directory import StoreSpec, open_store, os_errors_mapped, unusable, warn_of_slots
+from pagoda.ledger.store_directory import (
+    LONGEST_LEASE_NS,
+    StoreSpec,
+    open_store,
+    os_errors_mapped,
+    unusable,
+    warn_of_slots,
+)
 from pagoda.ledger.store_state import LOCKS, REQUESTS, SLAB, Kind, read_state
 from pagoda.ledger.stores_under_root import discard_idle, root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
@@ -50,7 +57,6 @@ from pagoda.store_place import free_bytes, require_own
 
 log = guarded_logger("pagoda")
 
-_LONGEST_LEASE_SECONDS = 60.0
 T = TypeVar("T")
 
 
@@ -580,7 +586,7 @@ class Ledger:
     def lease(self, slots: NDArray[np.int64], generations: NDArray[np.uint64], seconds: float) -> None:
         """Keep the policy from evicting these slots for a while: at most 60 s, at most half of the slots."""
         rows = np.asarray(slots)[self.columns.generation[slots] == np.asarray(generations)]
-        self.columns.lease(rows, self._now(), int(min(seconds, _LONGEST_LEASE_SECONDS) * 1e9))
+        self.columns.lease(rows, self._now(), min(int(seconds * 1e9), LONGEST_LEASE_NS))
 
     def hold(
         self, slots: NDArray[np.int64], generations: NDArray[np.uint64], deadline_seconds: float = 1.0

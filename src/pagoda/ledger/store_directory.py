@@ -66,6 +66,7 @@ from pagoda.store_place import (
 
 log = guarded_logger("pagoda.ledger.store_directory")
 
+LONGEST_LEASE_NS = 60_000_000_000
 _SMALL_FILES_BYTES = 1 << 20  # what the other files of a store take, which grow a little
 _LAST_STAMP = 1 << 62  # no clock reaches this: a larger stamp is damaged
 
@@ -349,12 +350,19 @@ def _distrusted(directory: Path, state: StoreState, boot: str, locks: LockFile) 
 
 def _renew(directory: Path, state: StoreState, spec: StoreSpec, boot: str, clock: Clock) -> StoreState:
     """Take a store into use: from now on its ledger is only trusted in this boot, or after a clean close."""
+    columns = Columns(directory / COLUMNS, state.slots)
+    now = clock.monotonic_ns()
     offset = state.recency_offset
     if state.boot_id != boot:
-        columns = Columns(directory / COLUMNS, state.slots)
         columns.lease_until[:] = 0  # these times are from another boot
-        known = columns.last_use[columns.last_use < _LAST_STAMP]
-        offset = max(FIRST_OFFSET, int(known.max(initial=0))) + 1 - clock.monotonic_ns()
+        offset = FIRST_OFFSET + 1 - now
+    else:
+        # They are of this boot, but perhaps of a clock that was ahead: a damaged page, a machine that was restored.
+        ahead = columns.lease_until > now + LONGEST_LEASE_NS
+        columns.lease_until[ahead] = 0
+    known = columns.last_use[columns.last_use < _LAST_STAMP]
+    # what is used from now on is more recent than all that was
+    offset = max(offset, int(known.max(initial=0)) + 1 - now)
     renewed = msgspec.structs.replace(
         state, boot_id=boot, clean=False, recency_offset=offset, inodes=inodes(directory, state),
         chunk_bytes=spec.chunk_bytes or state.chunk_bytes,
