@@ -125,7 +125,8 @@ def _refuse_secrets(given: Mapping[str, object], config: Config, engine: str) ->
 def check_tiers(config: Config) -> None:
     """Check that the tiers can be opened, as far as that does not depend on the model. Changes nothing.
 
-    A disk tier without which the engine may start is only named on stderr. Raises StoreError (a directory is another
+    A disk tier that was used before, and without which the engine may start, is only named on stderr; one that never
+    was is a mistake that its user can correct now. Raises StoreError (a directory is another
     user's, on a network, or has too little room; a library is missing) or ConfigError (the password of a remote tier
     cannot be read, or its codec cannot be used).
     """
@@ -136,7 +137,7 @@ def check_tiers(config: Config) -> None:
         try:
             require_place(Path(config.disk_path), config.disk_bytes, in_memory=False)
         except (StoreError, OSError) as trouble:
-            if config.start_without == "none":
+            if config.start_without == "none" or not _was_used(Path(config.disk_path)):
                 raise
             print(f"pagoda: starting without the disk tier: {trouble}", file=sys.stderr)
     for server in (*config.peer_servers(), *config.lookup_server()):
@@ -147,6 +148,14 @@ def check_tiers(config: Config) -> None:
         for spec in remotes:
             codecs.require(spec.codec)
             spec.engine()  # connects to nothing
+
+
+def _was_used(root: Path) -> bool:
+    """Whether a directory has stores, or cannot be read. Changes nothing."""
+    try:
+        return root.is_dir() and any((store / "state").exists() for store in root.iterdir())
+    except OSError:
+        return True
 
 
 def check_start(
