@@ -38,6 +38,7 @@ _log = guarded_logger("pagoda")
 _lines = RateLimitedLog()
 _ATTEMPTS = 10_000
 _START_SECONDS = 1.0  # a new thread needs less than a millisecond for its first step
+_FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.005, 0.05  # how often it is seen whether a thread has ended
 _NO_MEMORY = (
     "a new thread found no memory for its first step: raise the container's memory limit or `ulimit -v`"
 )
@@ -64,17 +65,18 @@ def begin(thread: Thread) -> bool:
 
     The caller continues without the thread and tries again, with a new Thread, when it needs one again. A thread that
     was started and finds no memory for its first steps ends without a word: `Thread.start` would wait for it for ever.
-    Here it counts as not started after a second, and if it is only late, it never does its work.
+    Here it counts as not started as soon as it has ended, or after a second, and then never does its work.
     """
     started = _Started(thread)
     thread._started = started  # type: ignore[attr-defined]  # Python's event uses a condition, see above
-    thread._bootstrap = started.first_step  # type: ignore[attr-defined]
     try:
         thread.start()
     except RuntimeError as trouble:
         if _REFUSED in str(trouble):  # this message; the interpreter's end raises another one
             _lines.warn(_log, Reason.IO_ERROR, f"{thread.name}: {NO_THREAD}")
         return False
+    finally:
+        started.forget_first_step()
     if started.given_up:
         _lines.warn(_log, Reason.IO_ERROR, f"{thread.name}: {_NO_MEMORY}")
     return not started.given_up
@@ -175,49 +177,52 @@ class Event:
         if self._set:
             return True
         with self._changed:
-            return self._changed.wait_for(self._ended, timeout)
-
-    def _ended(self) -> bool:
-        """Whether a wait ends."""
-        return self._set
+            return self._changed.wait_for(self.is_set, timeout)
 
 
 class _Started(Event):
-    """Whether a thread has begun. `Thread.start` waits for that, here for a bounded time."""
+    """Whether a thread has begun. `Thread.start` waits for that, here for a bounded time.
+
+    The system's new thread keeps its first step, a function, until it ends, even if it cannot call it. So if nothing
+    refers to that function any more, the thread has ended.
+    """
 
     def __init__(self, thread: Thread) -> None:
         super().__init__()
         self._thread = weakref.ref(thread)
         self.given_up = False
-
-    def first_step(self) -> None:
-        """Run the thread; the system's new thread calls it. If it ends before it has begun, it is given up."""
-        try:
-            if (thread := self._thread()) is not None:
-                Thread._bootstrap(thread)  # type: ignore[attr-defined]
-        finally:
-            self._give_up()
+        first_step = partial(Thread._bootstrap, thread)  # type: ignore[attr-defined]
+        self._first_step = weakref.ref(first_step)
+        thread._bootstrap = first_step  # type: ignore[attr-defined]  # what `Thread.start` hands to the system
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the thread has begun; without a timeout, give it up after a second."""
-        super().wait(_START_SECONDS if timeout is None else timeout)
-        if timeout is None:
-            self._give_up()  # does nothing if the thread has begun
+        """Wait until the thread has begun; without a timeout, give it up when it has ended, or after a second."""
+        if timeout is not None:
+            return super().wait(timeout)
+        self.forget_first_step()
+        until = time.monotonic() + _START_SECONDS
+        pause = _FIRST_LOOK_SECONDS
+        while not super().wait(pause):
+            if self._first_step() is None or time.monotonic() > until:
+                self._give_up()
+                break
+            pause = min(2 * pause, _LAST_LOOK_SECONDS)
         return self._set
 
+    def forget_first_step(self) -> None:
+        """Leave the function to the system's thread alone."""
+        if (thread := self._thread()) is not None:
+            vars(thread).pop("_bootstrap", None)
+
     def _give_up(self) -> None:
-        """Take its work from a thread that has not begun, and wake the caller that waits for it."""
+        """Take its work from a thread that has not begun."""
         with self._changed:
-            if self._set or self.given_up:
+            if self._set:
                 return
             self.given_up = True
             if (thread := self._thread()) is not None:
                 thread._target = None  # type: ignore[attr-defined]
                 thread._args = ()  # type: ignore[attr-defined]
-            self._changed.notify_all()
-
-    def _ended(self) -> bool:
-        return self._set or self.given_up
 
 
 class Answer(Future[T]):
