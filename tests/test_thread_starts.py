@@ -320,7 +320,7 @@ def test_a_thread_that_begins_too_late_does_nothing(monkeypatch: pytest.MonkeyPa
         threading, "_start_joinable_thread", lambda function, **_: late.append(function), raising=False
     )
     did = list[int]()
-    thread = threading.Thread(target=did.append, args=(1,), name="pagoda-example")
+    thread = threading.Thread(target=lambda: did.append(1), name="pagoda-example")
     assert not begin(thread)
     monkeypatch.undo()
     _thread.start_new_thread(late[0], ())

@@ -586,7 +586,7 @@ class Ledger:
     def lease(self, slots: NDArray[np.int64], generations: NDArray[np.uint64], seconds: float) -> None:
         """Keep the policy from evicting these slots for a while: at most 60 s, at most half of the slots."""
         rows = np.asarray(slots)[self.columns.generation[slots] == np.asarray(generations)]
-        self.columns.lease(rows, self._now(), min(int(seconds * 1e9), LONGEST_LEASE_NS))
+        self.columns.lease(rows, self._now(), int(min(seconds * 1e9, LONGEST_LEASE_NS)))
 
     def hold(
         self, slots: NDArray[np.int64], generations: NDArray[np.uint64], deadline_seconds: float = 1.0
