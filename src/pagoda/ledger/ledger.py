@@ -39,7 +39,7 @@ from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.slots_in_use import PageGuards
 from pagoda.ledger.space_sharing import SpaceShare
 from pagoda.ledger.store_directory import StoreSpec, open_store, os_errors_mapped, unusable, warn_of_slots
-from pagoda.ledger.store_state import LOCKS, REQUESTS, SLAB, Kind, read_state
+from pagoda.ledger.store_state import REQUESTS, SLAB, Kind, read_state
 from pagoda.ledger.stores_under_root import discard_idle
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.ledger.upkeep_thread import UpkeepThread, map_learned
@@ -205,10 +205,10 @@ class Ledger:
     @staticmethod
     def _here(spec: StoreSpec) -> Ledger | None:
         """Return this process's ledger of that store, found by the file: two paths may name the same store."""
-        path = spec.root / spec.name / LOCKS
+        directory = spec.root / spec.name
         for ledger in _ledgers:
             session = ledger.session
-            if session.is_at(path) or (ledger._closing and session.store.locks.is_at(path)):
+            if session.is_at(directory) or (ledger._closing and session.store.locks.are_at(directory)):
                 return ledger
         return None
 

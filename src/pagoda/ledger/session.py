@@ -33,8 +33,9 @@ from pagoda.errors import ClosedError, LedgerCorrupt, StoreError
 from pagoda.fork import call_in_child
 from pagoda.ledger.clears_and_labels import load_saved
 from pagoda.ledger.columns import Columns
+from pagoda.ledger.guard_watch import unwatch, watch
 from pagoda.ledger.lmdb_tables import MEMBER, MEMBER_KEY, Tables, Txn
-from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate, timed_out
+from pagoda.ledger.locks import MEMBERS, OPEN, DeadlineMissedError, Gate, timed_out
 from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
 from pagoda.ledger.members import add_member, leave, publish_committed, reap, remove_dead
 from pagoda.ledger.slots_in_use import PageGuards
@@ -392,22 +393,43 @@ class Session:
             raise
         return tables
 
-    def is_at(self, locks: Path) -> bool:
-        """Whether this is the session of the store with that lock file, and is still usable."""
-        return not self.closed and not self.lost and self.store.locks.is_at(locks)
+    def is_at(self, directory: Path) -> bool:
+        """Whether this is the session of the store in that directory, and is still usable."""
+        return not self.closed and not self.lost and self.store.locks.are_at(directory)
 
-    def require_store(self) -> None:
-        """Raise StoreError if the directory is no longer this store's, now or at an earlier call. It is logged once."""
-        self.lost = self.lost or not self.store.is_current()
-        if not self.lost:
+    def look(self) -> None:
+        """Leave the store if its files are no longer those that were opened. See `guard_watch`."""
+        if self.closed or self.lost:
             return
+        try:
+            replaced = self.store.replaced()
+        except OSError:  # the next look will tell
+            return
+        if replaced is not None and not self.closed:
+            self._leave(replaced)
+
+    def _leave(self, why: str) -> None:
+        """Stop using a store whose files are not those that were opened, and let the next process open it alone.
+
+        This member keeps its own byte until `close`: the slots that it still fills must not be given to others.
+        """
+        self.lost = True
         if not self._loss_logged:
             self._loss_logged = True
             log.warning(
-                "the directory %s was removed or replaced while it was in use: this process neither finds nor stores "
-                "anything there until it opens the store again",
+                "the directory %s was removed or replaced while it was in use (%s): this process neither finds nor "
+                "stores anything there until it opens the store again",
                 self.store.directory,
+                why,
             )
+        with contextlib.suppress(OSError):
+            self.store.locks.unlock(OPEN)
+
+    def require_store(self) -> None:
+        """Raise StoreError if the directory is no longer this store's, now or at an earlier call. It is logged once."""
+        if not self.lost and self.store.is_current():
+            return
+        self._leave("it is not the store that was opened")
         raise StoreError(
             f"the directory {self.store.directory} was removed or replaced while it was in use: open the store again"
         )
@@ -449,6 +471,7 @@ class Session:
                 self.member = number
             if self.page_guards is not None:
                 self.page_guards.become(row, gate)
+        watch(self)
 
     def _enter(self, transaction: Transaction, number: int) -> int:
         """Write the row of member `number`; return its row of counters."""
@@ -473,6 +496,7 @@ class Session:
         if self.closed:  # or a forked child that lost the store: it has nothing to give up
             _sessions.discard(self)
             return
+        unwatch(self)
         # another thread may be inside the gate; then the last reference to the lock file closes it
         shared, gate = False, self.gate
         try:
@@ -499,6 +523,8 @@ class Session:
         """Leave; the last process to leave a store on disk syncs it and marks it clean."""
         tables, state = self._tables, self.store.state
         try:
+            if self.lost:
+                return
             if tables is not None and self.member:
                 # if the map is full the tables stay sound, with a dead member in them
                 with contextlib.suppress(lmdb.MapFullError):
