@@ -1,9 +1,9 @@
 """The weights epoch of a model on this machine, and which namespace and tiers a call may use in it.
 
-Each local root keeps a record of the epochs (`pagoda.ledger.epoch_record`). An epoch is a count and a random number, so
-that the same epoch is never given out twice, whichever roots were open at that time. Whoever opens roots compares them
-and raises the lower ones; of two epochs with one count, neither is known to be the later one, so both are left behind. A
-process stores and serves under an epoch only in the tiers whose root has recorded it.
+Each local root keeps a record of the epochs (`pagoda.ledger.epoch_record`). An epoch is a number and a random nonce, so
+that one epoch is never given out twice, whichever roots were open at that time. Whoever opens roots compares them and
+raises those that are behind; of two epochs with one number, neither is known to be the later one, so both are left
+behind. A process stores and serves under an epoch only in the tiers whose root has recorded it.
 
 A process notices a change by one `stat` per root: the file that older versions keep for the model grows with each one.
 """

@@ -6,10 +6,11 @@
     <root>/weights-*   what older versions have instead, one for each model: its size is the count. It is read, and kept
                        at the count, as long as such versions may open the root
 
-The data vouches for the record. If the record is gone, is older than a store of the root says, cannot be read, or is that
-of another root, then it is not known which weights the chunks of the root are of: a new record begins, with a *floor*, and
-every model gets a new epoch at its next opening. If all stores say that no epoch was ever recorded, nothing is lost, and
-there is no floor. `pagoda.cache.weights_epoch` calls this; it decides which epoch is valid for several roots together.
+The data vouches for the record. If the record is gone, is older than a store of the root says, cannot be read, or is
+that of another root, then it is not known which weights the chunks of the root are of: a new record begins, with a
+*floor*, and every model gets a new epoch at its next opening. If all stores say that no epoch was ever recorded, nothing
+is lost, and there is no floor. `pagoda.cache.weights_epoch` calls this; it decides which epoch is valid for several
+roots together.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ class EpochRecord:
             floor = secrets.randbits(64) | 1
             log.warning(
                 "%s is gone, or older than the stores beside it: it is not known whether the weights of their chunks "
-                "were changed in place, so none of these chunks is served; name the weights in `weights_changed` to use "
-                "tiers that are shared with other machines",
+                "were changed in place, so none of these chunks is served; to use tiers that are shared with other "
+                "machines, name the weights in `weights_changed`",
                 self.path,
             )
         record = _Record(secrets.token_bytes(16), int(bool(floor)), floor, {})

@@ -1,4 +1,4 @@
-"""One thread a process that sees when files of an open store are removed, replaced or cut, and makes it leave the store.
+"""The thread that sees when files of an open store are removed, replaced or cut, and makes its process leave the store.
 
 `Session` puts itself under watch. A process works in the files that it has open; the next one opens those that have the
 names. As long as both are the same files, their locks meet. So a process that finds another file under a name, or none,

@@ -28,6 +28,7 @@ from pagoda.finalizers import close_dropped
 from pagoda.fork import call_in_child
 from pagoda.ledger import allocation, hold_pin_remove, queries
 from pagoda.ledger.clear_log import FILES
+from pagoda.ledger.clearing import Clearing
 from pagoda.ledger.columns import KEY_BYTES, NOT_READY, Columns, marks_of
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.locks import barrier
@@ -84,6 +85,7 @@ class Ledger:
         self.columns: Columns = session.columns
         self.page_guards: PageGuards | None = session.page_guards
         self.namespaces = NamespaceRegistry(session)
+        self.clearing = Clearing(session, self.namespaces)
         self.requests = RequestRing(self.directory / REQUESTS)
         self._uses = 1
         self._asked = set[int | None]()  # sizes that users in this process asked for
@@ -176,6 +178,7 @@ class Ledger:
                 if opens:
                     ledger.namespaces.prepare_clears()
                     ledger.session.recover(_left(until))
+                    ledger._end_clears()
                 elif create:
                     ledger._warn_of_others(spec, policy)
                 if create and spec.limit_bytes not in ledger._asked:
@@ -201,6 +204,15 @@ class Ledger:
             ledger = cls(session, policy)
             undo.pop_all()
         return ledger
+
+    def _end_clears(self) -> None:
+        """End the clears of dead processes. If that fails, look-ups heed them all the same."""
+        try:
+            self.clearing.end_clears()
+        except (StoreError, OSError) as error:
+            log.warning(
+                "a clear of %s that a process did not end could not be ended: %s", self.directory, error
+            )
 
     @staticmethod
     def _here(spec: StoreSpec) -> Ledger | None:

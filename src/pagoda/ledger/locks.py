@@ -193,8 +193,8 @@ def _request(kind: int, byte: int) -> bytes:
 class StoreLocks(LockFile):
     """The locks of one store: those of `state`, with byte `open` also on `locks`, which older versions look at.
 
-    A process that has the store to itself holds `open` of both exclusively. While it is open, the directory has a shared
-    `flock`: programs that remove old files (systemd-tmpfiles) leave such a directory alone.
+    A process that has the store to itself holds `open` of both exclusively. While it is open, the directory has a
+    shared `flock`: programs that remove old files (systemd-tmpfiles) leave such a directory alone.
     """
 
     def __init__(self, directory: Path, state: str, locks: str) -> None:

@@ -130,7 +130,7 @@ class Session:
         begun: list[Callable[[Transaction], object]] = []
         try:
             with tables.begin(write=True) as txn:
-                transaction = Transaction(txn, tables, self.member, self._alive, self.clock.monotonic_ns())
+                transaction = Transaction(txn, tables, self.member, self.is_alive, self.clock.monotonic_ns())
                 while self._deferred:
                     begun.append(self._deferred[0])
                     self._deferred.popleft()
@@ -305,7 +305,8 @@ class Session:
         stamp = self.stamp(transaction.now)
         return publish_committed(transaction, self.columns, self._publish_from or 0, stamp)
 
-    def _alive(self, member: int) -> bool:
+    def is_alive(self, member: int) -> bool:
+        """Whether another process is this member, and lives."""
         return self.store.locks.held_by_other(MEMBERS + member)
 
     def untouched(self, slots: list[int], seconds: float) -> list[int]:
@@ -326,7 +327,7 @@ class Session:
     def _living(self, txn: Txn, tables: Tables) -> list[tuple[int, int]]:
         """Return counter row and process id of each living member."""
         rows = ((MEMBER_KEY.unpack(key)[0], row) for key, row in tables.rows(txn, tables.members))
-        return [MEMBER.unpack(row)[:2] for one, row in rows if one == self.member or self._alive(one)]
+        return [MEMBER.unpack(row)[:2] for one, row in rows if one == self.member or self.is_alive(one)]
 
     # ---- counters
 
@@ -444,7 +445,7 @@ class Session:
         number = row = 0
         try:
             with tables.begin(write=True) as txn:
-                transaction = Transaction(txn, tables, 0, self._alive, self.clock.monotonic_ns())
+                transaction = Transaction(txn, tables, 0, self.is_alive, self.clock.monotonic_ns())
                 number = transaction.meta.next_member
                 transaction.meta.next_member += 1
                 if not self.store.locks.lock(MEMBERS + number, exclusive=True):

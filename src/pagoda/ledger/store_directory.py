@@ -25,6 +25,7 @@ import msgspec
 from pagoda.clock import Clock
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.file_space import allocate, lengthen, make_directory
+from pagoda.ledger.clear_log import NEVER_CLEARED, ClearLog
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.lmdb_tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
 from pagoda.ledger.locks import OPEN, LockFile, StoreLocks
@@ -45,11 +46,13 @@ from pagoda.ledger.store_state import (
     Kind,
     StoreState,
     TableMark,
+    Vouched,
     inodes,
     is_marked,
     mismatch,
     read_state,
     set_mark,
+    set_voucher,
     write_state,
 )  # fmt: skip
 from pagoda.ledger.stores_under_root import MAKING, discard, in_use, root_locked, stores
@@ -438,6 +441,8 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
     try:
         with contextlib.ExitStack() as undo:
             write_state(making, state)
+            if spec.kind == "file":
+                set_voucher(making, Vouched.CLEARS, NEVER_CLEARED)
             locks = undo.enter_context(closing(StoreLocks(making, STATE, LOCKS)))
             locks.lock(OPEN, exclusive=False)
             _make_ledger(making, state, scan=state.slots, backed=first)
@@ -483,11 +488,16 @@ def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> 
 
 def _rebuild(directory: Path, state: StoreState) -> StoreState:
     """Replace a ledger that cannot be trusted by an empty one; all its slots wait to be scanned."""
+    cleared = ClearLog(directory)
+    if state.format != FORMAT and cleared.was_never_used():
+        # an older version was here meanwhile: it may have cleared something, which only its log says
+        set_voucher(directory, Vouched.CLEARS, NEVER_CLEARED._replace(first=1))
     state = msgspec.structs.replace(
         state,
         format=FORMAT,
         map_bytes=map_bytes(state.slots),
-        incarnation=state.incarnation + 1,
+        # `state` may be an older copy
+        incarnation=max(state.incarnation, cleared.last_incarnation()) + 1,
         boot_id=NEVER_BOOTED,
         clean=False,
     )

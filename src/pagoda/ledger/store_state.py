@@ -51,6 +51,7 @@ SPEEDS = "speeds"  # see `cache/load_cost`; not part of FORMAT
 # What these say is of no use to a process that opens the store alone: numbers for people, and slots in use by others.
 GUARDS_NOTHING = (COUNTERS_FILE, PAGE_GUARDS)
 FIRST_OFFSET = 1 << 60  # recency stamps of a new store begin here, above the stamps that a rebuild gives
+INCARNATION_BITS = 40  # a generation above these bits says of which incarnation of the tables it is
 NEVER_BOOTED = ""  # boot id of a store whose ledger is being made or resized: never trusted
 
 Kind = Literal["memory", "file"]
@@ -126,7 +127,7 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
 
     def first_generation(self) -> int:
         """Return the first generation of this incarnation: those of two incarnations never overlap."""
-        return (self.incarnation << 40) + 1
+        return (self.incarnation << INCARNATION_BITS) + 1
 
 
 class _Record(NamedTuple):
