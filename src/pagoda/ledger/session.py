@@ -447,9 +447,10 @@ class Session:
             with tables.begin(write=True) as txn:
                 transaction = Transaction(txn, tables, 0, self.is_alive, self.clock.monotonic_ns())
                 number = transaction.meta.next_member
-                transaction.meta.next_member += 1
-                if not self.store.locks.lock(MEMBERS + number, exclusive=True):
-                    raise StoreError(f"member {number} of {self.store.directory} is taken: discard the store")
+                # taken: by a member of tables that were replaced, until it closes the store that it has left
+                while not self.store.locks.lock(MEMBERS + number, exclusive=True):
+                    number += 1
+                transaction.meta.next_member = number + 1
                 row = self._enter(transaction, number)
                 self._column = columns_of(txn, tables)
             self._become(number, row, gate)
