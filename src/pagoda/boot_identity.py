@@ -73,15 +73,12 @@ def stand_in(directory: Path) -> str | None:
         if filesystem_of(fd) not in _IN_MEMORY:
             return None
         known = _read_stand_in(fd)
-        if known is None and lock_file(fd, _LOCK_SECONDS):
-            known = _read_stand_in(fd)  # another process may have made it meanwhile
-            if known is None:
-                _make_stand_in(fd)
-                known = _read_stand_in(fd)
+        if known is None:
+            known = _made_stand_in(fd)
     except OSError:
         return None
     finally:
-        os.close(fd)  # this releases the lock
+        os.close(fd)
     return known
 
 
@@ -98,6 +95,20 @@ def _read_stand_in(directory: int) -> str | None:
     if not _NUMBER.fullmatch(number) or status.st_uid != os.geteuid():
         return None
     return f"{number.strip()}-{status.st_ino:x}-{status.st_ctime_ns:x}"
+
+
+def _made_stand_in(directory: int) -> str | None:
+    """Make the stand-in, unless another process was first; None if one holds the lock for long. Raises OSError."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    locked = os.open(f"{_STAND_IN}-lock", flags, 0o600, dir_fd=directory)
+    try:
+        if not lock_file(locked, _LOCK_SECONDS):
+            return None
+        if _read_stand_in(directory) is None:
+            _make_stand_in(directory)
+        return _read_stand_in(directory)
+    finally:
+        os.close(locked)
 
 
 def _make_stand_in(directory: int) -> None:

@@ -128,7 +128,7 @@ def test_weights_that_changed_while_only_the_root_answers_are_recorded_there(
     tokens = prompt(2, seed=1)
     with cache_at(shm_root, drive.path) as cache:
         stored(cache, tokens)
-    (store,) = (drive.path / "disk").glob("[0-9a-f]*")
+    (store,) = (drive.path / "disk").glob("[0-9a-f]" * 16)
     (drive.path / "disk" / "elsewhere").mkdir()
     store.rename(drive.path / "disk" / "elsewhere" / "store")
     store.symlink_to(drive.path / "disk" / "elsewhere" / "store")  # which a store cannot be

@@ -137,7 +137,7 @@ def test_memory_is_discarded_after_a_reboot(shm_root: Path) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("name", ["data.mdb", "columns", "counters", "slab"])
+@pytest.mark.parametrize("name", ["data.mdb", "columns", "slab"])
 def test_a_store_in_memory_with_a_file_that_was_exchanged_is_discarded(shm_root: Path, name: str) -> None:
     """A copy has the right size, and the contents of the file at that time."""
     ledger = opened(shm_root)

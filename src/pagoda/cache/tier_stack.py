@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from pagoda.codec import LOSSY
 from pagoda.keys import Namespace
@@ -40,6 +40,15 @@ class TierStack:
         remote = tuple(tier.name for tier in self.lower if tier.is_shared)
         lower = tuple(tier for tier in self.lower if not tier.is_shared)
         return TierStack(self.host, lower, (*self.left_out, *remote)) if remote else self
+
+    def without(self, names: Collection[str]) -> TierStack:
+        """Return the tiers that do not have one of these names."""
+        gone = tuple(name for name in self.names if name in names)
+        if not gone:
+            return self
+        host = None if self.host is None or self.host.name in gone else self.host
+        lower = tuple(tier for tier in self.lower if tier.name not in gone)
+        return TierStack(host, lower, (*self.left_out, *gone))
 
     def exact(self) -> TierStack:
         """Return the tiers without a lossy codec."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pagoda.ledger import queries
 from pagoda.ledger.lmdb_tables import ENTRY, MEMBER, MEMBER_KEY, PLACE, SLOT, SLOT_KEY, Meta, Reservation
 from pagoda.ledger.members import reap
 from pagoda.ledger.outcomes import Busy, CommitResult, Outcome, Present, Refused, Reserved
@@ -164,8 +165,13 @@ def _present(
 ) -> dict[bytes, Present | Refused]:
     """Return which keys have a chunk. A chunk of another namespace must not be taken for the caller's."""
     found: dict[bytes, Present | Refused] = {}
+    tables = transaction.tables
+    clearing = bool(tables.pending_clears(transaction.txn))
     for key in keys:
-        row = transaction.get(key, db=transaction.tables.entries)
+        row = transaction.get(key, db=tables.entries)
+        if row is not None and clearing and queries.is_cleared(transaction.txn, tables, row):
+            transaction.remove_chunk(PLACE.unpack_from(row)[0], Reason.CLEARED)
+            row = None
         if row is not None:
             slot, generation, namespace, _ = ENTRY.unpack(row)
             own = namespace == number

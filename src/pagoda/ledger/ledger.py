@@ -28,6 +28,7 @@ from pagoda.finalizers import close_dropped
 from pagoda.fork import call_in_child
 from pagoda.ledger import allocation, hold_pin_remove, queries
 from pagoda.ledger.clear_log import FILES
+from pagoda.ledger.clearing import Clearing
 from pagoda.ledger.columns import KEY_BYTES, NOT_READY, Columns, marks_of
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.locks import barrier
@@ -47,7 +48,7 @@ from pagoda.ledger.store_directory import (
     unusable,
     warn_of_slots,
 )
-from pagoda.ledger.store_state import LOCKS, REQUESTS, SLAB, Kind, read_state
+from pagoda.ledger.store_state import REQUESTS, SLAB, Kind, read_state
 from pagoda.ledger.stores_under_root import discard_idle, root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.ledger.upkeep_thread import UpkeepThread, map_learned
@@ -91,6 +92,7 @@ class Ledger:
         self.columns: Columns = session.columns
         self.page_guards: PageGuards | None = session.page_guards
         self.namespaces = NamespaceRegistry(session)
+        self.clearing = Clearing(session, self.namespaces)
         self.requests = RequestRing(self.directory / REQUESTS)
         self._uses = 1
         self._asked = set[int | None]()  # sizes that users in this process asked for
@@ -183,6 +185,7 @@ class Ledger:
                 if opens:
                     ledger.namespaces.prepare_clears()
                     ledger.session.recover(_left(until))
+                    ledger._end_clears()
                 elif create:
                     ledger._warn_of_others(spec, policy)
                 if create and spec.limit_bytes not in ledger._asked:
@@ -209,13 +212,22 @@ class Ledger:
             undo.pop_all()
         return ledger
 
+    def _end_clears(self) -> None:
+        """End the clears of dead processes. If that fails, look-ups heed them all the same."""
+        try:
+            self.clearing.end_clears()
+        except (StoreError, OSError) as error:
+            log.warning(
+                "a clear of %s that a process did not end could not be ended: %s", self.directory, error
+            )
+
     @staticmethod
     def _here(spec: StoreSpec) -> Ledger | None:
         """Return this process's ledger of that store, found by the file: two paths may name the same store."""
-        path = spec.root / spec.name / LOCKS
+        directory = spec.root / spec.name
         for ledger in _ledgers:
             session = ledger.session
-            if session.is_at(path) or (ledger._closing and session.store.locks.is_at(path)):
+            if session.is_at(directory) or (ledger._closing and session.store.locks.are_at(directory)):
                 return ledger
         return None
 
