@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -76,6 +77,38 @@ def test_two_roots_with_different_epochs_of_one_count_leave_both(tmp_path: Path)
     assert [epoch.number for epoch in (*apart, together)] == [1, 1, 2]
     assert len({epoch.nonce for epoch in (*apart, together)}) == 3
     assert WeightsEpoch(roots, "m").epoch() == together
+
+
+def test_two_changes_of_one_number_have_different_keys(shm_root: Path) -> None:
+    names = []
+    for root in ("one", "two"):
+        with cache_at(shm_root / root, None) as cache:
+            assert cache.weights_changed() == 1
+            assert cache._weights.scope()[0].weights_epoch == cache.present_namespace().weights_epoch == 1
+            names.append((cache._weights.scope()[0].root, cache.present_namespace().root))
+    assert names[0][0] != names[1][0] and names[0][1] != names[1][1]
+
+
+def test_an_epoch_is_on_the_medium_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file, and each name of a new one: first the record, then what vouches for it."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        fsync(fd)
+
+    with cache_at(None, tmp_path):
+        pass
+    root = tmp_path / "disk"
+    for file in (root / "epochs", *root.glob("weights-*")):
+        file.unlink()
+    monkeypatch.setattr(os, "fsync", noted)
+    weights = WeightsEpoch({"disk": root}, NAMESPACE.model)
+    assert synced == ["epochs", "disk", "state"], "a new record, its name, and a store that vouches for it"
+    synced.clear()
+    raised(weights)
+    assert synced == ["epochs", "state", weights._old_paths[0].name, "disk"]
 
 
 def test_what_older_versions_count_is_taken_over(tmp_path: Path) -> None:

@@ -98,6 +98,24 @@ def test_the_next_process_waits_until_all_have_left(
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
+def test_who_comes_after_state_was_replaced_waits_until_the_others_have_left(
+    shm_root: Path, tmp_path: Path, kind: str
+) -> None:
+    """Its lock would be on another file than theirs."""
+    root = shm_root if kind == "memory" else tmp_path
+
+    def work() -> None:
+        put(opened(root, kind=kind), keys(1, 2))
+
+    with Other(work):
+        [directory] = stores_in(root)
+        replaced(directory / "state")
+        ledger = opened(root, kind=kind)
+        assert ledger.session.store.sole and found(ledger, 1, 2) == 2
+        ledger.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
 def test_no_two_writers_without_a_common_lock(shm_root: Path, tmp_path: Path, kind: str) -> None:
     """The file `locks` is gone: who comes now locks another one, but `state` is the same file."""
     root = shm_root if kind == "memory" else tmp_path

@@ -205,6 +205,26 @@ def test_an_older_copy_of_state_brings_back_nothing(tmp_path: Path) -> None:
     ledger.close()
 
 
+def test_what_an_older_copy_of_state_does_not_know_is_not_taken_back(tmp_path: Path) -> None:
+    """The numbers of such chunks are given out again, so a clear could not cover them."""
+    ledger = opened(tmp_path, kind="file")
+    directory = ledger.directory
+    ledger.close()
+    shutil.copy(directory / "state", tmp_path / "older")
+    lost_tables(directory)
+    ledger = opened(tmp_path, kind="file")
+    scanned(ledger, [])
+    put(ledger, keys(1, 2, 3))
+    headers = headers_of(ledger, 1, 2, 3)
+    ledger.close()
+    shutil.copy(tmp_path / "older", directory / "state")
+    ledger = opened(tmp_path, kind="file")
+    admin.clear(ledger, TENANT)
+    scanned(ledger, headers)
+    assert there(ledger, keys(1, 2, 3)) == [False, False, False]
+    ledger.close()
+
+
 def test_a_clear_under_way_is_not_ended_by_others(tmp_path: Path) -> None:
     """Its process is alive: it removes the chunks itself."""
     ledger = opened(tmp_path, kind="file")
