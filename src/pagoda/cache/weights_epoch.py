@@ -236,9 +236,7 @@ class WeightsEpoch:
         self._inodes: list[int | None] = []
         reset_now_and_in_child(self)
         for record in self._records.values():
-            # the disk is full or read-only: there may be space when it is needed
-            with contextlib.suppress(OSError):
-                record.reserve()
+            _reserve(record)
         self._compare_all(frozenset())
 
     def reset(self) -> None:
@@ -273,8 +271,7 @@ class WeightsEpoch:
                     record.read()
             except (OSError, StoreError) as error:
                 return str(error)
-            with contextlib.suppress(OSError):
-                record.reserve()
+            _reserve(record)
         with self._lock:
             if record is not None:
                 self._records[tier] = record
@@ -352,6 +349,12 @@ class WeightsEpoch:
                 except (OSError, StoreError) as error:
                     errors[tier] = error
         return epoch, errors
+
+
+def _reserve(record: EpochRecord) -> None:
+    """Reserve space for changes. If the disk is full or read-only, there may be space when it is needed."""
+    with contextlib.suppress(OSError):
+        record.reserve()
 
 
 def _agreed(found: Mapping[str, Epoch | None], known: Epoch, least: int, is_new: bool) -> Epoch:
