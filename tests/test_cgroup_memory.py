@@ -34,6 +34,25 @@ def test_the_tightest_group_above_this_process_counts(tmp_path: Path) -> None:
     assert cgroup_free_bytes(tmp_path, process) == 0
 
 
+def test_the_limit_above_which_processes_are_slowed_counts(tmp_path: Path) -> None:
+    process = tmp_path / "cgroup"
+    process.write_text("0::/pod\n")
+    group(tmp_path / "pod", str(100 * MIB), 60 * MIB)
+    (tmp_path / "pod" / "memory.high").write_text(f"{70 * MIB}\n")
+    assert cgroup_free_bytes(tmp_path, process) == 10 * MIB
+    assert memory_limit_bytes(tmp_path, process) == 70 * MIB
+    (tmp_path / "pod" / "memory.high").write_text("max\n")
+    assert cgroup_free_bytes(tmp_path, process) == 40 * MIB
+
+
+def test_where_the_own_group_is_hidden_the_roots_of_both_versions_count(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{20 * MIB}\n")
+    assert memory_limit_bytes(tmp_path, tmp_path / "none") == 20 * MIB
+    group(tmp_path, str(10 * MIB), 0)
+    assert memory_limit_bytes(tmp_path, tmp_path / "none") == 10 * MIB
+
+
 def test_groups_of_version_1_count_as_well(tmp_path: Path) -> None:
     process, box = tmp_path / "cgroup", tmp_path / "memory" / "box"
     process.write_text("7:cpu,cpuacct:/x\n5:memory:/box\n")

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from pagoda import store_place
+from pagoda.config.sizes import auto_bytes
 from pagoda.errors import NoRoomError, StoreError
-from pagoda.file_space import allocate
-from pagoda.store_place import free_bytes, require_free, require_local, require_own, require_place
+from pagoda.file_space import allocate, allocate_range, opened
+from pagoda.file_systems import filesystem
+from pagoda.ledger import Ledger, StoreSpec
+from pagoda.store_place import (
+    free_bytes,
+    require_free,
+    require_local,
+    require_locks,
+    require_own,
+    require_place,
+)
+from tests import seccomp
+from tests.children import in_child
 
 MIB = 1 << 20
 
@@ -84,6 +98,23 @@ def test_an_allocated_file_has_its_blocks(shm_root: Path) -> None:
         allocate(shm_root / "file", 1 << 60)
 
 
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EINVAL, errno.ENOSYS])
+def test_without_the_call_blocks_are_written_and_what_the_file_has_stays(shm_root: Path, error: int) -> None:
+    (shm_root / "file").write_bytes(b"x" * 4096 + bytes(4096) + b"\0\0y")
+
+    def inside() -> None:
+        seccomp.refuse("fallocate", error)
+        allocate(shm_root / "file", 5 * 4096 - 7)
+        with opened(shm_root / "file", os.O_RDWR) as fd:
+            os.ftruncate(fd, 9 * 4096)
+            assert allocate_range(fd, 6 * 4096, 2 * 4096)
+
+    in_child(inside)
+    content = (shm_root / "file").read_bytes()
+    assert content == (b"x" * 4096 + bytes(4096) + b"\0\0y").ljust(9 * 4096, b"\0")
+    assert (shm_root / "file").stat().st_blocks * 512 == 7 * 4096
+
+
 def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
     require_own(tmp_path)
     if os.geteuid() != 0:
@@ -94,9 +125,9 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(tmp_path, 0, 0)
 
 
-def mounts(monkeypatch: pytest.MonkeyPatch, *lines: tuple[str, str]) -> None:
-    """Let these be the mount points and their types of file system."""
-    text = "".join(f"1 2 0:3 / {point} rw shared:5 - {kind} source rw\n" for point, kind in lines)
+def mounts(monkeypatch: pytest.MonkeyPatch, *lines: tuple[int, str, str]) -> None:
+    """Let these be the mounts: for each its number, its point and its type of file system."""
+    text = "".join(f"{number} 2 0:3 / {point} rw shared:5 - {kind} src rw\n" for number, point, kind in lines)
     real = Path.read_text
 
     def read(path: Path, *more: str, **options: str) -> str:
@@ -105,38 +136,98 @@ def mounts(monkeypatch: pytest.MonkeyPatch, *lines: tuple[str, str]) -> None:
     monkeypatch.setattr(Path, "read_text", read)
 
 
+def mount_of(path: Path) -> int:
+    """Return the number of the mount that an open of this path reaches."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+    finally:
+        os.close(fd)
+    return int(dict(line.split(":\t", 1) for line in lines)["mnt_id"])
+
+
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "lustre", "9p"])
 def test_a_network_file_system_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    mounts(monkeypatch, ("/", "ext4"), (str(tmp_path), kind))
+    mounts(monkeypatch, (0, "/", "ext4"), (mount_of(tmp_path), "/anywhere", kind))
     with pytest.raises(StoreError, match="local disk"):
         require_local(tmp_path / "deep" / "below")
-    require_local(tmp_path.parent)
 
 
-def test_the_latest_of_two_mounts_on_one_point_counts(
+def test_a_mount_that_a_later_one_hides_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mounts(monkeypatch, (str(tmp_path), "nfs"), ("/", "ext4"), (str(tmp_path), "xfs"))
-    require_local(tmp_path)
+    """The hidden one has the longer path, and is not what an open reaches."""
+    mounts(monkeypatch, (0, str(tmp_path / "a" / "b"), "fuse"), (mount_of(tmp_path), str(tmp_path), "tmpfs"))
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    require_local(tmp_path / "a" / "b")
 
 
-def test_mount_points_with_blanks_and_accents_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_link_to_a_network_file_system_is_followed(
+    tmp_path: Path, shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, written in (("two words", "two\\040words"), ("données", "données")):
-        mounts(monkeypatch, ("/", "ext4"), (f"{tmp_path}/{written}", "nfs"))
-        with pytest.raises(StoreError):
-            require_local(tmp_path / name)
-
-
-def test_a_link_to_a_network_file_system_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "far").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "far")
-    mounts(monkeypatch, ("/", "ext4"), (f"{tmp_path}/far", "nfs"))
+    (shm_root / "link").symlink_to(tmp_path)
+    mounts(monkeypatch, (mount_of(tmp_path), str(tmp_path), "nfs"), (mount_of(shm_root), "/dev/shm", "tmpfs"))
+    if mount_of(tmp_path) == mount_of(shm_root):
+        pytest.skip("the temporary directory is in shared memory")
     with pytest.raises(StoreError):
-        require_local(tmp_path / "link")
+        require_local(shm_root / "link")
+    require_local(shm_root)
+
+
+def test_without_proc_the_kernel_is_asked_about_the_directory(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path, *_: str, **__: str) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert filesystem(shm_root) == "tmpfs"
+    store_place.require_umask()  # nothing to be read, so nothing is refused
+
+
+def mounted(kind: str, options: str, at: Path) -> None:
+    """Mount a file system; skip the test where that is not possible."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount")
+    at.mkdir(exist_ok=True)
+    command = ["mount", "-t", kind, *(["-o", options] if options else []), "none", str(at)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip(f"cannot mount {kind} here")
+
+
+def test_a_store_on_hugetlbfs_is_refused_with_the_reason(tmp_path: Path) -> None:
+    mounted("hugetlbfs", "", tmp_path / "huge")
+    try:
+        with pytest.raises(StoreError, match=r"mapped but not written.*/dev/shm"):
+            require_place(tmp_path / "huge" / "root", MIB, in_memory=True)
+    finally:
+        subprocess.run(["umount", str(tmp_path / "huge")], check=True)
+
+
+def test_a_tmpfs_without_a_size_has_the_machines_memory(tmp_path: Path) -> None:
+    """It says 0 bytes of 0."""
+    mounted("tmpfs", "size=0", tmp_path / "free")
+    try:
+        assert os.statvfs(tmp_path / "free").f_blocks == 0
+        assert free_bytes(tmp_path / "free", in_memory=True) > MIB
+        assert free_bytes(tmp_path / "free", in_memory=False) > MIB
+        assert auto_bytes(tmp_path / "free") == auto_bytes(None) > MIB
+    finally:
+        subprocess.run(["umount", str(tmp_path / "free")], check=True)
+
+
+def test_a_sandbox_without_locks_is_refused_with_the_reason(shm_root: Path, tmp_path: Path) -> None:
+    require_locks(shm_root)
+
+    def inside() -> None:
+        seccomp.refuse("fcntl", errno.EINVAL, 1, seccomp.OFD_LOCKS)
+        for root in (shm_root, tmp_path):
+            with pytest.raises(StoreError, match=r"lock an open file .*Invalid argument.*sandbox"):
+                Ledger.open(StoreSpec(root=root, name="store", kind="memory", slots=4, slot_bytes=4096))
+
+    in_child(inside)
 
 
 def test_this_machines_memory_may_hold_a_store(shm_root: Path) -> None:

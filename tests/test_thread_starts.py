@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import pagoda
 from pagoda import signal_safe_threads
-from pagoda.signal_safe_threads import DeferredCall, Pool, begin, start_thread
+from pagoda.cache import Cache
+from pagoda.errors import StoreError
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
+from pagoda.signal_safe_threads import DeferredCall, Pool, begin, require_real_threads, start_thread
 from tests.cache.kit import wait_until
 from tests.interrupts import Interrupted
 from tests.thread_limits import interrupted_once, no_threads
@@ -283,3 +291,87 @@ def test_no_other_thread_is_started_than_by_begin_and_pool() -> None:
             assert not re.search(r"\bthread\.start\(\)|Thread\([^)]*\)\.start\(\)", text), (
                 f"{path}: take begin"
             )
+
+
+def test_a_thread_that_ends_before_it_has_begun_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(signal_safe_threads, "_lines", signal_safe_threads.RateLimitedLog())
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+    def no_memory() -> None:
+        raise MemoryError
+
+    thread = threading.Thread(target=print, name="pagoda-example")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "_bootstrap_inner", lambda _: no_memory())
+        assert not begin(thread)
+    assert not thread.is_alive()
+    assert "pagoda-example: a new thread found no memory" in caplog.text
+    done = threading.Event()
+    assert begin(threading.Thread(target=done.set)) and done.wait(SECONDS)
+
+
+def test_a_thread_that_begins_too_late_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caller has gone on without it."""
+    late = list[Callable[[], None]]()
+    monkeypatch.setattr(threading, "_start_new_thread", lambda function, *_: late.append(function))
+    monkeypatch.setattr(
+        threading, "_start_joinable_thread", lambda function, **_: late.append(function), raising=False
+    )
+    did = list[int]()
+    thread = threading.Thread(target=lambda: did.append(1), name="pagoda-example")
+    assert not begin(thread)
+    monkeypatch.undo()
+    _thread.start_new_thread(late[0], ())
+    wait_until(lambda: thread._started.is_set() and not thread.is_alive())  # type: ignore[attr-defined]
+    assert did == []
+
+
+_HARDLY_ANY_MEMORY = """
+import faulthandler, resource, sys, threading
+from pagoda.signal_safe_threads import begin
+faulthandler.dump_traceback_later(60, exit=True)
+sys.unraisablehook = lambda _: None
+threading.stack_size(256 << 10)
+done = []
+def pages():
+    return int(open("/proc/self/statm").read().split()[0]) * 4096
+started = 0
+for kib in range(256, 384, 4):
+    resource.setrlimit(resource.RLIMIT_AS, (pages() + (kib << 10), -1))
+    try:
+        thread = threading.Thread(target=done.append, args=(1,))
+        started += begin(thread)
+    except MemoryError:
+        pass
+    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+assert begin(threading.Thread(target=done.append, args=(1,)))
+print("all came back", flush=True)
+"""
+
+
+def test_with_hardly_any_memory_each_start_comes_back() -> None:
+    """For some limits the system starts the thread, and the thread has no memory for its first step."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _HARDLY_ANY_MEMORY], capture_output=True, text=True, check=False
+    )
+    assert "all came back" in ended.stdout, ended.stderr
+
+
+class Cooperative:
+    """A lock or a queue of a library that replaces Python's."""
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(threading, "Lock"), (threading, "RLock"), (queue, "SimpleQueue")]
+)
+def test_a_process_with_cooperative_threads_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> None:
+    """As gevent makes one. Before, a cache ended in an AttributeError, or its futures never came."""
+    require_real_threads()
+    replaced = type("Taken", (Cooperative,), {"__class_getitem__": classmethod(lambda cls, _: cls)})
+    monkeypatch.setattr(module, name, replaced)
+    with pytest.raises(StoreError, match=r"Taken instead of.*patch_all\(thread=False, queue=False\)"):
+        Cache(namespace=Namespace("m"), layout=KVLayout.opaque(4, 4096, "any"), host_size="1MiB")

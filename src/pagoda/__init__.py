@@ -14,9 +14,10 @@ data reaches them:
     blocks, config, replay, migrate, serve, cli, testing    the surroundings, and what users and operators call
 
 and the modules that all of them use: `keys` (tokens to keys), `layout` (the bytes of a chunk), `metrics` (reasons,
-counters, loggers), `errors`, `clock`, `signal_safe_threads`, `fork`, `finalizers`, `store_place`, `file_space`,
-`file_lock`, `cgroup_memory`, `json_log`, `url_hosts`, `serve_token_file`, `quality_verdict` (may an approximate feature
-start), `quality_bounds` (what it must keep), `trusted_files` (which files are believed, and for what).
+counters, loggers), `errors`, `clock`, `boot_identity`, `signal_safe_threads`, `fork`, `finalizers`, `store_place`,
+`file_space`, `file_systems`, `file_lock`, `cgroup_memory`, `json_log`, `url_hosts`, `serve_token_file`,
+`quality_verdict` (may an approximate feature start), `quality_bounds` (what it must keep), `trusted_files` (which files
+are believed, and for what).
 """
 
 from __future__ import annotations

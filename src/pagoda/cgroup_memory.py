@@ -14,15 +14,16 @@ _UNLIMITED = 1 << 62
 
 
 class _GroupFiles(NamedTuple):
-    """The files with a cgroup's limit and use, and the line of memory.stat that counts droppable pages."""
+    """The files with a cgroup's limits and use, and the line of memory.stat that counts droppable pages."""
 
-    limit: str
+    limits: tuple[str, ...]
     used: str
     droppable: str
 
 
-_VERSION_2 = _GroupFiles("memory.max", "memory.current", "inactive_file")
-_VERSION_1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+# above memory.high, each of the group's processes is slowed down until it needs less
+_VERSION_2 = _GroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
+_VERSION_1 = _GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 
 
 def memory_limit_bytes(root: Path = _CGROUP, process: Path = _OWN_CGROUPS) -> int:
@@ -52,8 +53,13 @@ def _group_free_bytes(group: Path, files: _GroupFiles) -> int | None:
 
 def _limit_bytes(group: Path, files: _GroupFiles) -> int | None:
     """Return the limit of one group; None if there is none, or it cannot be read."""
+    limits = [_read_limit(group / name) for name in files.limits]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _read_limit(file: Path) -> int | None:
     try:
-        limit = int((group / files.limit).read_text())
+        limit = int(file.read_text())
     except (OSError, ValueError):  # ValueError: the file says "max"
         return None
     return limit if limit < _UNLIMITED else None
@@ -64,7 +70,7 @@ def _groups(root: Path, process: Path) -> Iterator[tuple[Path, _GroupFiles]]:
     try:
         lines = process.read_text().splitlines()
     except OSError:
-        lines = ["0::/"]
+        lines = ["0::/", "1:memory:/"]
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:

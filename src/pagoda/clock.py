@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from functools import cache
 from numbers import Real
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from pagoda import boot_identity
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -22,12 +22,7 @@ _NEVER_NS = 2**63 - 1
 _MOST_SECONDS = 1e9  # what every lock and system call can wait
 _LAST_SECONDS = 0.05
 _SLICE_SECONDS = 0.05  # how late a cancelled call notices it
-
-
-@cache
-def _boot_id() -> str:
-    """Read the kernel's random id of this boot; changes nothing."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+_AHEAD_NS = boot_identity.monotonic_offset_ns()
 
 
 def seconds_of(name: str, value: object) -> float:
@@ -50,8 +45,8 @@ class Clock:
     """
 
     def monotonic_ns(self) -> int:
-        """Return CLOCK_MONOTONIC in nanoseconds: one clock for all processes of this boot."""
-        return time.monotonic_ns()
+        """Return CLOCK_MONOTONIC in nanoseconds: one clock for all processes and containers of this boot."""
+        return time.monotonic_ns() - _AHEAD_NS
 
     def time(self) -> float:
         """Return the wall clock in seconds since the epoch. For people to read, never for deadlines."""
@@ -62,8 +57,8 @@ class Clock:
         time.sleep(seconds)
 
     def boot_id(self) -> str:
-        """Return the id of this boot of the machine."""
-        return _boot_id()
+        """Return the id of this boot of the machine: see `boot_identity`."""
+        return boot_identity.boot_id()
 
 
 _MACHINE = Clock()

@@ -345,6 +345,13 @@ class Namespace:
         """Return the namespace of a named version of these weights; "" is these weights themselves. Pure."""
         return self.with_(weights=json.dumps([self.weights, version])) if version else self
 
+    def of_change(self, nonce: int) -> Namespace:
+        """Return the namespace of these weights after a change in place; 0 is these weights themselves. Pure.
+
+        `nonce`: a random number that no other change has.
+        """
+        return self.with_(weights=json.dumps([self.weights, "", f"{nonce:016x}"])) if nonce else self
+
 
 _INT_FIELDS = frozenset({"weights_epoch", "world_size"})
 _LATER_FIELDS = frozenset({"approximate", "numerics"})

@@ -26,6 +26,7 @@ from functools import partial
 from threading import Thread
 from typing import Generic, ParamSpec, TypeAlias, TypeVar, cast
 
+from pagoda.errors import StoreError
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
 NO_THREAD = "no thread can be started: raise the container's pids limit or `ulimit -u`"
@@ -36,22 +37,49 @@ T = TypeVar("T")
 _log = guarded_logger("pagoda")
 _lines = RateLimitedLog()
 _ATTEMPTS = 10_000
+_START_SECONDS = 1.0  # a new thread needs less than a millisecond for its first step
+_FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.005, 0.05  # how often it is seen whether a thread has ended
+_NO_MEMORY = (
+    "a new thread found no memory for its first step: raise the container's memory limit or `ulimit -v`"
+)
 _REFUSED = "can't start new thread"  # Python's message for this error only
+
+
+def require_real_threads() -> None:
+    """Refuse a process whose threads, locks or queues were replaced by cooperative ones. StoreError with the remedy.
+
+    A wait for I/O or for another process would stop all of its greenlets, and a lock would belong to none of them.
+    """
+    made = (threading.Lock(), threading.RLock(), queue.SimpleQueue[None]())
+    foreign = [kind for kind in map(type, made) if kind.__module__ not in ("_thread", "_queue")]
+    if foreign:
+        raise StoreError(
+            f"this process has cooperative threads ({foreign[0].__module__}.{foreign[0].__qualname__} instead of "
+            "Python's own), and a cache needs real ones: patch without threads and queues "
+            "(gevent: monkey.patch_all(thread=False, queue=False)), or use the cache in a process of its own"
+        )
 
 
 def begin(thread: Thread) -> bool:
     """Start `thread`; return False, with a rate-limited log line, if the system starts no more threads. Thread-safe.
 
-    The caller continues without the thread and tries again, with a new Thread, when it needs one again.
+    The caller continues without the thread and tries again, with a new Thread, when it needs one again. A thread that
+    was started and finds no memory for its first steps ends without a word: `Thread.start` would wait for it for ever.
+    Here it counts as not started as soon as it has ended, or after a second, and then never does its work.
     """
-    thread._started = Event()  # type: ignore[attr-defined]  # Python's event uses a condition, see above
+    started = _Started(thread)
+    thread._started = started  # type: ignore[attr-defined]  # Python's event uses a condition, see above
     try:
         thread.start()
     except RuntimeError as trouble:
         if _REFUSED in str(trouble):  # this message; the interpreter's end raises another one
             _lines.warn(_log, Reason.IO_ERROR, f"{thread.name}: {NO_THREAD}")
         return False
-    return True
+    finally:
+        started.forget_first_step()
+    if started.given_up:
+        _lines.warn(_log, Reason.IO_ERROR, f"{thread.name}: {_NO_MEMORY}")
+    return not started.given_up
 
 
 def start_thread(target: Callable[..., object], name: str, *arguments: object) -> Thread | None:
@@ -150,6 +178,51 @@ class Event:
             return True
         with self._changed:
             return self._changed.wait_for(self.is_set, timeout)
+
+
+class _Started(Event):
+    """Whether a thread has begun. `Thread.start` waits for that, here for a bounded time.
+
+    The system's new thread keeps its first step, a function, until it ends, even if it cannot call it. So if nothing
+    refers to that function any more, the thread has ended.
+    """
+
+    def __init__(self, thread: Thread) -> None:
+        super().__init__()
+        self._thread = weakref.ref(thread)
+        self.given_up = False
+        first_step = partial(Thread._bootstrap, thread)  # type: ignore[attr-defined]
+        self._first_step = weakref.ref(first_step)
+        thread._bootstrap = first_step  # type: ignore[attr-defined]  # what `Thread.start` hands to the system
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the thread has begun; without a timeout, give it up when it has ended, or after a second."""
+        if timeout is not None:
+            return super().wait(timeout)
+        self.forget_first_step()
+        until = time.monotonic() + _START_SECONDS
+        pause = _FIRST_LOOK_SECONDS
+        while not super().wait(pause):
+            if self._first_step() is None or time.monotonic() > until:
+                self._give_up()
+                break
+            pause = min(2 * pause, _LAST_LOOK_SECONDS)
+        return self._set
+
+    def forget_first_step(self) -> None:
+        """Leave the function to the system's thread alone."""
+        if (thread := self._thread()) is not None:
+            vars(thread).pop("_bootstrap", None)
+
+    def _give_up(self) -> None:
+        """Take its work from a thread that has not begun."""
+        with self._changed:
+            if self._set:
+                return
+            self.given_up = True
+            if (thread := self._thread()) is not None:
+                thread._target = None  # type: ignore[attr-defined]
+                thread._args = ()  # type: ignore[attr-defined]
 
 
 class Answer(Future[T]):

@@ -1,16 +1,21 @@
 """Checks before a store is created: enough free space, and a place that may hold a store. Prevents a later SIGBUS.
 
-Called by the ledger, the slabs, the tiers and the configuration; calls the operating system only.
+A place is judged by what the kernel says of the opened directory, never by its path: a later mount may hide the one
+that the path seems to name. Called by the ledger, the slabs, the tiers and the configuration; calls the operating
+system only.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import struct
 from pathlib import Path
 
 from pagoda.cgroup_memory import cgroup_free_bytes
 from pagoda.errors import NoRoomError, StoreError
+from pagoda.file_systems import filesystem
 
 _REMOTE = (
     "nfs",
@@ -27,16 +32,43 @@ _REMOTE = (
     "ncpfs",
     "virtiofs",
 )
+_IN_MEMORY = ("tmpfs", "ramfs")
 _MEMINFO = Path("/proc/meminfo")
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+_PROBED_BYTE = 1 << 40  # no store locks this byte of a directory
+_NO_LIMIT = 2**63 - 1
 
 
 def require_local(directory: Path) -> None:
-    """Refuse a network or FUSE file system: locks and shared mappings cannot be trusted there. StoreError."""
-    kind = _filesystem(directory.resolve())
+    """Refuse a file system where locks, shared mappings or writes cannot be trusted. StoreError with the remedy."""
+    kind = filesystem(directory)
     if kind.startswith(_REMOTE):
         raise StoreError(
             f"{directory} is on {kind}, a network or FUSE file system: choose a path on a local disk or in /dev/shm"
         )
+    if kind == "hugetlbfs":
+        raise StoreError(
+            f"{directory} is on hugetlbfs, where files can be mapped but not written, and a store needs both: choose "
+            "a path in /dev/shm, or on a tmpfs that is mounted with huge=advise for huge pages"
+        )
+
+
+def require_locks(directory: Path) -> None:
+    """Refuse a kernel, sandbox or file system without the locks that a store needs. StoreError. Changes nothing.
+
+    It takes the kind of lock that a store takes, on the directory where the store will be.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _PROBED_BYTE, 1, 0))
+    except OSError as error:
+        raise StoreError(
+            f"{directory}: here a process cannot lock an open file (fcntl F_OFD_SETLK: {error.strerror}), so "
+            "processes could overwrite each other's chunks: some sandboxes (gVisor, seccomp filters) have no such "
+            "locks; run outside of it, or without local tiers (host_size = 0, disk_size = 0)"
+        ) from error
+    finally:
+        os.close(fd)
 
 
 def require_own(path: Path) -> None:
@@ -55,8 +87,15 @@ def other_place(root: Path) -> str:
 
 
 def require_umask() -> None:
-    """Refuse a umask with which this user could not open the files and directories that it makes. StoreError."""
-    found = re.search(r"^Umask:\s*(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    """Refuse a umask with which this user could not open the files and directories that it makes. StoreError.
+
+    Without /proc the umask cannot be read without changing it for other threads: then nothing is refused.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return
+    found = re.search(r"^Umask:\s*(\d+)$", status, re.MULTILINE)
     if found and int(found[1], 8) & 0o700:
         raise StoreError(f"the umask is {found[1]}: this user could not open what it makes; set it to 077")
 
@@ -89,15 +128,19 @@ def require_free(directory: Path, need_bytes: int, in_memory: bool) -> None:
 
 def free_bytes(directory: Path, in_memory: bool) -> int:
     """Return the bytes that the file system and, in memory, the cgroup and the machine have left."""
-    return min(left for left, _, _ in _bounds(directory, in_memory))
+    return min((left for left, _, _ in _bounds(directory, in_memory)), default=_NO_LIMIT)
 
 
 def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:
     """Return the limits of the space there: for each the bytes left, the same in words, and how to get more."""
+    found: list[tuple[int, str, str]] = []
     status = os.statvfs(directory)
-    free = status.f_bavail * status.f_frsize
-    remedy = "mount it with a larger size= (docker: --shm-size) or " if in_memory else "free some space or "
-    found = [(free, f"{directory} has {free:,} bytes free", remedy)]
+    if status.f_blocks:  # a tmpfs without a size limit says 0 of 0
+        free = status.f_bavail * status.f_frsize
+        remedy = (
+            "mount it with a larger size= (docker: --shm-size) or " if in_memory else "free some space or "
+        )
+        found.append((free, f"{directory} has {free:,} bytes free", remedy))
     if in_memory and (free_of_cgroup := cgroup_free_bytes()) is not None:
         said = f"the cgroup may use {free_of_cgroup:,} more bytes of memory"
         found.append((free_of_cgroup, said, "raise its limit or "))
@@ -107,25 +150,14 @@ def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:
 
 
 def _machine_free_bytes(directory: Path, meminfo: Path = _MEMINFO) -> int | None:
-    """Return the bytes that a tmpfs may take before the kernel kills processes; None for others (huge pages).
+    """Return the bytes that files in memory may take before the kernel kills processes; None for other places.
 
     A tmpfs may be declared larger than the memory of the machine.
     """
-    if _filesystem(directory.resolve()) != "tmpfs":
+    if filesystem(directory) not in _IN_MEMORY:
         return None
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, ValueError, LookupError):
         return None
-
-
-def _filesystem(path: Path) -> str:
-    """Return the type of the file system of `path`: of the longest mount point above it (of equals, the last)."""
-    best, kind = -1, ""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields = line.split()
-        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
-        if (path == point or point in path.parents) and len(point.parts) >= best:
-            best, kind = len(point.parts), fields[fields.index("-") + 1]
-    return kind

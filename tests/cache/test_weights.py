@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from pagoda.cache import Cache, miss_explainer
 from pagoda.cache.weights_epoch import WeightsEpoch
 from pagoda.errors import StoreError
 from pagoda.layout import KVLayout
+from pagoda.ledger.epoch_record import NEVER_CHANGED, Epoch
 from pagoda.metrics import Reason
 from pagoda.tiers import DiskTier
 from tests.cache.kit import (
@@ -25,50 +28,126 @@ from tests.cache.kit import (
     prompt,
     served,
     stored,
+    wait_until,
 )
 from tests.faults.support import ROOT, own_mounts, python, succeeded
 
 
+def raised(weights: WeightsEpoch) -> Epoch:
+    """Raise the epoch; every root has recorded it."""
+    epoch, errors = weights.raise_epoch()
+    assert not errors
+    return epoch
+
+
 def test_the_epoch_is_kept_under_every_root(tmp_path: Path) -> None:
     roots = {"host": tmp_path / "a", "disk": tmp_path / "b"}
-    assert WeightsEpoch(roots, "m").epoch() == 0
-    assert WeightsEpoch(roots, "m").raise_epoch() == (1, {})
+    assert WeightsEpoch(roots, "m").epoch() == NEVER_CHANGED
+    first = raised(WeightsEpoch(roots, "m"))
     other = WeightsEpoch(roots, "m")
-    assert other.epoch() == 1 and WeightsEpoch(roots, "another").epoch() == 0
+    assert first.number == 1 and other.epoch() == first
+    assert WeightsEpoch(roots, "another").epoch() == NEVER_CHANGED
     for path in (tmp_path / "a").iterdir():
         path.unlink()  # wiped, as by a reboot
-    assert WeightsEpoch(roots, "m").epoch() == 1
-    assert other.raise_epoch() == (2, {})
-    assert WeightsEpoch({"host": tmp_path / "a"}, "m").epoch() == 2
+    assert WeightsEpoch(roots, "m").epoch() == first
+    second = raised(other)
+    assert second.number == 2 and WeightsEpoch({"host": tmp_path / "a"}, "m").epoch() == second
     for path in (*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()):
         path.unlink()
-    assert WeightsEpoch(roots, "m").epoch() == 0  # another process makes the files again
-    assert other.epoch() == 2, "this process does not return to an old epoch"
+    assert WeightsEpoch(roots, "m").epoch() == NEVER_CHANGED  # another process makes the files again
+    assert other.epoch() == second, "this process does not return to an old epoch"
+
+
+def test_a_root_that_is_opened_later_gets_the_epoch(tmp_path: Path) -> None:
+    """Otherwise it would say, once the other root is gone, that the weights were never changed."""
+    host = {"host": tmp_path / "host"}
+    disk = {"disk": tmp_path / "disk"}
+    first = raised(WeightsEpoch(host, "m"))
+    assert WeightsEpoch(host | disk, "m").epoch() == first
+    shutil.rmtree(tmp_path / "host")  # a reboot
+    assert WeightsEpoch(disk, "m").epoch() == first
+    second = raised(WeightsEpoch(host | disk, "m"))
+    assert second.number == 2 and second.nonce != first.nonce
+
+
+def test_two_roots_with_different_epochs_of_one_count_leave_both(tmp_path: Path) -> None:
+    roots = {name: tmp_path / name for name in ("host", "disk")}
+    apart = [raised(WeightsEpoch({name: root}, "m")) for name, root in roots.items()]
+    together = WeightsEpoch(roots, "m").epoch()
+    assert [epoch.number for epoch in (*apart, together)] == [1, 1, 2]
+    assert len({epoch.nonce for epoch in (*apart, together)}) == 3
+    assert WeightsEpoch(roots, "m").epoch() == together
+
+
+def test_two_changes_of_one_number_have_different_keys(shm_root: Path) -> None:
+    names = []
+    for root in ("one", "two"):
+        with cache_at(shm_root / root, None) as cache:
+            assert cache.weights_changed() == 1
+            assert cache._weights.scope()[0].weights_epoch == cache.present_namespace().weights_epoch == 1
+            names.append((cache._weights.scope()[0].root, cache.present_namespace().root))
+    assert names[0][0] != names[1][0] and names[0][1] != names[1][1]
+
+
+def test_an_epoch_is_on_the_medium_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file, and each name of a new one: first the record, then what vouches for it."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        fsync(fd)
+
+    with cache_at(None, tmp_path):
+        pass
+    root = tmp_path / "disk"
+    for file in (root / "epochs", *root.glob("weights-*")):
+        file.unlink()
+    monkeypatch.setattr(os, "fsync", noted)
+    weights = WeightsEpoch({"disk": root}, NAMESPACE.model)
+    assert synced == ["epochs", "disk", "state"], "a new record, its name, and a store that vouches for it"
+    synced.clear()
+    raised(weights)
+    assert synced == ["epochs", "state", weights._old_paths[0].name, "disk"]
+
+
+def test_what_older_versions_count_is_taken_over(tmp_path: Path) -> None:
+    roots = {"host": tmp_path / "a", "disk": tmp_path / "b"}
+    old = [WeightsEpoch({name: root}, "m")._old_paths[0] for name, root in roots.items()]
+    old[0].write_bytes(b"+++")  # three changes, in a root that the other one was not open with
+    assert WeightsEpoch(roots, "m").epoch() == (3, 0)
+    assert [path.stat().st_size for path in old] == [3, 3], "older versions see the larger count too"
+    weights = WeightsEpoch(roots, "m")
+    fourth = raised(weights)
+    assert fourth.number == 4 and fourth.nonce and [path.stat().st_size for path in old] == [4, 4]
+    with open(old[1], "ab") as file:
+        file.write(b"+")  # a change by an older version, while this one runs
+    assert weights.epoch() == (5, 0)
+    old[0].unlink()
+    assert WeightsEpoch(roots, "m").epoch() == (5, 0) and old[0].stat().st_size == 5
 
 
 def test_two_that_raise_it_at_once_both_raise_it(tmp_path: Path) -> None:
     one, two = WeightsEpoch({"disk": tmp_path}, "m"), WeightsEpoch({"disk": tmp_path}, "m")
-    assert (one.epoch(), two.epoch()) == (0, 0)
-    first, _ = one.raise_epoch()
-    assert two.raise_epoch()[0] > first
+    assert one.epoch() == two.epoch() == NEVER_CHANGED
+    assert raised(one).number < raised(two).number
+    assert one.epoch() == two.epoch()
 
 
 def test_an_epoch_that_cannot_be_kept_is_nobody_elses(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     weights = WeightsEpoch({"disk": tmp_path / "file"}, "m")
     epoch, troubles = weights.raise_epoch()
-    assert list(troubles) == ["disk"] and epoch >= 1 << 31
+    assert list(troubles) == ["disk"] and weights.unrecorded == {"disk"}
     assert weights.epoch() == epoch, "this process does not return to an old epoch"
-    assert WeightsEpoch({"disk": tmp_path / "file"}, "m").raise_epoch()[0] != epoch
+    assert WeightsEpoch({"disk": tmp_path / "file"}, "m").raise_epoch()[0].nonce != epoch.nonce
 
 
 def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(shm_root: Path, tmp_path: Path) -> None:
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens)
-        file = cache._weights._epoch._roots["disk"]
-        file.unlink()
-        file.symlink_to("/nowhere/weights")  # equivalent to a read-only disk
+        spoil(cache)
         assert cache.weights_changed() == 1
         assert served(cache, tokens)[0].num_tokens == 0
     with cache_at(shm_root / "rebooted", tmp_path) as cache:  # no tier has the epoch
@@ -76,10 +155,99 @@ def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(shm_root: Path
         assert served(cache, tokens)[0].num_tokens == 0
     with cache_at(None, tmp_path) as cache:
         stored(cache, tokens)
-        assert cache.weights_changed() >= 1 << 31
+        assert cache.weights_changed() == 1
         assert served(cache, tokens)[0].num_tokens == 0
     with cache_at(None, tmp_path) as cache:
         assert served(cache, tokens)[0].num_tokens == 0
+
+
+@pytest.mark.parametrize("loss", ["gone", "older", "cut", "foreign", "torn"])
+def test_a_lost_record_is_a_broken_promise(shm_root: Path, tmp_path: Path, loss: str) -> None:
+    """It counts as broken, never as never given: for every model of the root, and only there."""
+    tokens = prompt(4)
+    record = tmp_path / "disk" / "epochs"
+    other = NAMESPACE.with_(model="another")
+    with cache_at(None, tmp_path) as cache, cache_at(None, tmp_path, other) as another:
+        stored(another, tokens)  # before the change
+        cache.weights_changed()
+        older = record.read_bytes()
+        cache.weights_changed()
+        stored(cache, tokens)
+        assert cache.flush(PATIENT_SECONDS) and another.flush(PATIENT_SECONDS)
+    with cache_at(None, tmp_path) as cache:
+        assert served(cache, tokens)[0].num_tokens == 64
+    lose(record, older, loss)
+    for _ in range(2):
+        for namespace in (NAMESPACE, other):
+            with cache_at(shm_root, tmp_path, namespace) as cache:
+                assert cache._weights.scope()[0].weights_epoch > 0
+                hit = served(cache, tokens)[0]
+                if not _:
+                    assert hit.num_tokens == 0
+                    stored(cache, tokens)
+                    assert cache.flush(PATIENT_SECONDS)
+                else:
+                    assert hit.num_tokens == 64, "there is one new epoch, not one for each opening"
+
+
+def lose(record: Path, older: bytes, loss: str) -> None:
+    content = record.read_bytes()
+    record.unlink()
+    if loss == "older":
+        record.write_bytes(older)
+    elif loss == "cut":
+        record.write_bytes(content[:100])
+    elif loss == "foreign":
+        raised(WeightsEpoch({"disk": record.parent / "elsewhere"}, "m"))
+        shutil.copy(record.parent / "elsewhere" / "epochs", record)
+    elif loss == "torn":
+        record.write_bytes(bytes(len(content)))
+
+
+@pytest.mark.parametrize("loss", ["gone", "cut"])
+def test_a_record_of_no_change_may_be_lost(tmp_path: Path, loss: str) -> None:
+    """The stores vouch that nothing was ever recorded."""
+    tokens = prompt(4)
+    with cache_at(None, tmp_path) as cache:
+        stored(cache, tokens)
+    lose(tmp_path / "disk" / "epochs", b"", loss)
+    with cache_at(None, tmp_path) as cache:
+        assert cache._weights.scope()[0].weights_epoch == 0
+        assert served(cache, tokens)[0].num_tokens == 64
+
+
+def test_a_record_that_is_lost_while_it_is_in_use(shm_root: Path, tmp_path: Path) -> None:
+    tokens = prompt(4)
+    with cache_at(shm_root, tmp_path) as cache:
+        cache.weights_changed()
+        stored(cache, tokens)
+        before = cache._weights.scope()[0]
+        (tmp_path / "disk" / "epochs").unlink()
+        wait_until(lambda: cache._weights.scope()[0] != before)  # it looks once a second
+        assert served(cache, tokens)[0].num_tokens == 0
+        stored(cache, tokens)
+    with cache_at(shm_root, tmp_path) as cache:
+        assert served(cache, tokens)[0].num_tokens == 64
+
+
+def test_a_record_that_cannot_be_read_is_no_promise_kept(tmp_path: Path) -> None:
+    tokens = prompt(4)
+    with cache_at(None, tmp_path) as cache:
+        stored(cache, tokens)
+    with cache_at(None, tmp_path) as cache:
+        cache.weights_changed()
+        spoil(cache)
+    with cache_at(None, tmp_path) as cache:
+        namespace, tiers = cache._weights.scope()
+        assert namespace.weights_epoch and tiers.left_out == ("disk",)
+        assert served(cache, tokens)[0].num_tokens == 0
+
+
+def spoil(cache: Cache) -> None:
+    """Make the record of the disk tier's root one that cannot be written, as on a disk that may only be read."""
+    file = cache._weights._epoch._records["disk"].path
+    file.unlink()
+    file.symlink_to("/nowhere/epochs")
 
 
 class OwnShared(DiskTier):
@@ -130,9 +298,7 @@ def test_two_caches_of_one_model_are_told_as_one(shm_root: Path, tmp_path: Path)
                 present = cache.present_namespace()
                 assert present.with_(layout="") == other.present_namespace().with_(layout="")
                 assert version in present.weights
-        file = cache._weights._epoch._roots["disk"]
-        file.unlink()
-        file.symlink_to("/nowhere/weights")  # equivalent to a read-only disk
+        spoil(cache)
         other.store(tokens, kv_of(tokens, form).transfer)
         stored(cache, tokens)
         disks = [one._tiers.lower[0] for one in (cache, other)]
@@ -175,7 +341,7 @@ def test_a_full_disk_does_not_keep_the_epoch_from_being_raised(tmp_path: Path) -
 
 def test_without_a_shared_tier_it_holds_in_this_process() -> None:
     weights = WeightsEpoch({}, "m")
-    assert weights.raise_epoch()[0] == 1 and weights.epoch() == 1
+    assert raised(weights).number == 1 and weights.epoch().number == 1
 
 
 def test_nothing_stored_before_hits_again(

@@ -298,6 +298,35 @@ def test_a_vllm_of_another_version_is_refused_before_it_is_run(
 
 
 @pytest.mark.slow
+def test_a_disk_that_was_used_before_and_is_down_now_does_not_prevent_the_start(tmp_path: Path) -> None:
+    """As after an error of the disk: the system has mounted it read-only."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "none", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs root to mount a file system")
+    options = [
+        "--host-path",
+        tmp_path / "host",
+        "--host-size",
+        "1MiB",
+        "--disk-path",
+        disk,
+        "--disk-size",
+        "8MiB",
+    ]
+    try:
+        (disk / "0123456789abcdef").mkdir()
+        (disk / "0123456789abcdef" / "state").write_text("")
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        done = started(tmp_path / "a", *options)
+        assert done.returncode == SCRIPT
+        assert "starting without the disk tier" in done.stderr
+        assert "cannot be made" in not_started(tmp_path / "b", *options, "--start-without", "none")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 def test_tiers_that_cannot_be_opened_are_refused_before_vllm_is_run(tmp_path: Path) -> None:
     good = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]
     assert started(tmp_path / "good", *good).returncode == SCRIPT

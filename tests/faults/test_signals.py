@@ -16,8 +16,8 @@ import pytest
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger import ledger as module
 from pagoda.ledger.columns import NOT_READY
-from pagoda.ledger.locks import LABELS, LockFile
-from pagoda.ledger.store_state import LOCKS
+from pagoda.ledger.locks import BEYOND, LABELS, LockFile
+from pagoda.ledger.store_state import STATE
 from pagoda.ledger.transaction import Transaction
 from pagoda.signal_safe_threads import if_free
 from pagoda.slab import FileSlab, MemorySlab, aligned, pinned
@@ -203,7 +203,7 @@ def taken_and_given_back(
         if_free(lock, lambda: None)
 
     def held(byte: int) -> bool:
-        with contextlib.closing(LockFile(ledger.directory / LOCKS)) as other:
+        with contextlib.closing(LockFile(ledger.directory / STATE, first=BEYOND)) as other:
             return other.held_by_other(byte)
 
     def openings() -> None:

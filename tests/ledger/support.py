@@ -15,8 +15,8 @@ from blake3 import blake3
 
 from pagoda.clock import Clock
 from pagoda.ledger import Ledger, Outcome, Reserved, StoreSpec, admin, rebuild
-from pagoda.ledger.locks import GATE, INTENT, LockFile
-from pagoda.ledger.store_state import LOCKS, Kind
+from pagoda.ledger.locks import BEYOND, GATE, INTENT, LockFile
+from pagoda.ledger.store_state import STATE, Kind
 from pagoda.policy.hindsight import _SharedValues
 from pagoda.testing import FakeClock
 from tests.children import child
@@ -135,7 +135,9 @@ class Other:
 
 def holding(path: Path, byte: int, exclusive: bool = True) -> Other:
     """Let another process hold this byte of the lock file at `path`; threads of this process may hold it briefly."""
-    file = LockFile(path)  # the child has it until its end; its locks are separate
+    file = LockFile(
+        path, first=BEYOND if path.name == STATE else 0
+    )  # the child has it until its end; its locks are separate
 
     with contextlib.closing(file):
         return Other(lambda: _must(file.lock(byte, exclusive, time.monotonic() + 60.0)))
@@ -147,13 +149,13 @@ def _must(holds: bool) -> None:
 
 def gate_taken(ledger: Ledger) -> Other:
     """Let another process hold the gate of this ledger."""
-    return holding(ledger.directory / LOCKS, GATE)
+    return holding(ledger.directory / STATE, GATE)
 
 
 def others_get_in(ledger: Ledger) -> bool:
     """Return whether this process releases all transaction locks: its upkeep threads hold one for a moment."""
     until = time.monotonic() + 20.0
-    with contextlib.closing(LockFile(ledger.directory / LOCKS)) as other:
+    with contextlib.closing(LockFile(ledger.directory / STATE, first=BEYOND)) as other:
         while other.held_by_other(GATE) or other.held_by_other(INTENT):
             if time.monotonic() > until:
                 return False

@@ -77,12 +77,13 @@ def test_what_is_stored_after_a_clear_stays(ledger: Ledger) -> None:
 def test_what_is_stored_while_a_clear_removes_stays(ledger: Ledger) -> None:
     """A clear first sets its watermark, and removes the chunks a few at a time."""
     put(ledger, keys(1, 2))
-    scope = ledger.session.write(lambda w: clears_and_labels.clear(w, TENANT))
+    pending, chunks = ledger.session.write(lambda w: clears_and_labels.clear(w, TENANT))
+    assert chunks == 2
     [first] = reserved(ledger.reserve(keys(3), namespace=TENANT))
-    assert first.generation == scope.watermark and ledger.commit([first]) == [True]
+    assert first.generation == pending.watermark and ledger.commit([first]) == [True]
     dropped = hold_pin_remove.drop_cleared
     slots = list(range(ledger.slots))
-    assert ledger.session.write(lambda w: dropped(w, slots, scope.namespace, scope.watermark)) == 2
+    assert ledger.session.write(lambda w: dropped(w, slots, pending)) == 2
     assert there(ledger, keys(1, 2, 3)) == [False, False, True]
 
 

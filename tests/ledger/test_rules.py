@@ -16,6 +16,7 @@ from pagoda.clock import Clock
 from pagoda.errors import StoreError
 from pagoda.ledger import Busy, CommitResult, Ledger, Refused, Reserved, StoreSpec, admin
 from pagoda.ledger.clear_log import ClearLog
+from pagoda.ledger.locks import BEYOND
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.children import in_child
@@ -340,8 +341,8 @@ def test_an_abort_that_was_late_is_done_by_the_next_transaction(ledger: Ledger) 
 @contextlib.contextmanager
 def gate_taken(ledger: Ledger) -> Iterator[None]:
     """Let another process hold the gate exclusively during the block."""
-    locks = ledger.directory / "locks"
-    peer = Peer(lambda: fcntl.lockf(os.open(locks, os.O_RDWR), fcntl.LOCK_EX, 1, 0) is None)
+    state = ledger.directory / "state"
+    peer = Peer(lambda: fcntl.lockf(os.open(state, os.O_RDWR), fcntl.LOCK_EX, 1, BEYOND) is None)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import random
 import shutil
@@ -29,6 +30,7 @@ from pagoda.ledger import (
     rebuild,
     space_sharing,
 )
+from pagoda.ledger.root_usage import holdings, root_limit, write_limit
 from pagoda.ledger.store_state import Kind, TableMark, set_mark
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import Transaction
@@ -346,6 +348,29 @@ def test_an_idle_store_that_cannot_be_used_any_more_gives_its_room(shm_root: Pat
     assert two.backed == 64 and not (shm_root / "a").exists()
     two.check()
     two.close()
+
+
+def test_hints_of_another_boot_or_without_a_state_say_nothing_about_age(shm_root: Path) -> None:
+    """Such a store gives first: its recency is of another clock."""
+    two = Room(shm_root, "b")
+    earlier = Room(shm_root, "a", clock=AfterReboot())
+    earlier.put(keys(*range(4)))
+    assert two.ledger.space._age(shm_root / "a") == math.inf
+    assert two.ledger.space._age(shm_root / "absent") == math.inf
+    two.put(keys(*range(100, 104)))
+    assert 0 <= two.ledger.space._age(shm_root / "b") < math.inf
+    earlier.close()
+    two.close()
+
+
+def test_a_damaged_limit_allows_nothing(shm_root: Path) -> None:
+    one = Room(shm_root)
+    for text in ("-1", str(1 << 70), "", "many"):
+        (shm_root / "a" / "limit").write_text(text)
+        assert root_limit(holdings(shm_root)) is None
+    write_limit(shm_root / "a", LIMIT, sole=False)
+    assert root_limit(holdings(shm_root)) == LIMIT
+    one.close()
 
 
 @pytest.mark.parametrize("hot", [range(8), range(56, 64)], ids=["the first slots", "the last slots"])

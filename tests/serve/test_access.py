@@ -18,7 +18,7 @@ import pytest
 from pagoda.errors import ConfigError
 from pagoda.serve import access
 from pagoda.serve import server as server_module
-from pagoda.serve.access import AccessRules, RateLimit, Sessions
+from pagoda.serve.access import AccessRules, RateLimit, Sessions, read_token
 from pagoda.serve_token_file import default_token_file, own_token
 from testbed.servers import free_port
 from tests.cli.shelf import refused
@@ -184,6 +184,33 @@ def test_the_host_header_names_this_server() -> None:
         assert rules.is_host(host), host
     for host in ("", "10.0.0.6", "10.0.0.5:80", "evil.example", "cache.example.evil", ":7777", "x@10.0.0.5"):
         assert not rules.is_host(host), host
+
+
+def test_a_full_volume_at_the_first_start_does_not_prevent_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container the server has the same process id at each start, and left a file of that name."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount")
+    state = tmp_path / "state"
+    state.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(state)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    try:
+        (state / "pagoda").mkdir(0o700)
+        with contextlib.suppress(OSError):
+            (state / "others").write_bytes(bytes(64 << 10))
+        with pytest.raises(ConfigError, match="cannot be written: No space left"):
+            read_token(None)
+        assert list((state / "pagoda").iterdir()) == []
+        (state / "others").unlink()
+        token = read_token(None)
+        assert token == read_token(None) == default_token_file().read_text().strip()
+        assert [file.name for file in (state / "pagoda").iterdir()] == ["serve-token"]
+    finally:
+        subprocess.run(["umount", str(state)], check=True)
 
 
 def test_only_the_token_is_the_token() -> None:

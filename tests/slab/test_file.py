@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import threading
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 
 from pagoda.errors import StoreError
 from pagoda.slab import PAGE_BYTES, FileSlab, aligned
+from tests import seccomp
+from tests.children import in_child
 
 SLOTS, SLOT_BYTES = 6, 4 * PAGE_BYTES
 
@@ -194,6 +197,64 @@ def test_direct_is_what_the_filesystem_can(shm_root: Path) -> None:
     slab.close()
     with FileSlab(path, SLOTS, SLOT_BYTES, direct=False)._open_fd() as fd:
         assert os.pread(fd, 1, 0)
+
+
+class Picky(FileSlab):
+    """Reads one page directly and refuses more, as a file system whose blocks are larger than a page."""
+
+    def _readv(self, views: Sequence[memoryview], offset: int) -> int:
+        self._refuse(views)
+        return super()._readv(views, offset)
+
+    def _writev(self, views: Sequence[memoryview], offset: int) -> int:
+        self._refuse(views)
+        return super()._writev(views, offset)
+
+    def _refuse(self, views: Sequence[memoryview]) -> None:
+        direct = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DIRECT
+        if direct and sum(view.nbytes for view in views) > PAGE_BYTES:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+
+@pytest.mark.parametrize("first", ["read", "write"])
+def test_where_only_a_small_read_is_direct_the_page_cache_is_used(tmp_path: Path, first: str) -> None:
+    path = make_file(tmp_path / "slab")
+    slab = Picky(path, SLOTS, SLOT_BYTES)
+    if not slab.direct:
+        pytest.skip("the temporary directory has no direct I/O")
+    if first == "read":
+        slab.read(1, [aligned(SLOT_BYTES)])
+    slab.write(1, [filled(SLOT_BYTES, 7)])
+    back = aligned(SLOT_BYTES)
+    slab.read(1, [back])
+    assert (back == filled(SLOT_BYTES, 7)).all()
+    assert not slab.direct
+    slab.close()
+    asked_for = Picky(path, SLOTS, SLOT_BYTES, direct=True)
+    with pytest.raises(OSError, match="Invalid argument"):
+        asked_for.read(1, [back])
+    asked_for.close()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_sandbox_without_the_calls_for_several_buffers_is_no_hindrance(tmp_path: Path, call: str) -> None:
+    """It refuses the newer form of the call, which Python uses, or both."""
+    path = make_file(tmp_path / "slab")
+
+    def inside() -> None:
+        for name in (f"{call}2", call):
+            seccomp.refuse(name)
+            slab = FileSlab(path, SLOTS, SLOT_BYTES)
+            for _ in range(2):
+                slab.write(1, [filled(PAGE_BYTES, 1), filled(3 * PAGE_BYTES, 2)])
+                back = aligned(PAGE_BYTES), aligned(3 * PAGE_BYTES)
+                slab.read(1, back)
+                assert (back[0] == filled(PAGE_BYTES, 1)).all() and (
+                    back[1] == filled(3 * PAGE_BYTES, 2)
+                ).all()
+            slab.close()
+
+    in_child(inside)
 
 
 def test_sync_and_reopen(slab: FileSlab) -> None:

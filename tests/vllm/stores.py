@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pagoda.ledger import Ledger, admin
-from pagoda.ledger.store_state import LOCKS, STATE
+from pagoda.ledger.locks import BEYOND
+from pagoda.ledger.store_state import STATE
 
 PATIENT_SECONDS = 30.0
 _ROOT = Path(__file__).resolve().parents[2]
@@ -118,10 +119,10 @@ def busy(root: Path) -> Iterator[None]:
     (store,) = stores(root)
     code = (
         "import fcntl, sys; file = open(sys.argv[1], 'r+b')\n"
-        "for byte in (1, 0): fcntl.lockf(file, fcntl.LOCK_EX, 1, byte)\n"
+        f"for byte in (1, 0): fcntl.lockf(file, fcntl.LOCK_EX, 1, {BEYOND} + byte)\n"
         "print('in', flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", code, str(store / LOCKS)]
+    command = [sys.executable, "-c", code, str(store / STATE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"in\n"
         try:

@@ -27,12 +27,16 @@ class LowerTiers:
         self._cache = cache
         self.slots = None if cache is None else cache.slots
         self.min_hit_tokens = 0 if cache is None else cache.config.min_hit_tokens
-        self._lower = () if cache is None else cache.tiers[0 if self.slots is None else 1 :]
         self.paused = False  # while True, nothing is found or loaded, and no new moves are planned
         self._epoch = 0  # without a cache: how often the weights have changed
         self._fetches: dict[bytes, tuple[frozenset[bytes], Future[Hit]]] = {}  # by the last key of the run
         self.host_seconds = 0.0
         self.fetch_seconds = 0.0
+
+    @property
+    def _lower(self) -> tuple[str, ...]:
+        """The names of the tiers below the host; one that was left out at the start may come later."""
+        return () if self._cache is None else self._cache.tiers[0 if self.slots is None else 1 :]
 
     # ---- roots
 

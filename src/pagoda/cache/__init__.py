@@ -18,6 +18,7 @@ Modules, in the order in which a call reaches them:
     host_slots       the slots of the host tier, for engines that copy themselves
     resources        what all calls share, and how it is closed
     open_tiers       opens the configured tiers
+    late_tier        a tier that was left out at the start, and takes part later
     tier_stack       the tiers, from the top down
     counters         counting and rate-limited logging
     call_log         the log lines at the opening of a cache and for each call

@@ -29,6 +29,7 @@ from pagoda.cache.call import (
 )
 from pagoda.cache.call_log import log_opened
 from pagoda.cache.host_slots import HostSlots
+from pagoda.cache.late_tier import LateTier
 from pagoda.cache.lookup_call import run_explain, run_lookup
 from pagoda.cache.open_tiers import open_tiers
 from pagoda.cache.recording import CallKind, require_trace
@@ -50,7 +51,7 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.metrics import Reason, by_reason, guarded_logger
 from pagoda.quality_verdict import QualityState, require_quality
-from pagoda.signal_safe_threads import Condition
+from pagoda.signal_safe_threads import Condition, require_real_threads
 from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 
@@ -138,6 +139,7 @@ class Cache:
 
         Raises ConfigError, StoreError with the remedy, and ValueError, also if another cache has that name.
         """
+        require_real_threads()
         self.name = name
         self.config = _configured(config, layout, overrides)
         self.layout = layout
@@ -167,8 +169,11 @@ class Cache:
         weights_of: Cache | None,
     ) -> None:
         config, layout = self.config, self.layout
-        stack = open_tiers(config, layout, clock) if stack is None else stack
+        late: LateTier | None = None
+        if stack is None:
+            stack, late = open_tiers(config, layout, clock)
         self._resources = build_resources(stack, config, layout, key_scheme, clock, self.namespace)
+        self._resources.leave_out(late)
         self._key_scheme = key_scheme
         self._weights: PresentWeights = PresentWeights(
             self._resources, self.namespace, quality, partial(_quality_again, quality, config, layout),
@@ -182,6 +187,8 @@ class Cache:
             namespace = self._weights.scope()[0]
             self._resources.register(namespace, wait=True)
             log_opened(namespace, layout, stack, config.deadline_seconds)
+            if late is not None:
+                late.begin(self._resources.admit, self._weights.compare_root)
         except BaseException:
             self.close()
             raise
@@ -535,7 +542,11 @@ class Cache:
         five seconds, is named in the result: its chunks are still there.
         """
         root = None if everything else self._weights.scope(lora, salt, None, numerics)[0].root
-        chunks, failed = dict.fromkeys(self._tiers.names, 0), dict[str, str]()
+        failed = dict[str, str]()
+        late = self._resources.late
+        if late is not None and late.note_clear(root):
+            failed[late.name] = f"left out at the start, and cleared before it takes part here: {late.reason}"
+        chunks = dict.fromkeys(self._tiers.names, 0)
         # top down, so that no cleared chunk is written down again; then bottom up, for chunks that were loaded
         # meanwhile
         for tier in (*self._tiers.all, *reversed(self._tiers.all[:-1])):
@@ -582,6 +593,8 @@ class Cache:
             "pinned_bytes": host.slab.pinned_bytes if host is not None else 0,
             "rates": resources.load_cost.rates(),
         }
+        if left_out := resources.left_out():
+            stats["left_out"] = left_out
         if quality := self._weights.quality():
             stats["approximate"] = [state.as_stats() for state in quality]
         if recorder is not None:

@@ -85,7 +85,7 @@ class LoadCost:
         self._clock = clock
         self._speeds = speeds or SpeedTable()
         self._prefill = f"prefill {engine}"
-        self._tiers = tiers
+        self.tiers = tiers
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
@@ -143,7 +143,7 @@ class LoadCost:
         speed = self._speeds.read(tier)
         if speed.number < _FEWEST or speed.rate >= self._break_even():
             return True
-        return (tier == _HOST or _HOST not in self._tiers) and self._is_due(speed)
+        return (tier == _HOST or _HOST not in self.tiers) and self._is_due(speed)
 
     def take_probe(self, tier: str) -> int:
         """Return how many chunks are to be loaded now from a tier that was too slow, to measure it again; 0: none.
@@ -175,7 +175,7 @@ class LoadCost:
 
     def rates(self) -> dict[str, float]:
         """Return the known rates: "<tier>_bytes_per_second" and "prefill_tokens_per_second"."""
-        speeds = {tier: self._speeds.read(tier).rate for tier in self._tiers}
+        speeds = {tier: self._speeds.read(tier).rate for tier in self.tiers}
         known = {f"{tier}_bytes_per_second": rate for tier, rate in speeds.items() if rate}
         return {**known, "prefill_tokens_per_second": self._speeds.read(self._prefill).rate}
 

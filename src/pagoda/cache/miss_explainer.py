@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from pagoda.cache.call import CacheRequest, KeyScheme
 from pagoda.cache.executor import CallExecutor
+from pagoda.cache.late_tier import LateTier
 from pagoda.cache.tier_stack import TierStack
 from pagoda.clock import Clock, Deadline
 from pagoda.errors import StoreError
@@ -65,13 +66,14 @@ class MissExplainer:
     def __init__(
         self, tiers: TierStack, scheme: KeyScheme, chunk_tokens: int, clock: Clock, executor: CallExecutor
     ) -> None:
-        self._tiers = tiers
+        self.tiers = tiers
         self._scheme = scheme
         self._chunk_tokens = chunk_tokens
         self._clock = clock
         self._executor = executor
         self._namespaces: list[_KnownNamespace] = []
         self._listed_ns = -_FRESH_NS
+        self.late: LateTier | None = None  # a tier that was left out at the start
 
     def explain(
         self, request: CacheRequest, index: int, hint: Reason | None, thorough: bool = False
@@ -96,15 +98,21 @@ class MissExplainer:
         remembered = _remembered(key, chosen)
         if remembered.reason is not Reason.ABSENT:
             return remembered
-        skipped = [tier for tier in self._tiers.all if tier.name not in chosen.names]
+        skipped = [tier for tier in self.tiers.all if tier.name not in chosen.names]
         if not thorough:  # an engine's call must not send anything over a network to a tier that it skips
             skipped = [tier for tier in skipped if not tier.is_shared]
         others = [tier.name for tier in skipped if tier.contains(key, deadline_seconds=deadline.remaining())]
         if others:
             detail = f"{others[0]} has the chunk, but this call does not use that tier"
             return Explanation(Reason.TIER_SKIPPED, detail)
+        elsewhere = None
         if index == 0 and request.first == 0 and request.tokens is not None:
-            return self._in_other_namespace(request, thorough) or remembered
+            elsewhere = self._in_other_namespace(request, thorough)
+        if elsewhere is not None:
+            return elsewhere
+        if self.late is not None and not self.late.joined:
+            detail = f"{self.late.name} was left out at the start, and may have the chunk: {self.late.reason}"
+            return Explanation(Reason.TIER_SKIPPED, detail)
         return remembered
 
     def _in_other_namespace(self, request: CacheRequest, thorough: bool) -> Explanation | None:
@@ -138,7 +146,7 @@ class MissExplainer:
     def _list(self, seconds: float) -> list[_KnownNamespace]:
         self._namespaces = [
             (tier, ledger, root, row.fields)
-            for tier, ledger in self._tiers.ledgers()
+            for tier, ledger in self.tiers.ledgers()
             for root, row in admin.list_namespaces(ledger, deadline_seconds=seconds).items()
         ]
         return self._namespaces

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagoda.cache.late_tier import BoundedCall, LateTier
 from pagoda.cache.tier_stack import TierStack
 from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.config.remote_urls import RemoteSpec
-from pagoda.config.sizes import AUTO, auto_bytes, format_size
+from pagoda.config.sizes import AUTO, FILESYSTEM_SHARE, auto_bytes, format_size, nearest_existing
 from pagoda.config.sources import file_of
+from pagoda.errors import NoRoomError, StoreError
 from pagoda.layout import KVLayout
+from pagoda.ledger.ledger import make_room
 from pagoda.metrics import guarded_logger
+from pagoda.store_place import free_bytes
 from pagoda.tiers import DiskTier, HostTier, Tier, recorded_tiers
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
@@ -23,41 +28,31 @@ if TYPE_CHECKING:
 
 log = guarded_logger("pagoda.cache")
 
+_DISK_SECONDS = 65.0  # a store gives up a wait for other processes after 60 s
+_HOST_ATTEMPTS = 4  # others may take the space at the same time
+_LEDGER_BYTES = 8 << 20  # what the files of a ledger take
+_LEDGER_BYTES_PER_SLOT = 1024  # and for each slot
 _FEW_CHUNKS = 64  # the log warns of an "auto" size with fewer chunks
 
 
-def open_tiers(config: Config, layout: KVLayout, clock: Clock) -> TierStack:
-    """Open the tiers that `config` describes. Raises StoreError with the remedy; then no tier stays open."""
+def open_tiers(config: Config, layout: KVLayout, clock: Clock) -> tuple[TierStack, LateTier | None]:
+    """Open the tiers that `config` describes; return them, and the disk tier if it is left out for now.
+
+    Raises StoreError with the remedy; then no tier stays open.
+    """
     with contextlib.ExitStack() as undo:
-        host: HostTier | None = None
-        lower: list[Tier] = []
-        if host_bytes := _host_bytes(config, layout):
-            host = HostTier.open(
-                layout,
-                Path(config.host_path),
-                host_bytes,
-                shared=config.host_shared,
-                policy=config.policy,
-                deadline_seconds=config.deadline_seconds,
-                clock=clock,
-            )
+        host = _open_host(config, layout, clock)
+        if host is not None:
             undo.callback(host.close)
+        lower: list[Tier] = []
+        late: LateTier | None = None
         if config.disk_bytes:
-            disk = DiskTier.open(
-                layout,
-                Path(config.disk_path),
-                config.disk_bytes,
-                direct=config.disk_direct,
-                codec_name=config.disk_codec,
-                policy=config.policy,
-                durable=config.durable,
-                io_threads=config.io_threads,
-                queue_chunks=config.queue_chunks,
-                deadline_seconds=config.deadline_seconds,
-                clock=clock,
-            )
-            undo.callback(disk.close)
-            lower.append(disk)
+            disk = _open_disk(config, layout, clock)
+            if isinstance(disk, LateTier):
+                late = disk
+            else:
+                undo.callback(disk.close)
+                lower.append(disk)
         if config.peers or config.lookup:
             peers = open_peers(config, layout, clock)
             undo.callback(peers.close)
@@ -67,7 +62,85 @@ def open_tiers(config: Config, layout: KVLayout, clock: Clock) -> TierStack:
             undo.callback(remote.close)
             lower.append(remote)
         undo.pop_all()
-        return TierStack(host, tuple(lower))
+        return TierStack(host, tuple(lower), () if late is None else (late.name,)), late
+
+
+def _open_disk(config: Config, layout: KVLayout, clock: Clock) -> DiskTier | LateTier:
+    """Open the disk tier. With `start_without = "lower"`, one that fails or does not answer is left out for now."""
+    reopen: Callable[[], DiskTier] = partial(
+        DiskTier.open,
+        layout,
+        Path(config.disk_path),
+        config.disk_bytes,
+        direct=config.disk_direct,
+        codec_name=config.disk_codec,
+        policy=config.policy,
+        durable=config.durable,
+        io_threads=config.io_threads,
+        queue_chunks=config.queue_chunks,
+        deadline_seconds=config.deadline_seconds,
+        clock=clock,
+    )
+    if config.start_without == "none":
+        return reopen()
+    opening = BoundedCall(reopen, "pagoda-open-disk")
+    try:
+        return opening.result(_DISK_SECONDS)
+    except TimeoutError as error:
+        late = LateTier(DiskTier.name, f"{config.disk_path}: {error}", reopen, opening)
+    except (StoreError, OSError) as error:
+        late = LateTier(DiskTier.name, str(error), reopen)
+    log.warning(
+        "starting without the disk tier, which takes part as soon as it can be opened (start_without = lower): %s",
+        late.reason,
+    )
+    return late
+
+
+def _open_host(config: Config, layout: KVLayout, clock: Clock) -> HostTier | None:
+    """Open the host tier; None if it is turned off. With "auto", others may have taken the space: then it is smaller.
+
+    Raises StoreError, also NoRoomError for a size that was asked for.
+    """
+    size_bytes = _host_bytes(config, layout)
+    has_made_room = False
+    for _ in range(_HOST_ATTEMPTS):
+        if not size_bytes:
+            return None
+        try:
+            return HostTier.open(
+                layout,
+                Path(config.host_path),
+                size_bytes,
+                shared=config.host_shared,
+                policy=config.policy,
+                deadline_seconds=config.deadline_seconds,
+                clock=clock,
+            )
+        except NoRoomError as error:
+            if not has_made_room and config.host_shared:
+                has_made_room = True
+                need_bytes = _LEDGER_BYTES + layout.slots_in(size_bytes) * _LEDGER_BYTES_PER_SLOT
+                if make_room(Path(config.host_path), need_bytes + layout.slot_bytes, clock):
+                    continue
+            if config.host_size != AUTO:
+                raise
+            size_bytes = _smaller(size_bytes, error, config, layout)
+    return None
+
+
+def _smaller(size_bytes: int, error: NoRoomError, config: Config, layout: KVLayout) -> int:
+    """Return the bytes that there is room for now, less than `size_bytes`; 0 if not for one chunk. Logs it."""
+    free = free_bytes(nearest_existing(Path(config.host_path)), in_memory=True)
+    room = max(0, int(free * FILESYSTEM_SHARE) - _LEDGER_BYTES) * layout.slot_bytes
+    found = min(room // (layout.slot_bytes + _LEDGER_BYTES_PER_SLOT), size_bytes // 2)
+    chunks = layout.slots_in(found)
+    outcome = f"{format_size(found)}, {chunks} chunks, until this process starts again"
+    log.warning(
+        "host_size = auto: others have taken the space of %s (%s); the host tier is %s",
+        format_size(size_bytes), error, outcome if chunks else "left out",
+    )  # fmt: skip
+    return found if chunks else 0
 
 
 def _host_bytes(config: Config, layout: KVLayout) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pagoda.cache.call import KeyScheme
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.executor import CallExecutor
+from pagoda.cache.late_tier import LateTier
 from pagoda.cache.load_cost import LoadCost, SpeedTable
 from pagoda.cache.miss_explainer import MissExplainer
 from pagoda.cache.prompt_log import PromptLog
@@ -23,6 +24,7 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger.store_state import SPEEDS
 from pagoda.metrics import Reason, guarded_logger
+from pagoda.tiers import Tier
 from pagoda.transfer.cpu_copy import end_helpers
 
 if TYPE_CHECKING:  # importing it needs pyzmq
@@ -54,6 +56,7 @@ class Resources:
     events: RequestEvents | None = None
     # called when all that was stored has been written down, before the tiers are closed
     last_steps: list[Callable[[], None]] = field(default_factory=list)
+    late: LateTier | None = None  # the tier that was left out when the cache was opened
     closed: bool = False
     registered: set[bytes] = field(default_factory=set)  # roots of namespaces
 
@@ -67,12 +70,37 @@ class Resources:
             for _, ledger in self.tiers.ledgers():
                 ledger.namespaces.write_labels()
 
+    def leave_out(self, late: LateTier | None) -> None:
+        """Note the tier that was left out when the cache was opened."""
+        self.late = late
+        self.explainer.late = late
+
+    def admit(self, tier: Tier) -> None:
+        """Let a tier that was left out take part: calls that begin from now on use it."""
+        # first its queue: a call that sees the tier must find it
+        if not tier.read_only:
+            queue = WriteBackQueue(
+                tier, self.tiers.host, self.config, self.layout.chunk_tokens, self.counters, self.clock
+            )
+            self.writeback = (queue, *self.writeback)
+        self.tiers = self.tiers.joined_by(tier)
+        self.explainer.tiers = self.tiers
+        self.load_cost.tiers = self.tiers.names
+        self.registered.clear()  # its namespaces are registered by the next calls
+
+    def left_out(self) -> dict[str, str]:
+        """Return the tiers that were left out at the start and do not take part yet, and why."""
+        late = self.late
+        return {} if late is None or late.joined else {late.name: late.reason}
+
     def close(self, timeout: float) -> bool:
         """Flush, then close all within about `timeout` seconds; False if some chunks were not written. Idempotent."""
         if self.closed:
             return True
         self.closed = True
         deadline = Deadline(timeout)
+        if self.late is not None:
+            self.late.close()
         if self.recorder is not None:
             self.recorder.close(timeout * 0.4)
         if self.events is not None:

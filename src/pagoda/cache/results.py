@@ -97,6 +97,7 @@ class CacheStats(TypedDict):
     staging_buffers: int  # in use
     pinned_bytes: int  # host memory that is registered with a GPU
     rates: dict[str, float]  # "<tier>_bytes_per_second", "prefill_tokens_per_second"
+    left_out: NotRequired[dict[str, str]]  # the tiers that could not be opened at the start, and why
     # the settings that make KV approximate, and whether each was measured
     approximate: NotRequired[list[dict[str, object]]]
     recording: NotRequired[dict[str, object]]  # where live traffic is recorded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from pagoda.codec import LOSSY
 from pagoda.keys import Namespace
@@ -41,11 +41,25 @@ class TierStack:
         lower = tuple(tier for tier in self.lower if not tier.is_shared)
         return TierStack(self.host, lower, (*self.left_out, *remote)) if remote else self
 
+    def without(self, names: Collection[str]) -> TierStack:
+        """Return the tiers that do not have one of these names."""
+        gone = tuple(name for name in self.names if name in names)
+        if not gone:
+            return self
+        host = None if self.host is None or self.host.name in gone else self.host
+        lower = tuple(tier for tier in self.lower if tier.name not in gone)
+        return TierStack(host, lower, (*self.left_out, *gone))
+
     def exact(self) -> TierStack:
         """Return the tiers without a lossy codec."""
         lossy = tuple(tier.name for tier in self.lower if codecs_of([tier]))
         lower = tuple(tier for tier in self.lower if tier.name not in lossy)
         return TierStack(self.host, lower, (*self.left_out, *lossy)) if lossy else self
+
+    def joined_by(self, disk: Tier) -> TierStack:
+        """Return these tiers and the disk tier, which was left out: it is the first below the host tier."""
+        left_out = tuple(name for name in self.left_out if name != disk.name)
+        return TierStack(self.host, (disk, *self.lower), left_out)
 
     def ledgers(self) -> list[tuple[str, Ledger]]:
         """Return the ledgers of the local tiers, by tier name."""

@@ -1,38 +1,40 @@
 """The weights epoch of a model on this machine, and which namespace and tiers a call may use in it.
 
-The epoch is kept in a small file under every local root. It is the file's *size*: raising it appends one byte, which
-two processes can do at once without losing one, and a process notices it by one `stat`. The largest size under any root
-is valid, so if one root is wiped (a reboot), nothing is lost. The files reserve space when the cache is opened, so that
-an epoch can be raised even on a full disk.
+Each local root keeps a record of the epochs (`pagoda.ledger.epoch_record`). An epoch is a number and a random nonce, so
+that one epoch is never given out twice, whichever roots were open at that time. Whoever opens roots compares them and
+raises those that are behind; of two epochs with one number, neither is known to be the later one, so both are left
+behind. A process stores and serves under an epoch only in the tiers whose root has recorded it.
+
+A process notices a change by one `stat` per root: the file that older versions keep for the model grows with each one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
 
+from pagoda.cache.late_tier import BoundedCall
 from pagoda.cache.resources import Resources
 from pagoda.cache.tier_stack import TierStack
 from pagoda.errors import StoreError
-from pagoda.file_space import make_directory, opened, reserve_beyond
 from pagoda.fork import reset_now_and_in_child
 from pagoda.keys import Namespace
-from pagoda.ledger.store_state import sync_directory
+from pagoda.ledger.epoch_record import NEVER_CHANGED, Epoch, EpochRecord, new_epoch
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.quality_verdict import QualityState
 
 log = guarded_logger("pagoda.cache")
 
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-_RESERVED_BYTES = 1024  # space for this many epochs at any time
-_BEYOND_FILES = 1 << 31  # no file becomes this long
+_ROOT_SECONDS = 5.0  # how long a change waits for the root of a tier that was left out
+_LOOK_SECONDS = 1.0  # between two looks whether a record is still the file that it was
 _MOST_NAMESPACES = 1024  # the number of namespaces that are kept ready; further tenants are hashed again
 _EPOCHS = 2**32  # epochs of this machine within one epoch of the configured namespace
 
@@ -56,15 +58,17 @@ class PresentWeights:
         """
         self._resources, self._measure = resources, measure
         if of is None:
-            self._epoch = WeightsEpoch(resources.config.roots(), namespace.model, namespace.weights_epoch)
+            self._epoch = WeightsEpoch(
+                resources.config.roots(), namespace.model, namespace.weights_epoch, resources.left_out()
+            )
         else:
             self._epoch = of._epoch
         self._epoch.share(resources)
         self._base = namespace
         # by adapter, salt, version, numerics and epoch: the namespace, and whether tiers are left out
-        self._scopes: dict[tuple[str, str, str, str, int], tuple[Namespace, bool]] = {}
+        self._scopes: dict[tuple[str, str, str, str, Epoch], tuple[Namespace, bool]] = {}
         self._begun = list(begun)
-        self._measured: dict[tuple[str, int, str], list[QualityState]] = {}
+        self._measured: dict[tuple[str, Epoch, str], list[QualityState]] = {}
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
@@ -94,8 +98,8 @@ class PresentWeights:
             found = self._scopes.get((lora, salt, version, numerics, epoch))
         if found is None:
             is_left_out = any(state.checked == "left out" for state in self._quality_of(version, epoch, lora))
-            weights_epoch = self._base.weights_epoch * _EPOCHS + epoch
-            versioned = self._base.of_version(version)
+            weights_epoch = self._base.weights_epoch * _EPOCHS + epoch.number
+            versioned = self._base.of_version(version).of_change(epoch.nonce)
             namespace = versioned.with_(lora=lora, salt=salt, weights_epoch=weights_epoch, numerics=numerics)
             if is_left_out:  # not a namespace of exact KV: writes in progress may still reach a lossy tier
                 namespace = namespace.with_(approximate=f"{namespace.approximate},left out")
@@ -105,7 +109,11 @@ class PresentWeights:
                     self._scopes.pop(next(iter(self._scopes)))
                 self._scopes[lora, salt, version, numerics, epoch] = found
         namespace, is_left_out = found
-        tiers = self._resources.tiers.local() if epoch else self._resources.tiers
+        # only the root of a tier that was left out may know that the weights were changed
+        known = not epoch.number and not self._epoch.unread
+        tiers = self._resources.tiers if known else self._resources.tiers.local()
+        if self._epoch.unrecorded:
+            tiers = tiers.without(self._epoch.unrecorded)
         return namespace, tiers.exact() if is_left_out else tiers
 
     def quality(self) -> list[QualityState]:
@@ -122,19 +130,20 @@ class PresentWeights:
         """Return the namespace that names the present weights, with an adapter: the subject of a verdict."""
         return self._named(*self._present(None), self._base.lora if lora is None else lora)
 
-    def _present(self, version: str | None) -> tuple[str, int]:
+    def _present(self, version: str | None) -> tuple[str, Epoch]:
         epoch = self._epoch.epoch()
-        version, named_at = self._epoch.named if version is None else (version, 0)
-        return version, epoch if epoch > named_at else 0
+        version, named_at = self._epoch.named if version is None else (version, NEVER_CHANGED)
+        return version, epoch if epoch.number > named_at.number else NEVER_CHANGED
 
-    def _named(self, version: str, epoch: int, lora: str) -> Namespace:
+    def _named(self, version: str, epoch: Epoch, lora: str) -> Namespace:
         begun_at = self._base.weights_epoch
-        weights_epoch = begun_at * _EPOCHS + epoch if epoch else begun_at
-        return self._base.of_version(version).with_(weights_epoch=weights_epoch, lora=lora)
+        weights_epoch = begun_at * _EPOCHS + epoch.number if epoch.number else begun_at
+        weights = self._base.of_version(version).of_change(epoch.nonce)
+        return weights.with_(weights_epoch=weights_epoch, lora=lora)
 
-    def _quality_of(self, version: str, epoch: int, lora: str | None = None) -> list[QualityState]:
+    def _quality_of(self, version: str, epoch: Epoch, lora: str | None = None) -> list[QualityState]:
         lora = self._base.lora if lora is None else lora
-        if not self._begun or not (version or epoch or lora != self._base.lora):
+        if not self._begun or not (version or epoch.number or lora != self._base.lora):
             return self._begun
         found = self._measured.get((version, epoch, lora))
         if found is None:
@@ -144,10 +153,17 @@ class PresentWeights:
             self._measured[version, epoch, lora] = found
         return found
 
+    def compare_root(self, tier: str) -> str | None:
+        """Compare the root of a tier that was left out with the others, and raise what is behind.
+
+        Returns None if it has recorded the present epoch, else why not. May wait as long as its disk does.
+        """
+        return self._epoch.compare_root(tier)
+
     def change(self, version: str) -> int:
         """Raise the weights epoch, or use a version, which needs no new epoch. See Cache.weights_changed."""
         if version:
-            return self._epoch.name(version)
+            return self._epoch.name(version).number
         epoch, errors = self._epoch.raise_epoch()
         tiers = self._resources.tiers
         for resources in self._epoch.sharing():
@@ -157,6 +173,7 @@ class PresentWeights:
                     text = f"{tier.name} is cleared: {errors[tier.name]}"
                     resources.counters.warn(log, Reason.IO_ERROR, text)
                     tier.clear()
+        unraised = self._unraised(errors)
         none_recorded = len(errors) == len(self._resources.config.roots())
         if none_recorded and tiers.local() is not tiers:
             name_them = "no local tier has a directory: call weights_changed with a name of the new weights"
@@ -165,7 +182,30 @@ class PresentWeights:
                 "of the old weights in remote tiers: remove the cause and call weights_changed again, or stop them "
                 f"({next(iter(errors.values()), name_them)})"
             )
-        return epoch
+        if unraised is not None:
+            raise StoreError(
+                "this process uses the new weights, but a tier that was left out could not record that they have "
+                "changed: if the machine restarts before the tier takes part, it holds KV of the old weights under the "
+                f"name of the new ones. Repair it, remove its store, or call weights_changed with a name ({unraised})"
+            )
+        return epoch.number
+
+    def _unraised(self, errors: Mapping[str, Exception]) -> str | None:
+        """Return which tier that was left out has not recorded the present epoch, and why; None if there is none."""
+        for tier, reason in self._resources.left_out().items():
+            if tier not in self._epoch.unread:
+                if tier in errors:
+                    return f"{tier}: {errors[tier]}"
+                continue
+            try:
+                why = BoundedCall(partial(self.compare_root, tier), "pagoda-compare-root").result(
+                    _ROOT_SECONDS
+                )
+            except (TimeoutError, OSError, StoreError) as error:
+                why = str(error)
+            if why is not None:
+                return f"{tier}: {why}, {reason}"
+        return None
 
 
 class WeightsEpoch:
@@ -174,33 +214,76 @@ class WeightsEpoch:
     The version that was named is valid for all caches that share this object.
     """
 
-    def __init__(self, roots: Mapping[str, Path], model: str, begun_at: int = 0) -> None:
-        """`begun_at`: the configured epoch, the same on all machines; within it this machine counts from 0."""
+    def __init__(
+        self, roots: Mapping[str, Path], model: str, begun_at: int = 0, left_out: Collection[str] = ()
+    ) -> None:
+        """Compare the roots, except those of tiers that were `left_out`: their disks may be dead. Raise those behind.
+
+        `begun_at`: the configured epoch, the same on all machines; within it this machine counts from 0.
+        """
         name = f"{model}\0{begun_at}" if begun_at else model
         digest = blake3(name.encode(), derive_key_context="PagodaKV weights epoch").hexdigest(8)
-        self._roots = {tier: root / f"weights-{digest}" for tier, root in roots.items()}
-        self._paths = list(self._roots.values())
-        self._known = 0  # never decreases in this process, whatever happens to the files
+        every = {tier: EpochRecord(root, digest) for tier, root in roots.items()}
+        self._records = {tier: record for tier, record in every.items() if tier not in left_out}
+        # by tier: records that were not compared yet; what they know of changes is unknown
+        self.unread = {tier: record for tier, record in every.items() if tier in left_out}
+        self._old_paths = [record.old_path for record in self._records.values()]
+        self._known = (
+            NEVER_CHANGED  # its count never decreases in this process, whatever happens to the files
+        )
+        # names of the tiers whose root has not recorded that epoch: they are not used
+        self.unrecorded: frozenset[str] = frozenset()
         self._sharing: list[weakref.ref[Resources]] = []  # the caches that share this object
-        self.named = ("", 0)  # the version that the weights were changed to, and the epoch then
-        for path in self._paths:
-            # the disk is full or read-only: there may be space when it is needed
-            with contextlib.suppress(OSError):
-                _reserve_space(path)
+        # the version that the weights were changed to, and the epoch then
+        self.named: tuple[str, Epoch] = ("", NEVER_CHANGED)
+        self._seen: list[tuple[int, int] | None] = []  # inode and size of the files that tell of a change
+        self._look_at = 0.0
+        self._inodes: list[int | None] = []
         reset_now_and_in_child(self)
+        for record in self._records.values():
+            _reserve(record)
+        self._compare_all(frozenset())
 
     def reset(self) -> None:
         """Create the lock."""
         self._lock = threading.Lock()
 
-    def epoch(self) -> int:
-        """Return the number of times that the weights were changed in place. Costs one stat per root."""
-        for path in self._paths:
-            try:
-                self._known = max(self._known, os.stat(path).st_size)
-            except OSError:
-                continue
+    def epoch(self) -> Epoch:
+        """Return how often the weights were changed in place, and which change was the last.
+
+        Costs one stat per root as long as nothing has changed, and once a second another one.
+        """
+        seen = [_identity(path) for path in self._old_paths]
+        if seen != self._seen or time.monotonic() >= self._look_at:
+            self._look(seen)
         return self._known
+
+    def _look(self, seen: list[tuple[int, int] | None]) -> None:
+        """Compare the roots if something has changed: an epoch, the file of a record, or what could not be recorded."""
+        with self._lock:
+            told = seen != self._seen
+            due = time.monotonic() >= self._look_at
+            if told or (due and (self.unrecorded or self._inodes != self._record_inodes())):
+                self._compare_all(self.unrecorded)
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+
+    def compare_root(self, tier: str) -> str | None:
+        """Compare the root of a tier with the others, and raise those that are behind. See PresentWeights."""
+        record = self.unread.get(tier)
+        if record is not None:
+            try:  # first without the lock: a dead disk may never answer
+                with record.locked():
+                    record.read()
+            except (OSError, StoreError) as error:
+                return str(error)
+            _reserve(record)
+        with self._lock:
+            if record is not None:
+                self._records[tier] = record
+                self._old_paths = [one.old_path for one in self._records.values()]
+                self.unread.pop(tier, None)
+            self._compare_all(self.unrecorded)
+        return "its root cannot record that the weights were changed" if tier in self.unrecorded else None
 
     def share(self, resources: Resources) -> None:
         """Note that a cache with these resources uses this object. Keeps only a weak reference."""
@@ -210,39 +293,87 @@ class WeightsEpoch:
         """Return the resources of the caches that use this object."""
         return [resources for sharing in self._sharing if (resources := sharing()) is not None]
 
-    def name(self, version: str) -> int:
+    def name(self, version: str) -> Epoch:
         """Note that the weights were changed to a named version; return the epoch in which the name is valid."""
         self.named = version, self.epoch()
         return self.named[1]
 
-    def raise_epoch(self) -> tuple[int, dict[str, OSError]]:
-        """Raise the epoch; it is on the medium when this returns, except under the roots of the tiers in the errors.
-
-        If no root could be written, the epoch is a number that no other process has or will ever have.
-        """
+    def raise_epoch(self) -> tuple[Epoch, dict[str, Exception]]:
+        """Raise the epoch; it is on the medium when this returns, except under the roots of the tiers in the errors."""
         with self._lock:
-            target = self.epoch() + 1
-            errors = {tier: error for tier, path in self._roots.items() if (error := _grow(path, target))}
-            if errors and len(errors) == len(self._roots):
-                target = max(target, _BEYOND_FILES + secrets.randbelow(_BEYOND_FILES))
-            self._known = max(target, self.epoch())
-            return self._known, errors
+            epoch, errors = self._compare(is_new=True)
+            self._note(epoch, frozenset(errors))
+            return epoch, errors
+
+    def _compare_all(self, before: frozenset[str]) -> None:
+        """Find the present epoch, and record it under the roots that are behind. `before`: those that failed before."""
+        epoch, errors = self._compare()
+        if epoch == NEVER_CHANGED:  # a root without a record says the same
+            errors = {}
+        for tier in errors.keys() - before:
+            text = "%s is not used with weights that were changed in place: its root cannot record that (%s)"
+            log.warning(text, tier, errors[tier])
+        self._note(epoch, frozenset(errors))
+
+    def _note(self, epoch: Epoch, unrecorded: frozenset[str]) -> None:
+        self.unrecorded = unrecorded
+        self._known = epoch
+        self._inodes = self._record_inodes()
+        self._seen = [_identity(path) for path in self._old_paths]
+
+    def _record_inodes(self) -> list[int | None]:
+        found = (_identity(record.path) for record in self._records.values())
+        return [None if identity is None else identity[0] for identity in found]
+
+    def _compare(self, is_new: bool = False) -> tuple[Epoch, dict[str, Exception]]:
+        """Agree with all roots on the present epoch, or on a new one, and record it. Return the errors too, by tier.
+
+        All roots are locked meanwhile, in the order of their paths, so that two processes do not write by turns.
+        """
+        errors: dict[str, Exception] = {}
+        found: dict[str, Epoch | None] = {}
+        least = self._known.number
+        with contextlib.ExitStack() as held:
+            for tier, record in sorted(self._records.items(), key=lambda item: str(item[1].path)):
+                try:
+                    held.enter_context(record.locked())
+                    found[tier] = record.read()
+                    least = max(least, record.least())
+                except (OSError, StoreError) as error:
+                    errors[tier] = error
+                    if self._known == NEVER_CHANGED and record.has_promised():
+                        found[tier] = None
+            epoch = _agreed(found, self._known, least, is_new)
+            for tier in found.keys() - errors.keys():
+                record = self._records[tier]
+                try:
+                    if found[tier] != epoch:
+                        record.write(epoch)
+                    else:
+                        record.tell_older_versions(epoch)
+                except (OSError, StoreError) as error:
+                    errors[tier] = error
+        return epoch, errors
 
 
-def _reserve_space(path: Path) -> None:
-    if path.parent.is_dir():
-        with opened(path, _APPEND) as fd:
-            reserve_beyond(fd, os.fstat(fd).st_size + _RESERVED_BYTES)
+def _reserve(record: EpochRecord) -> None:
+    """Reserve space for changes. If the disk is full or read-only, there may be space when it is needed."""
+    with contextlib.suppress(OSError):
+        record.reserve()
 
 
-def _grow(path: Path, target: int) -> OSError | None:
-    """Append at least one byte to `path`, and up to `target`, and sync it. Appends of other processes add up."""
+def _agreed(found: Mapping[str, Epoch | None], known: Epoch, least: int, is_new: bool) -> Epoch:
+    """Return the epoch that is valid when roots say this, and this process `known`. See the module's docstring."""
+    epochs = {epoch for epoch in (*found.values(), known) if epoch is not None}
+    last = [epoch for epoch in epochs if epoch.number == least]
+    if is_new or None in found.values() or len(last) != 1:
+        return new_epoch(above=least)
+    return last[0]
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        make_directory(path.parent)
-        with opened(path, _APPEND) as fd:
-            os.write(fd, b"+" * max(1, target - os.fstat(fd).st_size))
-            os.fsync(fd)
-        sync_directory(path.parent)
-    except OSError as error:
-        return error
-    return None
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size

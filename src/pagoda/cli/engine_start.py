@@ -19,6 +19,7 @@ from typer import Option
 
 from pagoda.cli import FailedError, UsageError
 from pagoda.config import Config
+from pagoda.errors import StoreError
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _SIZES = ("host_size", "disk_size")
@@ -102,7 +103,7 @@ def choose(
         print(ctx.get_help())
         return
     given = {name: value for name, value in options.items() if value is not None}
-    config = load(cli=given).config
+    config = load(cli=given).for_engine()
     _refuse_secrets(given, config, engine)
     # the connector gets sizes as they were written
     extra = {name: given[name] if name in _SIZES else getattr(config, name) for name in given}
@@ -124,14 +125,21 @@ def _refuse_secrets(given: Mapping[str, object], config: Config, engine: str) ->
 def check_tiers(config: Config) -> None:
     """Check that the tiers can be opened, as far as that does not depend on the model. Changes nothing.
 
-    Raises StoreError (a directory is another user's, on a network, or has too little room; a library is missing) or
-    ConfigError (the password of a remote tier cannot be read, or its codec cannot be used).
+    A disk tier that was used before, and without which the engine may start, is only named on stderr; one that never
+    was is a mistake that its user can correct now. Raises StoreError (a directory is another
+    user's, on a network, or has too little room; a library is missing) or ConfigError (the password of a remote tier
+    cannot be read, or its codec cannot be used).
     """
     from pagoda.store_place import require_place
 
     require_place(Path(config.host_path), config.host_bytes, in_memory=True)
     if config.disk_bytes:
-        require_place(Path(config.disk_path), config.disk_bytes, in_memory=False)
+        try:
+            require_place(Path(config.disk_path), config.disk_bytes, in_memory=False)
+        except (StoreError, OSError) as trouble:
+            if config.start_without == "none" or not _was_used(Path(config.disk_path)):
+                raise
+            print(f"pagoda: starting without the disk tier: {trouble}", file=sys.stderr)
     for server in (*config.peer_servers(), *config.lookup_server()):
         server.url_with_password()
     if remotes := config.remotes():
@@ -140,6 +148,14 @@ def check_tiers(config: Config) -> None:
         for spec in remotes:
             codecs.require(spec.codec)
             spec.engine()  # connects to nothing
+
+
+def _was_used(root: Path) -> bool:
+    """Whether a directory has stores, or cannot be read. Changes nothing."""
+    try:
+        return root.is_dir() and any((store / "state").exists() for store in root.iterdir())
+    except OSError:
+        return True
 
 
 def check_start(

@@ -20,7 +20,7 @@ from typing import TypedDict, TypeVar
 
 from pagoda import policy as policies
 from pagoda.config import option_values
-from pagoda.config.option_values import Check, DiskCodec, LogFormat, WritePolicy
+from pagoda.config.option_values import Check, DiskCodec, LogFormat, StartWithout, WritePolicy
 from pagoda.config.remote_urls import LOSSY, MOST_PEERS, RemoteSpec, parse, parse_lookup, parse_peer
 from pagoda.config.sizes import AUTO, auto_bytes
 from pagoda.errors import ConfigError
@@ -63,7 +63,7 @@ class Config:
     host_path: str = field(
         default_factory=lambda: f"/dev/shm/pagoda-{os.getuid()}",
         metadata={
-            "help": "Directory of the host tier; must be in memory (/dev/shm or hugetlbfs).",
+            "help": "Directory of the host tier; must be in memory (/dev/shm or another tmpfs).",
             "check": option_values.place("directory", needed=True),
         },
     )
@@ -102,6 +102,10 @@ class Config:
         0,
         "Which weights all machines have: raise it on every machine when they change; remote tiers need it.",
         option_values.count(0),
+    )
+    start_without: StartWithout = _option(  # noqa: RUF009  # a field, as all of them
+        "none",
+        "Start even if this cannot be opened: 'none', or 'lower' (the disk tier), which engines have by default.",
     )
     durable: bool = _option(False, "Sync each batch to the disk before it counts as stored.")
     write_policy: WritePolicy = _option(  # noqa: RUF009  # a field, as all of them
@@ -242,6 +246,7 @@ class ConfigOptions(TypedDict, total=False):
     peers: str | list[str] | tuple[str, ...]
     lookup: str
     weights_epoch: int
+    start_without: StartWithout
     durable: bool
     write_policy: WritePolicy
     selective_hits: int

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 WritePolicy = Literal["write_through", "selective", "write_back"]
 LogFormat = Literal["plain", "json"]
+StartWithout = Literal["none", "lower"]
 DiskCodec = Literal["raw", "q8", "q4"]  # no zstd: a slot has a fixed size, so compression saves nothing there
 Check = Callable[[str, object], object]
 
@@ -252,6 +253,13 @@ def _texts(value: object) -> tuple[str, ...]:
     return tuple(map(_text, value))
 
 
+_WORDS = (
+    ("WritePolicy", WritePolicy),
+    ("LogFormat", LogFormat),
+    ("DiskCodec", DiskCodec),
+    ("StartWithout", StartWithout),
+)
+
 # by type annotation: the function that reads a value, the JSON schema, and the check unless the option names another
 _TYPES: dict[str, tuple[Callable[[object], object], dict[str, object], Check | None]] = {
     "int": (_integer, {"type": "integer"}, None),
@@ -262,7 +270,7 @@ _TYPES: dict[str, tuple[Callable[[object], object], dict[str, object], Check | N
     "int | str": (_size_of, {"anyOf": [{"type": "integer"}, {"type": "string"}]}, _size),
     **{
         name: (_word_of(get_args(words)), {"enum": list(get_args(words)), "type": "string"}, one_of(get_args(words)))
-        for name, words in (("WritePolicy", WritePolicy), ("LogFormat", LogFormat), ("DiskCodec", DiskCodec))
+        for name, words in _WORDS
     },
     "tuple[str, ...]": (
         _texts, {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, None,

@@ -90,7 +90,8 @@ def auto_bytes(directory: Path | None) -> int:
     size_bytes = int(memory_limit_bytes() * AUTO_SHARE)
     if directory is not None:
         room = os.statvfs(nearest_existing(directory))
-        size_bytes = min(size_bytes, int(room.f_blocks * room.f_frsize * FILESYSTEM_SHARE))
+        if room.f_blocks:  # a tmpfs without a size limit says 0
+            size_bytes = min(size_bytes, int(room.f_blocks * room.f_frsize * FILESYSTEM_SHARE))
     return size_bytes // 2**20 * 2**20
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +55,12 @@ class Loaded(NamedTuple):
 
     config: Config
     origins: dict[str, str]
+
+    def for_engine(self) -> Config:
+        """Return the options of an engine: it starts without a tier that is down, unless a source says otherwise."""
+        if self.origins["start_without"] == DEFAULT:
+            return replace(self.config, start_without="lower")
+        return self.config
 
 
 class FilesRead(NamedTuple):

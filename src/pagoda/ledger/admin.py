@@ -16,16 +16,14 @@ import lmdb
 import numpy as np
 
 from pagoda.errors import LedgerCorrupt, StoreError
-from pagoda.ledger import clears_and_labels, hold_pin_remove, queries, table_integrity
+from pagoda.ledger import hold_pin_remove, queries, table_integrity
 from pagoda.ledger.chunk_notes import ChunkNotes
-from pagoda.ledger.clears_and_labels import ClearScope
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.lmdb_tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables, Txn
 from pagoda.ledger.member_counters import folded
 from pagoda.ledger.outcomes import ChunkRow, NamespaceRow, Report
 from pagoda.ledger.session import PATIENT_SECONDS
-from pagoda.ledger.store_state import NOTES, OLD_PROMPTS, PROMPTS
-from pagoda.ledger.transaction import BATCH, batches
+from pagoda.ledger.transaction import batches
 from pagoda.metrics import Reason
 
 _PAGE = 256
@@ -124,57 +122,11 @@ def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
 
     Also removes their notes, and the log of prompts of all namespaces. Needs no free space, neither in the tables nor
     on the disk.
-    What another process stores after this call began may stay. Raises StoreError if it failed, or may not
-    survive a power cut.
+    No look-up finds them from the moment on at which the clear is committed, long before the last one is removed; if
+    this process dies meanwhile, the next one that opens the store removes the rest. What another process stores after
+    this call began may stay. Raises StoreError if it failed, or may not survive a power cut.
     """
-    try:
-        return _clear_chunks(ledger, namespace)
-    finally:  # the log may contain prompts that are no longer stored
-        _remove_tokens(ledger, namespace)
-
-
-def _remove_tokens(ledger: Ledger, namespace: bytes | None) -> None:
-    """Remove the token ids of what was cleared: the whole log of prompts, and the notes of chunks that are gone."""
-    left, notes = [], ChunkNotes(ledger.directory)
-    # in this order, since the current log may become the old log meanwhile
-    for name in (PROMPTS, OLD_PROMPTS, *([NOTES] if namespace is None else [])):
-        try:
-            (ledger.directory / name).unlink(missing_ok=True)
-        except OSError as error:
-            left.append(str(error))
-    try:
-        notes.erase([(slot, key) for slot, key in notes.places() if not ledger.columns.has(slot, key)])
-    except OSError as error:
-        left.append(str(error))
-    if left:
-        raise StoreError(f"token ids of cleared prompts are left: {'; '.join(left)}; remove them by hand")
-
-
-def _clear_chunks(ledger: Ledger, namespace: bytes | None) -> int:
-    with suppress(OSError):  # where this fails, the tables cannot be written either
-        ledger.session.store.locks.mark()  # first: what is reserved after the tables are cleared must see it
-    cleared = ledger.session.write(partial(clears_and_labels.clear, root=namespace), frees=True)
-    try:
-        ledger.namespaces.save_clear(namespace)
-    finally:  # the chunks are removed, even if the clear was not saved and a rebuild may bring them back
-        dropped = _drop_cleared(ledger, cleared)
-    return dropped
-
-
-def _drop_cleared(ledger: Ledger, scope: ClearScope) -> int:
-    namespace, watermark, chunks = scope
-
-    def cleared(_txn: Txn, _tables: Tables, key: bytes, row: bytes) -> int | None:
-        return int(SLOT_KEY.unpack(key)[0]) if hold_pin_remove.is_cleared(row, namespace, watermark) else None
-
-    rows = ledger.session.read_rows(lambda tables: tables.slots, cleared)
-    slots = (slot for slot in rows if slot is not None)
-    dropped, most = 0, 4  # a few chunks first: if the map is full, they free space for more
-    while dropped < chunks and (found := list(islice(slots, most))):
-        drop = partial(hold_pin_remove.drop_cleared, slots=found, namespace=namespace, watermark=watermark)
-        dropped += ledger.session.write(drop, frees=True)
-        most = min(2 * most, BATCH)
-    return dropped
+    return ledger.clearing.clear(namespace)
 
 
 # ---- totals

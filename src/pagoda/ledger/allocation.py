@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pagoda.ledger import queries
 from pagoda.ledger.lmdb_tables import ENTRY, MEMBER, MEMBER_KEY, PLACE, SLOT, SLOT_KEY, Meta, Reservation
 from pagoda.ledger.members import reap
 from pagoda.ledger.outcomes import Busy, CommitResult, Outcome, Present, Refused, Reserved
@@ -164,8 +165,13 @@ def _present(
 ) -> dict[bytes, Present | Refused]:
     """Return which keys have a chunk. A chunk of another namespace must not be taken for the caller's."""
     found: dict[bytes, Present | Refused] = {}
+    tables = transaction.tables
+    clearing = bool(tables.pending_clears(transaction.txn))
     for key in keys:
-        row = transaction.get(key, db=transaction.tables.entries)
+        row = transaction.get(key, db=tables.entries)
+        if row is not None and clearing and queries.is_cleared(transaction.txn, tables, row):
+            transaction.remove_chunk(PLACE.unpack_from(row)[0], Reason.CLEARED)
+            row = None
         if row is not None:
             slot, generation, namespace, _ = ENTRY.unpack(row)
             own = namespace == number
@@ -177,7 +183,8 @@ def _busy(transaction: Transaction, key: bytes) -> Busy | None:
     """Return the living member that is filling a slot for that key, if it began a short while ago."""
     row = transaction.get(key, db=transaction.tables.pending)
     reservation = transaction.reservation(*PLACE.unpack_from(row)) if row is not None else None
-    if reservation is None or transaction.now - reservation.started > BUSY_NS:
+    # a negative age: the time is of another clock
+    if reservation is None or not 0 <= transaction.now - reservation.started <= BUSY_NS:
         return None
     return next((Busy(key, writer) for writer in reservation.writers if transaction.alive(writer)), None)
 

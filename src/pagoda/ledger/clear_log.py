@@ -13,10 +13,15 @@ A slab outlives its tables, and then only its headers say what is stored. So eve
 the current generation as its floor and a record for each namespace that has chunks. This floor also clears all other
 namespaces, which removes nothing: they have no chunks, and chunks that they get later have generations above the floor.
 So a new file starts with at most one record per slot.
+
+The `state` of the store vouches for the log (`store_state`): the run of the active file, and how many records it has.
+If the log is gone, or is older, then it is not known what was cleared, and all counts as cleared. Run 0 stands for a
+store that this version or a later one made, and where nothing was ever cleared: there the log may be lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import zlib
@@ -29,6 +34,14 @@ from typing import NamedTuple
 import numpy as np
 
 from pagoda.file_space import allocate
+from pagoda.ledger.store_state import (
+    DAMAGED_VOUCHER,
+    INCARNATION_BITS,
+    Vouched,
+    Voucher,
+    read_voucher,
+    set_voucher,
+)
 from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.ledger.clears")
@@ -42,6 +55,8 @@ _BYTES = _RECORD.size + _CHECK.size
 _WORDS = _BYTES // 4
 _HEAD = Struct("<16sQ8x")  # instead of a namespace: magic, number of records written with it
 _MAGIC = b"pagoda clears 1\0"
+_LOG_ID = b"pagoda clears 1\0"
+NEVER_CLEARED = Voucher(_LOG_ID, 0, 0)
 _SPARE = 1024  # records in addition to one namespace per slot
 
 
@@ -65,6 +80,7 @@ class ClearLog:
     """The two files of one store. The caller makes sure that only one thread of one process uses it at a time."""
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._paths = [directory / name for name in FILES]
 
     def allocate(self, slots: int) -> None:
@@ -73,16 +89,52 @@ class ClearLog:
             allocate(path, _BYTES * (slots + _SPARE))
 
     def read(self) -> Watermarks | None:
-        """Read what is on the medium; None if nothing was ever written. If it is unreadable, all counts as cleared."""
+        """Read what is on the medium; None if nothing was ever written. If that is lost, all counts as cleared."""
         try:
             return self._read()
         except OSError as error:
+            if self.was_never_used():
+                return Watermarks(0, {})
             log.warning("cannot read what was cleared (%s): no chunk of the slab is taken back", error)
             return Watermarks(ALL, {})
 
+    def was_never_used(self) -> bool:
+        """Whether `state` vouches that nothing was ever cleared here."""
+        with contextlib.suppress(OSError):
+            vouched = read_voucher(self._directory, Vouched.CLEARS)
+            return vouched is not None and not vouched.first
+        return False
+
+    def vouch(self) -> None:
+        """Let `state` vouch for what is in the log now, synced. OSError, also if the log cannot be read."""
+        found = self._records()
+        if found is not None:
+            run, records = found
+            set_voucher(self._directory, Vouched.CLEARS, Voucher(_LOG_ID, run.number, len(records)))
+
+    def is_there(self) -> bool:
+        """Whether the log is whole, and has what `state` vouches for."""
+        with contextlib.suppress(OSError):
+            return self._records() is not None
+        return False
+
     def _read(self) -> Watermarks | None:
+        found = self._records()
+        if found is None:
+            return None
+        run, records = found
+        watermarks: dict[bytes, int] = {}
+        for root, watermark in records:
+            watermarks[root] = max(watermark, watermarks.get(root, 0))
+        return Watermarks(run.floor, watermarks)
+
+    def _records(self) -> tuple[_ActiveFile, list[tuple[bytes, int]]] | None:
+        """Return the active file and its records; None if nothing was ever written. OSError if something is lost."""
+        vouched = read_voucher(self._directory, Vouched.CLEARS)
         run = self._in_force()
         if run is None:
+            if vouched is not None and vouched.first:
+                raise OSError(errno.EIO, f"{self._paths[0]} and {self._paths[1]} are lost")
             if any(any(path.read_bytes()) for path in self._paths if path.exists()):
                 raise OSError(errno.EIO, f"{self._paths[0]} and {self._paths[1]} are damaged")
             return None
@@ -96,10 +148,9 @@ class ClearLog:
         whole = None not in found and written[: len(found)].tolist() == list(range(1, 1 + len(found)))
         if not whole or len(found) < run.base:
             raise OSError(errno.EIO, f"{run.path} is damaged")
-        watermarks: dict[bytes, int] = {}
-        for root, watermark in filter(None, found):
-            watermarks[root] = max(watermark, watermarks.get(root, 0))
-        return Watermarks(run.floor, watermarks)
+        if vouched is not None and (run.number, len(found)) < (vouched.first, vouched.second):
+            raise OSError(errno.EIO, f"{run.path} is older than the store")
+        return run, list(filter(None, found))
 
     def add(self, root: bytes, watermark: int) -> bool:
         """Append one more watermark, synced; False if the file is full. OSError."""
@@ -107,7 +158,8 @@ class ClearLog:
         if run is None:
             return False
         with open(run.path, "r+b", buffering=0) as file:
-            fd, number = file.fileno(), run.number
+            fd = file.fileno()
+            number = run.number
             count = os.fstat(fd).st_size // _BYTES
             end = bisect_left(
                 range(count), True, 1 + run.base,
@@ -126,7 +178,7 @@ class ClearLog:
                 with open(path, "r+b", buffering=0) as file:
                     _put(file.fileno(), 0, bytes(os.fstat(file.fileno()).st_size))
         path = self._paths[1] if old is not None and old.path == self._paths[0] else self._paths[0]
-        number = old.number + 1 if old is not None else 1
+        number = 1 + max(old.number if old is not None else 0, self._vouched_run())
         records = b"".join(_sealed(number, root, watermark) for root, watermark in watermarks.of.items())
         with open(path, "r+b", buffering=0) as file:
             if _BYTES + len(records) > os.fstat(file.fileno()).st_size:
@@ -137,6 +189,19 @@ class ClearLog:
         if old is not None:
             with open(old.path, "r+b", buffering=0) as file:
                 _put(file.fileno(), 0, bytes(_BYTES))
+
+    def _vouched_run(self) -> int:
+        vouched = read_voucher(self._directory, Vouched.CLEARS)
+        return 0 if vouched is None or vouched == DAMAGED_VOUCHER else vouched.first
+
+    def last_incarnation(self) -> int:
+        """Return the last incarnation of the tables that the log knows of; 0 if it cannot be read."""
+        with contextlib.suppress(OSError):
+            found = self._records()
+            if found is not None:
+                run, records = found
+                return max([run.floor, *(watermark for _, watermark in records)]) >> INCARNATION_BITS
+        return 0
 
     def _in_force(self) -> _ActiveFile | None:
         runs = [run for path in self._paths if (run := _active_file(path)) is not None]

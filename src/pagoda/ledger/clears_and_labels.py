@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagoda.ledger.clear_log import ClearLog, Watermarks
-from pagoda.ledger.lmdb_tables import NAMESPACE, NUMBER
+from pagoda.ledger.clear_log import ALL, ClearLog, Watermarks
+from pagoda.ledger.lmdb_tables import NAMESPACE, NUMBER, PendingClear
 from pagoda.ledger.store_state import NAMESPACES, write_synced
 from pagoda.ledger.transaction import Transaction
 
+NOBODYS = 2**64 - 1  # no namespace has this number
 _LABEL_BYTES = 1024  # longer values are cut
 _LONGEST_VALUE = 256
 _LOOK = 8  # the number of labels among which one is chosen for removal
@@ -31,14 +32,6 @@ class Label(msgspec.Struct, frozen=True, omit_defaults=True):
 
     fields: dict[str, str]
     epoch: int = 0
-
-
-class ClearScope(NamedTuple):
-    """What a clear covers: chunks reserved before `watermark`, of one namespace by its number (None: of all)."""
-
-    namespace: int | None
-    watermark: int
-    chunks: int
 
 
 class NamespaceCounts(NamedTuple):
@@ -56,28 +49,54 @@ def is_live(transaction: Transaction, root: bytes, reserved: int) -> bool:
     return reserved >= (transaction.watermark(number) if number else max(meta.floor, meta.cleared))
 
 
-def clear(transaction: Transaction, root: bytes | None) -> ClearScope:
-    """Set the watermark of one namespace, or of all: chunks that were reserved before it are never committed."""
+def clear(transaction: Transaction, root: bytes | None) -> tuple[PendingClear, int]:
+    """Set the watermark of one namespace, or of all: chunks that were reserved before it are gone from now on.
+
+    They are never committed, and no look-up finds them. Returns the clear that is now under way, and how many chunks it
+    covers: they are still to be removed.
+    """
     watermark = transaction.meta.next_generation
+    member = transaction.member
     if root is None:
         transaction.meta.cleared = watermark
-        return ClearScope(None, watermark, transaction.meta.ready)
+        pending = PendingClear(b"", 0, watermark, member)
+        _begin_clear(transaction, pending)
+        return pending, transaction.meta.ready
     number = transaction.namespace(root)
     if not number and transaction.meta.scanning:  # the scan may not have found its chunks yet
         number = transaction.add_namespace(root)
+    pending = PendingClear(root, number or NOBODYS, watermark, member)
     row = transaction.get(NUMBER.pack(number), db=transaction.tables.namespaces)
     if row is None:
-        return ClearScope(number, watermark, 0)
+        return pending, 0
     _, _, chunks, reservations = NAMESPACE.unpack(row)
     row = NAMESPACE.pack(root, watermark, chunks, reservations)
     transaction.put(NUMBER.pack(number), row, db=transaction.tables.namespaces)
-    return ClearScope(number, watermark, chunks)
+    _begin_clear(transaction, pending)
+    return pending, chunks
+
+
+def _begin_clear(transaction: Transaction, pending: PendingClear) -> None:
+    others = transaction.tables.pending_clears(transaction.txn)
+    kept = [other for other in others if other.number != pending.number]
+    transaction.tables.put_pending_clears(transaction.txn, [*kept, pending])
+
+
+def end_clear(transaction: Transaction, ended: PendingClear) -> None:
+    """Record that the chunks of a clear are removed, and that it is on the medium."""
+    others = transaction.tables.pending_clears(transaction.txn)
+    kept = [other for other in others if (other.number, other.watermark) != (ended.number, ended.watermark)]
+    if len(kept) < len(others):
+        transaction.tables.put_pending_clears(transaction.txn, kept)
 
 
 def load_saved(transaction: Transaction, directory: Path) -> None:
     """Enter into the tables what outlived the old ones: which namespaces were cleared, and their labels."""
     watermarks, labels = read_saved(directory)
     meta = transaction.meta
+    # an older copy of `state` leads to an older incarnation: what was cleared in a later one stays below what is new
+    highest = max((mark for mark in watermarks.of.values() if mark != ALL), default=0)
+    meta.next_generation = max(meta.next_generation, highest)
     meta.floor = max(meta.floor, min(watermarks.floor, meta.next_generation))
     for root, watermark in watermarks.of.items():
         if not transaction.namespace(root):

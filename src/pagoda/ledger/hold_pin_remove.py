@@ -7,7 +7,7 @@ from itertools import compress
 
 import lmdb
 
-from pagoda.ledger.lmdb_tables import HOLD, PLACE, SLOT, SLOT_KEY
+from pagoda.ledger.lmdb_tables import HOLD, PLACE, SLOT, SLOT_KEY, PendingClear
 from pagoda.ledger.members import has_device
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import Reason
@@ -123,22 +123,20 @@ def drop(transaction: Transaction, key: bytes, slot: int, generation: int, reaso
     return transaction.remove_chunk(slot, reason)
 
 
-def drop_cleared(
-    transaction: Transaction, slots: Sequence[int], namespace: int | None, watermark: int
-) -> int:
-    """Remove the chunks of these slots that were cleared at generation `watermark`, in one namespace or in all."""
+def drop_cleared(transaction: Transaction, slots: Sequence[int], pending: PendingClear) -> int:
+    """Remove the chunks of these slots that a clear covers."""
     dropped = 0
     for slot in slots:
         row = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.slots)
-        if row is not None and is_cleared(row, namespace, watermark):
+        if row is not None and is_cleared(row, pending):
             dropped += transaction.remove_chunk(slot, Reason.CLEARED)
     return dropped
 
 
-def is_cleared(row: bytes, namespace: int | None, watermark: int) -> bool:
-    """Whether a clear at generation `watermark`, of one namespace (its number) or of all, covers the chunk of a row."""
+def is_cleared(row: bytes, pending: PendingClear) -> bool:
+    """Whether a clear covers the chunk of a row of `slots`."""
     generation, own, *_ = SLOT.unpack(row)
-    return generation < watermark and namespace in (None, own)
+    return generation < pending.watermark and pending.number in (0, own)
 
 
 def _put_or_delete(transaction: Transaction, table: lmdb._Database, key: bytes, value: bytes) -> None:

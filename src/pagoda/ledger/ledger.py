@@ -28,6 +28,7 @@ from pagoda.finalizers import close_dropped
 from pagoda.fork import call_in_child
 from pagoda.ledger import allocation, hold_pin_remove, queries
 from pagoda.ledger.clear_log import FILES
+from pagoda.ledger.clearing import Clearing
 from pagoda.ledger.columns import KEY_BYTES, NOT_READY, Columns, marks_of
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.locks import barrier
@@ -35,21 +36,28 @@ from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.outcomes import CommitResult, Match, Miss, Outcome, Present, Refused, Reserved
 from pagoda.ledger.request_ring import RequestRing
+from pagoda.ledger.root_usage import holdings
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.slots_in_use import PageGuards
 from pagoda.ledger.space_sharing import SpaceShare
-from pagoda.ledger.store_directory import StoreSpec, open_store, os_errors_mapped, unusable, warn_of_slots
-from pagoda.ledger.store_state import LOCKS, REQUESTS, SLAB, Kind, read_state
-from pagoda.ledger.stores_under_root import discard_idle
+from pagoda.ledger.store_directory import (
+    LONGEST_LEASE_NS,
+    StoreSpec,
+    open_store,
+    os_errors_mapped,
+    unusable,
+    warn_of_slots,
+)
+from pagoda.ledger.store_state import REQUESTS, SLAB, Kind, read_state
+from pagoda.ledger.stores_under_root import discard_idle, root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.ledger.upkeep_thread import UpkeepThread, map_learned
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.signal_safe_threads import Condition
-from pagoda.store_place import require_own
+from pagoda.store_place import free_bytes, require_own
 
 log = guarded_logger("pagoda")
 
-_LONGEST_LEASE_SECONDS = 60.0
 T = TypeVar("T")
 
 
@@ -84,6 +92,7 @@ class Ledger:
         self.columns: Columns = session.columns
         self.page_guards: PageGuards | None = session.page_guards
         self.namespaces = NamespaceRegistry(session)
+        self.clearing = Clearing(session, self.namespaces)
         self.requests = RequestRing(self.directory / REQUESTS)
         self._uses = 1
         self._asked = set[int | None]()  # sizes that users in this process asked for
@@ -176,6 +185,7 @@ class Ledger:
                 if opens:
                     ledger.namespaces.prepare_clears()
                     ledger.session.recover(_left(until))
+                    ledger._end_clears()
                 elif create:
                     ledger._warn_of_others(spec, policy)
                 if create and spec.limit_bytes not in ledger._asked:
@@ -202,13 +212,22 @@ class Ledger:
             undo.pop_all()
         return ledger
 
+    def _end_clears(self) -> None:
+        """End the clears of dead processes. If that fails, look-ups heed them all the same."""
+        try:
+            self.clearing.end_clears()
+        except (StoreError, OSError) as error:
+            log.warning(
+                "a clear of %s that a process did not end could not be ended: %s", self.directory, error
+            )
+
     @staticmethod
     def _here(spec: StoreSpec) -> Ledger | None:
         """Return this process's ledger of that store, found by the file: two paths may name the same store."""
-        path = spec.root / spec.name / LOCKS
+        directory = spec.root / spec.name
         for ledger in _ledgers:
             session = ledger.session
-            if session.is_at(path) or (ledger._closing and session.store.locks.is_at(path)):
+            if session.is_at(directory) or (ledger._closing and session.store.locks.are_at(directory)):
                 return ledger
         return None
 
@@ -579,7 +598,7 @@ class Ledger:
     def lease(self, slots: NDArray[np.int64], generations: NDArray[np.uint64], seconds: float) -> None:
         """Keep the policy from evicting these slots for a while: at most 60 s, at most half of the slots."""
         rows = np.asarray(slots)[self.columns.generation[slots] == np.asarray(generations)]
-        self.columns.lease(rows, self._now(), int(min(seconds, _LONGEST_LEASE_SECONDS) * 1e9))
+        self.columns.lease(rows, self._now(), int(min(seconds * 1e9, LONGEST_LEASE_NS)))
 
     def hold(
         self, slots: NDArray[np.int64], generations: NDArray[np.uint64], deadline_seconds: float = 1.0
@@ -686,6 +705,28 @@ def _with_space(step: Callable[[float], T], until: float) -> T:
 def _pairs(slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> list[tuple[int, int]]:
     """Return slots with their generations."""
     return list(zip(np.asarray(slots).tolist(), np.asarray(generations).tolist(), strict=True))
+
+
+def make_room(root: Path, nbytes: int, clock: Clock, deadline_seconds: float = 10.0) -> int:
+    """Let the stores under a root that no process has open give up their coldest chunks; return the bytes freed.
+
+    For a new store whose tables find no space: stores share the space of slabs, but not that of tables. Frees nothing
+    if there is enough space. Never raises for a store that cannot give any.
+    """
+    freed = 0
+    try:
+        with root_locked(root, deadline_seconds):
+            for holding in holdings(root):
+                missing = nbytes - free_bytes(root, in_memory=True)
+                if missing <= 0 or holding.in_use or holding.state is None or not holding.nbytes:
+                    continue
+                with contextlib.suppress(StoreError, ClosedError, OSError):
+                    giver = Ledger.attach(holding.directory, clock, deadline_seconds, borrowed=True)
+                    with contextlib.closing(giver):
+                        freed += giver.space.give(min(missing, holding.nbytes), idle=True)
+    except (StoreError, OSError) as error:
+        log.debug("no room is made under %s: %s", root, error)
+    return freed
 
 
 def _left(until: float) -> float:

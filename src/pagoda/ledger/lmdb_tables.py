@@ -14,7 +14,7 @@
 | namespaces | number -> root, the generation at which it was last cleared, chunks, reservations |
 | roots | root -> number of a namespace that has chunks or reservations |
 | labels | root -> fields, for people; bounded, so a label may have been removed |
-| meta | the totals (`Meta`), the names of the columns of counters, the counters of members that left |
+| meta | the totals (`Meta`), clears under way, the names of the columns of counters, the counters of members that left |
 
 LMDB is opened without its locks, without sync and without a writable map (see `locks`): a thread that begins a
 transaction is inside the gate, and ends the transaction before it releases the gate.
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,8 @@ Txn: TypeAlias = "lmdb.Transaction[bytes]"
 NO_MEMBER = 0  # no member has this number
 NO_NAMESPACE = 0  # no namespace has this number
 META_ROW, COUNTERS_ROW, COUNTER_NAMES_ROW = b"meta", b"counters", b"counter names"
+CLEARING_ROW = b"clearing"  # the clears under way; in the ordinary case there is no such row
+_CLEARING = Struct("<32sQQQ")
 
 _BYTES_PER_SLOT = 640  # all tables, half-full pages and copy-on-write included
 _LEAST_MAP_BYTES = 4 << 20
@@ -117,6 +119,18 @@ class Meta:
         """Count the slots that have pages, no chunk and no reservation."""
         unscanned = self.backed - self.scan if self.scan < self.backed else 0
         return self.backed - self.bare - self.ready - self.reserved - unscanned
+
+
+class PendingClear(NamedTuple):
+    """A clear under way: of the chunks reserved before `watermark`, of one namespace, or of all (number 0).
+
+    `member`: whoever ends it.
+    """
+
+    root: bytes
+    number: int
+    watermark: int
+    member: int
 
 
 class Reservation(NamedTuple):
@@ -194,6 +208,19 @@ class Tables:
         if row is None:
             raise lmdb.CorruptedError("the ledger has no totals")
         return Meta(*_META.unpack(row))
+
+    def pending_clears(self, txn: Txn) -> list[PendingClear]:
+        """Return the clears under way."""
+        row = txn.get(CLEARING_ROW, None, self.meta)  # by position: a third faster than by name
+        return [] if row is None else [PendingClear(*each) for each in _CLEARING.iter_unpack(row)]
+
+    def put_pending_clears(self, txn: Txn, pending: Iterable[PendingClear]) -> None:
+        """Replace the row of clears under way."""
+        row = b"".join(_CLEARING.pack(*each) for each in pending)
+        if row:
+            txn.put(CLEARING_ROW, row, db=self.meta)
+        else:
+            txn.delete(CLEARING_ROW, db=self.meta)
 
     def rows(self, txn: Txn, table: lmdb._Database, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Walk a table from `start` on, in the order of its keys."""

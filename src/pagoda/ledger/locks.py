@@ -1,4 +1,8 @@
-"""Locks between processes: byte ranges of one file beside the ledger, held by an open file description.
+"""Locks between processes: byte ranges of the file `state` of a store, held by an open file description.
+
+They lie on `state`, beyond its end, because that file says what the store is and is never replaced: two processes that
+use one store cannot have locks on two files. Byte `open` is held on the file `locks` too, as long as versions may come
+that know no other (`StoreLocks`).
 
 `F_OFD_SETLK` locks belong to an open file description; a process has one `LockFile` with one description for each store
 that it has open. Other code of the process that opens and closes the same file does not affect these locks; they
@@ -19,6 +23,8 @@ outlives the parent, the parent's locks last as long as the child.
 | 3 | scan: the process that reads the headers of a slab back into the ledger |
 | 4 | labels: the process that writes the files of labels and of clears |
 | 1024 + m | member m is alive |
+
+On `state` the bytes are counted from `BEYOND`, on `locks` and on the lock file of a root from 0.
 """
 
 from __future__ import annotations
@@ -42,12 +48,11 @@ from pagoda.fork import call_in_child
 
 GATE, INTENT, OPEN, SCAN, LABELS = 0, 1, 2, 3, 4
 MEMBERS = 1024
+BEYOND = 1 << 20  # beyond the end of every file that has its own locks
 
 T = TypeVar("T")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _UNLOCK_ALL = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)  # the range has no end: all bytes
-_UNLOCK_INTENT = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, INTENT, 1, 0)
-_UNLOCK_BOTH = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, GATE, 2, 0)  # gate and intent
 _CLOSED = "the lock file is closed"
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 20e-6, 1e-3
 
@@ -70,11 +75,14 @@ class LockFile:
     `close` releases all of them, and so does the end of the last reference; afterwards none can be taken (OSError).
     """
 
-    def __init__(self, path: Path, create: bool = True) -> None:
+    def __init__(self, path: Path, create: bool = True, first: int = 0) -> None:
         """Open the file; FileNotFoundError if it is absent and `create` is False. StoreError if it is another user's.
 
-        Another user could hold a lock of it for ever.
+        Another user could hold a lock of it for ever. `first`: where the bytes are counted from.
         """
+        self._first = first
+        self.unlock_intent = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, first + INTENT, 1, 0)
+        self.unlock_gate = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, first + GATE, 2, 0)  # and intent
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         self._fd = -1
         _files.add(self)
@@ -101,7 +109,7 @@ class LockFile:
             self._file.close()
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` still names this very file (a discarded store's lock file does not)."""
+        """Whether `path` still names this very file (one that was removed or replaced does not)."""
         try:
             return os.path.samestat(os.stat(path), os.fstat(self._fd))
         except OSError:
@@ -122,7 +130,10 @@ class LockFile:
 
         Tries until `time.monotonic()` reaches `until`; by default it tries once.
         """
-        request, pause = _request(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, byte), _FIRST_PAUSE_SECONDS
+        request, pause = (
+            self._request(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, byte),
+            _FIRST_PAUSE_SECONDS,
+        )
         while True:
             try:
                 fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
@@ -140,21 +151,24 @@ class LockFile:
     def unlock(self, byte: int) -> None:
         """Release the lock of one byte; does nothing after `close`."""
         if self._fd >= 0:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._request(fcntl.F_UNLCK, byte))
 
     def unlocking(self, byte: int) -> Callable[[], object]:
         """Return a built-in that releases the lock of one byte, if held; no signal handler can run before it."""
         if self._fd < 0:
             raise OSError(errno.EBADF, _CLOSED)
-        return partial(fcntl.fcntl, self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, byte))
+        return partial(fcntl.fcntl, self._fd, fcntl.F_OFD_SETLK, self._request(fcntl.F_UNLCK, byte))
 
     def held_by_other(self, byte: int) -> bool:
         """Whether another description has a lock on that byte (locks of this one are not seen)."""
         if self._fd < 0:
             raise OSError(errno.EBADF, _CLOSED)
-        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, byte))
+        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, self._request(fcntl.F_WRLCK, byte))
         kind: int = _FLOCK.unpack(answer)[0]
         return kind != fcntl.F_UNLCK
+
+    def _request(self, kind: int, byte: int) -> bytes:
+        return _request(kind, self._first + byte)
 
     def _after_fork_in_child(self) -> None:
         """Replace the description that is shared with the parent by a new one."""
@@ -174,6 +188,87 @@ class LockFile:
 @lru_cache(maxsize=256)
 def _request(kind: int, byte: int) -> bytes:
     return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+
+
+class StoreLocks(LockFile):
+    """The locks of one store: those of `state`, with byte `open` also on `locks`, which older versions look at.
+
+    A process that has the store to itself holds `open` of both exclusively. While it is open, the directory has a
+    shared `flock`: programs that remove old files (systemd-tmpfiles) leave such a directory alone.
+    """
+
+    def __init__(self, directory: Path, state: str, locks: str) -> None:
+        """Open the files of a store; `locks` is made if it is absent. FileNotFoundError if there is no `state`."""
+        self._old: LockFile | None = None
+        self._holds_open = False
+        self._directory_fd = -1
+        self._paths = directory / state, directory / locks
+        super().__init__(self._paths[0], create=False, first=BEYOND)
+        try:
+            self._old = LockFile(self._paths[1])
+            self._directory_fd = shared_flock(directory)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Release all locks and close the descriptors; idempotent. No other thread may be using it."""
+        if self._old is not None:
+            self._old.close()
+        self._close_directory()
+        super().close()
+
+    def _close_directory(self) -> None:
+        directory_fd = self._directory_fd
+        self._directory_fd = -1
+        if directory_fd >= 0:
+            os.close(directory_fd)
+
+    __del__ = _close_directory
+
+    def are_at(self, directory: Path) -> bool:
+        """Whether a directory still has both of these very files."""
+        state, locks = self._paths
+        in_place = self._old is not None and self._old.is_at(directory / locks.name)
+        return in_place and self.is_at(directory / state.name)
+
+    def lock(self, byte: int, exclusive: bool, until: float = 0.0) -> bool:
+        """Take or convert the lock of one byte; False if another description has it. See `LockFile.lock`."""
+        if byte != OPEN:
+            return super().lock(byte, exclusive, until)
+        assert self._old is not None
+        had = self._holds_open
+        if not self._old.lock(OPEN, exclusive, until):
+            return False
+        if not super().lock(OPEN, exclusive, until):
+            if had:
+                self._old.lock(OPEN, exclusive=False)
+            else:
+                self._old.unlock(OPEN)
+            return False
+        self._holds_open = True
+        return True
+
+    def unlock(self, byte: int) -> None:
+        """Release the lock of one byte; does nothing after `close`."""
+        super().unlock(byte)
+        if byte == OPEN and self._old is not None:
+            self._old.unlock(OPEN)
+            self._holds_open = False
+
+    def _after_fork_in_child(self) -> None:
+        self._holds_open = False
+        super()._after_fork_in_child()
+
+
+def shared_flock(directory: Path) -> int:
+    """Open a directory with a shared `flock`, if it is free now; return the descriptor, -1 if it cannot be opened."""
+    with contextlib.suppress(OSError):
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a cleaner has it for a moment: it only keeps cleaners away
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return fd
+    return -1
 
 
 class Gate:
@@ -216,13 +311,13 @@ class Gate:
             self._owner = me
             if not file.lock(INTENT, exclusive, until) or not file.lock(GATE, exclusive, until):
                 raise DeadlineMissedError
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _UNLOCK_INTENT)
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, file.unlock_intent)
             return work()
         finally:
             if entered:
                 try:
                     if fd >= 0:
-                        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _UNLOCK_BOTH)
+                        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, file.unlock_gate)
                 finally:
                     self._owner = None
                     self._inside.release()

@@ -15,7 +15,7 @@ import msgspec
 
 from pagoda.errors import StoreError
 from pagoda.ledger import clears_and_labels, queries
-from pagoda.ledger.clear_log import ALL, ClearLog, Watermarks
+from pagoda.ledger.clear_log import ClearLog, Watermarks
 from pagoda.ledger.clears_and_labels import NamespaceCounts
 from pagoda.ledger.lmdb_tables import NAMESPACE
 from pagoda.ledger.locks import LABELS, timed_out
@@ -63,6 +63,7 @@ class NamespaceRegistry:
                 ):
                     self._clear_log.allocate(self._slots)
                     self._clear_log.replace(self._watermarks())
+                self._clear_log.vouch()
             except (OSError, StoreError) as error:
                 raise StoreError(
                     f"{self._directory} is cleared, but a power cut may bring it back: that it was cleared could not "
@@ -75,10 +76,13 @@ class NamespaceRegistry:
             return
         try:
             with self._file_lock():
+                never = self._clear_log.was_never_used()
+                is_there = self._clear_log.is_there()
                 self._clear_log.allocate(self._slots)
-                watermarks = self._clear_log.read()
-                if watermarks is None or watermarks.floor == ALL:
+                if not is_there:
                     self._clear_log.replace(self._watermarks())
+                if not never:
+                    self._clear_log.vouch()
         except (OSError, StoreError) as error:
             log.warning("cannot prepare %s for being cleared: %s", self._directory, error)
 

@@ -17,6 +17,7 @@ from pagoda.ledger.lmdb_tables import (
     PLACE,
     SLOT_KEY,
     Meta,
+    PendingClear,
     Tables,
     Txn,
 )
@@ -49,6 +50,12 @@ def match_prefix(
         raise lmdb.CorruptedError("a row of entries has another size")
     entries = np.frombuffer(joined, _ENTRY_ROW)
     count, reason = _as_asked(txn, tables, joined, namespace, start)
+    pending = tables.pending_clears(txn)
+    if pending:
+        left = _leading(~_cleared(entries[:count], pending))
+        if left < count:
+            count = left
+            reason = Reason.CLEARED
     slots = entries["slot"][:count].astype(np.int64)
     generations = entries["generation"][:count].astype(np.uint64)
     intact = _intact(columns, slots, generations, keys[:count])
@@ -84,6 +91,23 @@ def _as_asked(
     return len(entries), None
 
 
+def _cleared(entries: NDArray[np.void], pending: Sequence[PendingClear]) -> NDArray[np.bool_]:
+    """Return which of these entries a clear under way covers: they are as good as removed."""
+    cleared = np.zeros(len(entries), np.bool_)
+    for clear in pending:
+        before = entries["generation"] < np.uint64(clear.watermark)
+        cleared |= before if not clear.number else before & (entries["namespace"] == np.uint64(clear.number))
+    return cleared
+
+
+def is_cleared(txn: Txn, tables: Tables, entry: bytes) -> bool:
+    """Whether a clear under way covers the chunk of a row of `entries`."""
+    _, generation, number, _ = ENTRY.unpack(entry)
+    return any(
+        generation < clear.watermark and clear.number in (0, number) for clear in tables.pending_clears(txn)
+    )
+
+
 def _leading(good: NDArray[np.bool_]) -> int:
     """Return how many leading values are True."""
     count = good.tobytes().find(0)
@@ -93,6 +117,8 @@ def _leading(good: NDArray[np.bool_]) -> int:
 def find_entries(txn: Txn, tables: Tables, keys: Sequence[bytes]) -> tuple[list[Present | None], int]:
     """Return which of these keys have an entry, also after holes, and how many slots are free."""
     rows = [txn.get(key, db=tables.entries) for key in keys]
+    if tables.pending_clears(txn):
+        rows = [row if row is not None and not is_cleared(txn, tables, row) else None for row in rows]
     found = [
         Present(key, *PLACE.unpack_from(row)) if row is not None else None
         for key, row in zip(keys, rows, strict=True)

@@ -15,6 +15,7 @@ from pagoda.ledger.store_state import FORMAT, SLAB, StoreState, read_state
 from pagoda.ledger.stores_under_root import in_use, stores
 
 _LIMIT = "limit"
+_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,10 @@ def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
 
 def _read_limit(directory: Path) -> int | None:
     try:
-        return int((directory / _LIMIT).read_text())
+        limit = int((directory / _LIMIT).read_text())
     except (OSError, ValueError):
         return None
+    return limit if 0 <= limit < _UNLIMITED else None  # else it is damaged, and nobody asked for it
 
 
 def is_of_another_version(state: StoreState) -> bool:

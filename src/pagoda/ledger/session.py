@@ -33,8 +33,9 @@ from pagoda.errors import ClosedError, LedgerCorrupt, StoreError
 from pagoda.fork import call_in_child
 from pagoda.ledger.clears_and_labels import load_saved
 from pagoda.ledger.columns import Columns
+from pagoda.ledger.guard_watch import unwatch, watch
 from pagoda.ledger.lmdb_tables import MEMBER, MEMBER_KEY, Tables, Txn
-from pagoda.ledger.locks import MEMBERS, DeadlineMissedError, Gate, timed_out
+from pagoda.ledger.locks import MEMBERS, OPEN, DeadlineMissedError, Gate, timed_out
 from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
 from pagoda.ledger.members import add_member, leave, publish_committed, reap, remove_dead
 from pagoda.ledger.slots_in_use import PageGuards
@@ -129,7 +130,7 @@ class Session:
         begun: list[Callable[[Transaction], object]] = []
         try:
             with tables.begin(write=True) as txn:
-                transaction = Transaction(txn, tables, self.member, self._alive, self.clock.monotonic_ns())
+                transaction = Transaction(txn, tables, self.member, self.is_alive, self.clock.monotonic_ns())
                 while self._deferred:
                     begun.append(self._deferred[0])
                     self._deferred.popleft()
@@ -304,7 +305,8 @@ class Session:
         stamp = self.stamp(transaction.now)
         return publish_committed(transaction, self.columns, self._publish_from or 0, stamp)
 
-    def _alive(self, member: int) -> bool:
+    def is_alive(self, member: int) -> bool:
+        """Whether another process is this member, and lives."""
         return self.store.locks.held_by_other(MEMBERS + member)
 
     def untouched(self, slots: list[int], seconds: float) -> list[int]:
@@ -325,7 +327,7 @@ class Session:
     def _living(self, txn: Txn, tables: Tables) -> list[tuple[int, int]]:
         """Return counter row and process id of each living member."""
         rows = ((MEMBER_KEY.unpack(key)[0], row) for key, row in tables.rows(txn, tables.members))
-        return [MEMBER.unpack(row)[:2] for one, row in rows if one == self.member or self._alive(one)]
+        return [MEMBER.unpack(row)[:2] for one, row in rows if one == self.member or self.is_alive(one)]
 
     # ---- counters
 
@@ -392,22 +394,43 @@ class Session:
             raise
         return tables
 
-    def is_at(self, locks: Path) -> bool:
-        """Whether this is the session of the store with that lock file, and is still usable."""
-        return not self.closed and not self.lost and self.store.locks.is_at(locks)
+    def is_at(self, directory: Path) -> bool:
+        """Whether this is the session of the store in that directory, and is still usable."""
+        return not self.closed and not self.lost and self.store.locks.are_at(directory)
 
-    def require_store(self) -> None:
-        """Raise StoreError if the directory is no longer this store's, now or at an earlier call. It is logged once."""
-        self.lost = self.lost or not self.store.is_current()
-        if not self.lost:
+    def look(self) -> None:
+        """Leave the store if its files are no longer those that were opened. See `guard_watch`."""
+        if self.closed or self.lost:
             return
+        try:
+            replaced = self.store.replaced()
+        except OSError:  # the next look will tell
+            return
+        if replaced is not None and not self.closed:
+            self._leave(replaced)
+
+    def _leave(self, why: str) -> None:
+        """Stop using a store whose files are not those that were opened, and let the next process open it alone.
+
+        This member keeps its own byte until `close`: the slots that it still fills must not be given to others.
+        """
+        self.lost = True
         if not self._loss_logged:
             self._loss_logged = True
             log.warning(
-                "the directory %s was removed or replaced while it was in use: this process neither finds nor stores "
-                "anything there until it opens the store again",
+                "the directory %s was removed or replaced while it was in use (%s): this process neither finds nor "
+                "stores anything there until it opens the store again",
                 self.store.directory,
+                why,
             )
+        with contextlib.suppress(OSError):
+            self.store.locks.unlock(OPEN)
+
+    def require_store(self) -> None:
+        """Raise StoreError if the directory is no longer this store's, now or at an earlier call. It is logged once."""
+        if not self.lost and self.store.is_current():
+            return
+        self._leave("it is not the store that was opened")
         raise StoreError(
             f"the directory {self.store.directory} was removed or replaced while it was in use: open the store again"
         )
@@ -422,11 +445,12 @@ class Session:
         number = row = 0
         try:
             with tables.begin(write=True) as txn:
-                transaction = Transaction(txn, tables, 0, self._alive, self.clock.monotonic_ns())
+                transaction = Transaction(txn, tables, 0, self.is_alive, self.clock.monotonic_ns())
                 number = transaction.meta.next_member
-                transaction.meta.next_member += 1
-                if not self.store.locks.lock(MEMBERS + number, exclusive=True):
-                    raise StoreError(f"member {number} of {self.store.directory} is taken: discard the store")
+                # taken: by a member of tables that were replaced, until it closes the store that it has left
+                while not self.store.locks.lock(MEMBERS + number, exclusive=True):
+                    number += 1
+                transaction.meta.next_member = number + 1
                 row = self._enter(transaction, number)
                 self._column = columns_of(txn, tables)
             self._become(number, row, gate)
@@ -449,6 +473,7 @@ class Session:
                 self.member = number
             if self.page_guards is not None:
                 self.page_guards.become(row, gate)
+        watch(self)
 
     def _enter(self, transaction: Transaction, number: int) -> int:
         """Write the row of member `number`; return its row of counters."""
@@ -473,6 +498,7 @@ class Session:
         if self.closed:  # or a forked child that lost the store: it has nothing to give up
             _sessions.discard(self)
             return
+        unwatch(self)
         # another thread may be inside the gate; then the last reference to the lock file closes it
         shared, gate = False, self.gate
         try:
@@ -499,6 +525,8 @@ class Session:
         """Leave; the last process to leave a store on disk syncs it and marks it clean."""
         tables, state = self._tables, self.store.state
         try:
+            if self.lost:
+                return
             if tables is not None and self.member:
                 # if the map is full the tables stay sound, with a dead member in them
                 with contextlib.suppress(lmdb.MapFullError):

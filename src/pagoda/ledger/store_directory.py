@@ -1,7 +1,7 @@
 """Open, create, resize, rebuild and discard the directory of a ledger and its slab.
 
 `<root>/<name>/` is one store. All of this happens under the lock of the root, so that one process at a time changes
-which stores there are. A process that *uses* a store shares byte OPEN of the store's lock file, and only a process that
+which stores there are. A process that *uses* a store shares byte OPEN of the store's locks, and only a process that
 has this byte exclusively may judge, resize or discard the store. A directory is made under another name and renamed
 into place when it is complete. `Ledger` and `session` call it.
 """
@@ -25,29 +25,34 @@ import msgspec
 from pagoda.clock import Clock
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.file_space import allocate, lengthen, make_directory
+from pagoda.ledger.clear_log import NEVER_CLEARED, ClearLog
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.lmdb_tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
-from pagoda.ledger.locks import OPEN, LockFile
+from pagoda.ledger.locks import OPEN, LockFile, StoreLocks
 from pagoda.ledger.root_usage import holdings, is_of_another_version, root_limit, write_limit
 from pagoda.ledger.store_state import (
     COLUMNS,
     COUNTERS_FILE,
     FIRST_OFFSET,
     FORMAT,
+    GUARDS_NOTHING,
     LOCKS,
     NEVER_BOOTED,
     PAGE_GUARDS,
     SLAB,
     SLAB_FORMAT,
+    STATE,
     TABLES,
     Kind,
     StoreState,
     TableMark,
+    Vouched,
     inodes,
     is_marked,
     mismatch,
     read_state,
     set_mark,
+    set_voucher,
     write_state,
 )  # fmt: skip
 from pagoda.ledger.stores_under_root import MAKING, discard, in_use, root_locked, stores
@@ -59,12 +64,17 @@ from pagoda.store_place import (
     other_place,
     require_free,
     require_local,
+    require_locks,
     require_own,
     require_umask,
 )
 
 log = guarded_logger("pagoda.ledger.store_directory")
 
+LONGEST_LEASE_NS = 60_000_000_000
+_SMALL_FILES_BYTES = 1 << 20  # what the other files of a store take, which grow a little
+_LEAVING_SECONDS = 5.0  # members notice within a second that a file was replaced, and leave
+_LOOK_AGAIN_SECONDS = 0.05
 _LAST_STAMP = 1 << 62  # no clock reaches this: a larger stamp is damaged
 
 
@@ -102,7 +112,7 @@ class OpenStore:
 
     directory: Path
     state: StoreState
-    locks: LockFile
+    locks: StoreLocks
     sole: bool
 
     def is_current(self) -> bool:
@@ -112,10 +122,16 @@ class OpenStore:
         """
         state = read_state(self.directory)
         return (
-            self.locks.is_at(self.directory / LOCKS)
+            self.locks.are_at(self.directory)
             and state is not None
             and (state.store_id, state.incarnation) == (self.state.store_id, self.state.incarnation)
         )
+
+    def replaced(self) -> str | None:
+        """Return which file of the store is no longer the one that was opened; None if all are. Reads no file."""
+        if not self.locks.are_at(self.directory):
+            return f"{STATE} or {LOCKS} is gone or not the file it was"
+        return mismatch(self.directory, self.state)
 
     def mark_clean(self, used_bytes: int) -> None:
         """Record that what this last process synced (`used_bytes` of the tables) can be trusted. Raises OSError."""
@@ -135,7 +151,7 @@ class OpenStore:
 
     def is_last(self) -> bool:
         """Whether no other process has it open; if so, this process now holds it exclusively."""
-        return self.locks.is_at(self.directory / LOCKS) and self.locks.lock(OPEN, exclusive=True)
+        return self.locks.are_at(self.directory) and self.locks.lock(OPEN, exclusive=True)
 
     def release(self) -> None:
         """Let other processes discard it; a private store is removed at once."""
@@ -205,6 +221,7 @@ def _prepare(root: Path, create: bool) -> None:
         raise StoreError(f"there is no directory {root}")
     require_own(root)
     require_local(root)
+    require_locks(root)
 
 
 @contextlib.contextmanager
@@ -237,33 +254,64 @@ def _open_existing(
     if directory.is_symlink():
         raise StoreError(f"{directory} is a symbolic link, which a store cannot be: remove it")
     with contextlib.ExitStack() as undo:
-        locks = undo.enter_context(closing(LockFile(directory / LOCKS)))
+        try:
+            locks = undo.enter_context(closing(StoreLocks(directory, STATE, LOCKS)))
+        except FileNotFoundError:
+            _discard_without_state(directory, may_discard, until)
+            return None
         # Take the shared lock first: so no other process can be the last to leave, and mark the store as clean, while
         # this one changes it.
         if not locks.lock(OPEN, exclusive=False, until=until):
             raise StoreError(
                 f"timed out: another process holds {directory} exclusively; look for a stopped process"
             )
-        if not locks.is_at(directory / LOCKS):  # the store was removed during the wait
+        if not locks.are_at(directory):  # the store was removed during the wait
             return None
-        if locks.lock(OPEN, exclusive=True):
-            state = _judge(directory, spec, clock, locks)
-            if state is None:
-                if may_discard:
-                    _require_alone(directory, locks)
-                    discard(directory)
-                return None
-            # converting a lock that this process holds succeeds at once
-            locks.lock(OPEN, exclusive=False)
-            store = OpenStore(directory, state, locks, sole=True)
-        else:
-            store = _join(directory, spec, locks)
+        leaving = min(until, time.monotonic() + _LEAVING_SECONDS)
+        while not locks.lock(OPEN, exclusive=True):
+            store = _join(directory, spec, locks, may_wait=time.monotonic() < leaving)
+            if store is not None:
+                undo.pop_all()
+                return store
+            time.sleep(_LOOK_AGAIN_SECONDS)
+        if not locks.are_at(
+            directory
+        ):  # those that left were told to by another process, which replaced the store
+            return None
+        state = _judge(directory, spec, clock, locks)
+        if state is None:
+            if may_discard:
+                _require_alone(directory, locks)
+                discard(directory)
+            return None
+        # converting a lock that this process holds succeeds at once
+        locks.lock(OPEN, exclusive=False)
+        store = OpenStore(directory, state, locks, sole=True)
         undo.pop_all()
         return store
 
 
-def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
-    """Use the store that other processes have open, as it is."""
+def _discard_without_state(directory: Path, may_discard: bool, until: float) -> None:
+    """Discard what is left of a store whose `state` is gone: nothing says any more what its files are.
+
+    Processes that have it open notice that within a second, and leave. StoreError if they do not.
+    """
+    with closing(LockFile(directory / LOCKS)) as locks:
+        if not locks.lock(OPEN, exclusive=True, until=min(until, time.monotonic() + _LEAVING_SECONDS)):
+            raise StoreError(
+                f"{directory} has no {STATE} any more, and processes still have it open: stop them first or choose "
+                "another path"
+            )
+        if may_discard:
+            log.warning("discarding the store at %s: its state is missing", directory)
+            discard(directory)
+
+
+def _join(directory: Path, spec: StoreSpec, locks: StoreLocks, may_wait: bool) -> OpenStore | None:
+    """Use the store that other processes have open, as it is. StoreError if that is impossible.
+
+    None, if it `may_wait`: a file was removed or replaced, which those processes notice within a second, and leave.
+    """
     state = read_state(directory)
     if state is None:
         wrong: str | None = "its state is damaged"
@@ -271,17 +319,39 @@ def _join(directory: Path, spec: StoreSpec, locks: LockFile) -> OpenStore:
         wrong = (
             f"another version of PagodaKV uses it, with tables of format {state.format} instead of {FORMAT}"
         )
+        may_wait = False
     elif (state.kind, state.slot_bytes) != (spec.kind, spec.slot_bytes):
         wrong = f"it holds another kind of chunks: {state.kind}, {state.slot_bytes} bytes per slot"
+        may_wait = False
+    elif not locks.held_by_other(OPEN):  # they hold only the file `locks`
+        wrong = f"its {STATE} is not the file it was"
     else:
         wrong = mismatch(directory, state)
+    if wrong and may_wait:
+        return None
     if state is None or wrong:
         raise StoreError(
             f"the store at {directory} cannot be used ({wrong}) while other processes have it open: "
             "stop them first or choose another path"
         )
+    _make_again(directory, state, COUNTERS_FILE)
     warn_of_slots(directory, state.slots, spec)
     return OpenStore(directory, state, locks, sole=False)
+
+
+def _make_again(directory: Path, state: StoreState, name: str) -> None:
+    """Make a file of zeros again if it is gone or has another size. NoRoomError."""
+    nbytes = state.sizes().get(name)
+    if nbytes is not None and not _has_size(directory / name, nbytes):
+        (directory / name).unlink(missing_ok=True)
+        allocate(directory / name, nbytes)
+
+
+def _has_size(file: Path, nbytes: int) -> bool:
+    try:
+        return file.stat().st_size == nbytes
+    except FileNotFoundError:
+        return False
 
 
 def warn_of_slots(directory: Path, slots: int, spec: StoreSpec) -> None:
@@ -291,13 +361,13 @@ def warn_of_slots(directory: Path, slots: int, spec: StoreSpec) -> None:
         log.warning(text, directory, slots, spec.slots)
 
 
-def _require_alone(directory: Path, locks: LockFile) -> None:
+def _require_alone(directory: Path, locks: StoreLocks) -> None:
     """Raise StoreError in a child that a signal handler forked since the store was taken: the child has no lock."""
     if not locks.lock(OPEN, exclusive=True):
         raise StoreError(f"the parent of this process is opening the store at {directory}: open it again")
 
 
-def _judge(directory: Path, spec: StoreSpec, clock: Clock, locks: LockFile) -> StoreState | None:
+def _judge(directory: Path, spec: StoreSpec, clock: Clock, locks: StoreLocks) -> StoreState | None:
     """Bring a store that no other process has open up to date; None if it must be discarded."""
     state = read_state(directory)
     if state is None or (state.kind, state.slot_bytes) != (spec.kind, spec.slot_bytes):
@@ -322,7 +392,7 @@ def _judge(directory: Path, spec: StoreSpec, clock: Clock, locks: LockFile) -> S
     return _renew(directory, state, spec, boot, clock)
 
 
-def _distrusted(directory: Path, state: StoreState, boot: str, locks: LockFile) -> str | None:
+def _distrusted(directory: Path, state: StoreState, boot: str, locks: StoreLocks) -> str | None:
     """Return why the tables of a store that no other process has open cannot be trusted; None if they can."""
     if state.format != FORMAT:
         return f"it is of format {state.format}, this version writes {FORMAT}"
@@ -332,7 +402,9 @@ def _distrusted(directory: Path, state: StoreState, boot: str, locks: LockFile) 
         return "its tables were found damaged"
     if is_marked(directory, TableMark.OPENING, state.incarnation):
         return "a process ended while it was opening its tables"
-    if wrong := mismatch(directory, state):
+    for name in GUARDS_NOTHING:
+        _make_again(directory, state, name)
+    if wrong := mismatch(directory, state, apart=GUARDS_NOTHING):
         return wrong
     if state.clean and checksum(directory, state.slots, state.used_bytes) != state.checksum:
         return "its tables are not what they were when it was closed"
@@ -346,12 +418,19 @@ def _distrusted(directory: Path, state: StoreState, boot: str, locks: LockFile) 
 
 def _renew(directory: Path, state: StoreState, spec: StoreSpec, boot: str, clock: Clock) -> StoreState:
     """Take a store into use: from now on its ledger is only trusted in this boot, or after a clean close."""
+    columns = Columns(directory / COLUMNS, state.slots)
+    now = clock.monotonic_ns()
     offset = state.recency_offset
     if state.boot_id != boot:
-        columns = Columns(directory / COLUMNS, state.slots)
         columns.lease_until[:] = 0  # these times are from another boot
-        known = columns.last_use[columns.last_use < _LAST_STAMP]
-        offset = max(FIRST_OFFSET, int(known.max(initial=0))) + 1 - clock.monotonic_ns()
+        offset = FIRST_OFFSET + 1 - now
+    else:
+        # They are of this boot, but perhaps of a clock that was ahead: a damaged page, a machine that was restored.
+        ahead = columns.lease_until > now + LONGEST_LEASE_NS
+        columns.lease_until[ahead] = 0
+    known = columns.last_use[columns.last_use < _LAST_STAMP]
+    # what is used from now on is more recent than all that was
+    offset = max(offset, int(known.max(initial=0)) + 1 - now)
     renewed = msgspec.structs.replace(
         state, boot_id=boot, clean=False, recency_offset=offset, inodes=inodes(directory, state),
         chunk_bytes=spec.chunk_bytes or state.chunk_bytes,
@@ -372,7 +451,10 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
     making.mkdir(mode=0o700)
     try:
         with contextlib.ExitStack() as undo:
-            locks = undo.enter_context(closing(LockFile(making / LOCKS)))
+            write_state(making, state)
+            if spec.kind == "file":
+                set_voucher(making, Vouched.CLEARS, NEVER_CLEARED)
+            locks = undo.enter_context(closing(StoreLocks(making, STATE, LOCKS)))
             locks.lock(OPEN, exclusive=False)
             _make_ledger(making, state, scan=state.slots, backed=first)
             if first and spec.slot_bytes:
@@ -417,11 +499,16 @@ def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> 
 
 def _rebuild(directory: Path, state: StoreState) -> StoreState:
     """Replace a ledger that cannot be trusted by an empty one; all its slots wait to be scanned."""
+    cleared = ClearLog(directory)
+    if state.format != FORMAT and cleared.was_never_used():
+        # an older version was here meanwhile: it may have cleared something, which only its log says
+        set_voucher(directory, Vouched.CLEARS, NEVER_CLEARED._replace(first=1))
     state = msgspec.structs.replace(
         state,
         format=FORMAT,
         map_bytes=map_bytes(state.slots),
-        incarnation=state.incarnation + 1,
+        # `state` may be an older copy
+        incarnation=max(state.incarnation, cleared.last_incarnation()) + 1,
         boot_id=NEVER_BOOTED,
         clean=False,
     )
@@ -495,6 +582,7 @@ def _first_slots(spec: StoreSpec, state: StoreState) -> int:
         slots = min(slots, max(0, limit - held) // spec.slot_bytes)
     if held and slots < spec.slots:  # what other stores hold will be shared: see `space_sharing`
         require_free(spec.root, ledger, in_memory)
-        return min(slots, max(0, free_bytes(spec.root, in_memory) - ledger) // spec.slot_bytes)
+        left = free_bytes(spec.root, in_memory) - ledger - _SMALL_FILES_BYTES
+        return min(slots, max(0, left) // spec.slot_bytes)
     require_free(spec.root, ledger + slots * spec.slot_bytes, in_memory)
     return slots

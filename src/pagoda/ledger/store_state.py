@@ -1,11 +1,16 @@
 """The files of a store, and its small file `state`: what the store is, and whether its tables can be trusted.
 
-`state` has three pages, made once and then written in place, so that it can be written on a full disk:
+`state` has three pages, made once and then written in place, never replaced: so it can be written on a full disk, and
+the locks of the store lie on it (see `locks`).
 
 | page | content |
 | --- | --- |
 | 0, 1 | records; the sound one with the higher number is valid; a new record overwrites the other page |
-| 2 | marks, one word each: the incarnation of the tables that the mark applies to |
+| 2 | marks, one word each: the incarnation of the tables that the mark applies to; at 512 and 1024 the vouchers |
+
+A *voucher* says what another file must still contain: the record of epochs of the root (see `epoch_record`) and the log
+of clears (see `clear_log`). If that file is gone, or older than its voucher says, a promise was lost. No voucher means
+that only older versions had the store so far: they rewrite the pages 0 and 1 and know no vouchers.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import contextlib
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 from struct import Struct
@@ -29,7 +35,7 @@ from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
 # The format of tables, columns, counters and marks: raise it with any change of them. A store on disk of another format
 # is rebuilt from the headers of its slab once no process has it open; one in memory has another directory
 # (`HostTier.open`).
-FORMAT = 4
+FORMAT = 5
 # The format of the slots of a file and their headers: a store of another format is left alone.
 SLAB_FORMAT = 1
 STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES, PAGE_GUARDS = (
@@ -42,7 +48,10 @@ NOTES = "notes"  # notes of chunks, for routers: see `chunk_notes`; not part of 
 # the last requests: see `request_ring`; not part of FORMAT, so that every version opens the store
 REQUESTS = "requests"
 SPEEDS = "speeds"  # see `cache/load_cost`; not part of FORMAT
+# What these say is of no use to a process that opens the store alone: numbers for people, and slots in use by others.
+GUARDS_NOTHING = (COUNTERS_FILE, PAGE_GUARDS)
 FIRST_OFFSET = 1 << 60  # recency stamps of a new store begin here, above the stamps that a rebuild gives
+INCARNATION_BITS = 40  # a generation above these bits says of which incarnation of the tables it is
 NEVER_BOOTED = ""  # boot id of a store whose ledger is being made or resized: never trusted
 
 Kind = Literal["memory", "file"]
@@ -52,6 +61,8 @@ _WRITE_SECONDS = 600.0
 _RECORD = Struct("<8sQQ16s")  # magic, number, length of the text, checksum of number and text
 _MAGIC = b"PAGODAST"
 _WORD = Struct("<Q")
+_VOUCHER = Struct("<8s16sQQQ")  # magic, id, two numbers, checksum of all of it
+_VOUCHER_MAGIC = b"PAGODAVO"
 
 
 class TableMark(IntEnum):
@@ -61,6 +72,25 @@ class TableMark(IntEnum):
     # set while the only process that uses the store opens the tables: if a signal kills it, the next process rebuilds
     # them
     OPENING = 1
+
+
+class Vouched(IntEnum):
+    """The files that `state` vouches for, by the place of the voucher in its page 2: a sector each."""
+
+    EPOCHS = 512
+    CLEARS = 1024
+
+
+class Voucher(NamedTuple):
+    """What a file must still contain: it has this id, and at least these numbers."""
+
+    record_id: bytes  # of 16 bytes
+    first: int
+    second: int = 0
+
+
+# A voucher that is there and cannot be read: no file can have this id.
+DAMAGED_VOUCHER = Voucher(b"damaged", 2**64 - 1, 2**64 - 1)
 
 
 class StoreState(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +127,7 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
 
     def first_generation(self) -> int:
         """Return the first generation of this incarnation: those of two incarnations never overlap."""
-        return (self.incarnation << 40) + 1
+        return (self.incarnation << INCARNATION_BITS) + 1
 
 
 class _Record(NamedTuple):
@@ -112,7 +142,8 @@ def read_state(directory: Path) -> StoreState | None:
         content = _read(directory)
         record = _newest(content)
         # up to format 2 the file was only the text
-        state = msgspec.json.decode(content if record is None else record.text, type=StoreState)
+        text = content.rstrip(b"\0") if record is None else record.text
+        state = msgspec.json.decode(text, type=StoreState)
     except (OSError, ValueError):  # msgspec raises a bare UnicodeDecodeError for text that is no UTF-8
         return None
     return state if state.slots > 0 else None
@@ -121,11 +152,19 @@ def read_state(directory: Path) -> StoreState | None:
 def write_state(directory: Path, state: StoreState) -> None:
     """Replace the state of a store, synced; the caller has the store to itself. Takes no space if the file exists."""
     text = msgspec.json.encode(state)
-    record = _newest(_read(directory))
-    if record is None:  # no file yet, or one of an older format
-        write_synced(directory / STATE, _sealed(2, text) + _sealed(1, text) + bytes(_PAGE))
-    else:
+    content = _read(directory)
+    record = _newest(content)
+    if record is not None:
         _write_at(directory, (1 - record.page) * _PAGE, _sealed(record.number + 1, text))
+        return
+    # No file yet, or one of an older format, which is only a text: it counts until page 1 is whole.
+    if len(content) < 3 * _PAGE:
+        with opened(directory / STATE, os.O_WRONLY | os.O_CREAT) as fd:
+            os.posix_fallocate(fd, 0, 3 * _PAGE)
+            os.fsync(fd)
+        sync_directory(directory)
+    _write_at(directory, _PAGE, _sealed(1, text) + bytes(_PAGE))
+    _write_at(directory, 0, _sealed(2, text))
 
 
 def set_mark(directory: Path, mark: TableMark, incarnation: int) -> None:
@@ -137,6 +176,32 @@ def is_marked(directory: Path, mark: TableMark, incarnation: int) -> bool:
     """Whether the tables of this incarnation are marked."""
     word = _read(directory)[2 * _PAGE + mark * _WORD.size :][: _WORD.size]
     return word == _WORD.pack(incarnation)
+
+
+def set_voucher(directory: Path, of: Vouched, voucher: Voucher) -> None:
+    """Write what another file must contain from now on, synced. Any member may, at any time. Raises OSError.
+
+    A state of an older format, or a damaged one, has no place for it and is left alone.
+    """
+    if os.stat(directory / STATE).st_size != 3 * _PAGE:
+        return
+    _write_at(directory, 2 * _PAGE + of, _sealed_voucher(voucher))
+
+
+def read_voucher(directory: Path, of: Vouched) -> Voucher | None:
+    """Read what another file must contain; None if only older versions had the store. DAMAGED_VOUCHER; OSError."""
+    start = 2 * _PAGE + of
+    sealed = _read(directory)[start : start + _VOUCHER.size]
+    if len(sealed) < _VOUCHER.size or not any(sealed):
+        return None
+    _, record_id, first, second, _ = _VOUCHER.unpack(sealed)
+    voucher = Voucher(record_id, first, second)
+    return voucher if sealed == _sealed_voucher(voucher) else DAMAGED_VOUCHER
+
+
+def _sealed_voucher(voucher: Voucher) -> bytes:
+    text = _VOUCHER.pack(_VOUCHER_MAGIC, *voucher, 0)
+    return _VOUCHER.pack(_VOUCHER_MAGIC, *voucher, xxhash.xxh3_64_intdigest(text))
 
 
 def _read(directory: Path) -> bytes:
@@ -206,22 +271,26 @@ def remove_abandoned(directory: Path, names: str) -> None:
                 file.unlink()
 
 
-def mismatch(directory: Path, state: StoreState) -> str | None:
-    """Return how the files of a store differ from its state; None if they agree."""
+def mismatch(directory: Path, state: StoreState, apart: Sequence[str] = (COUNTERS_FILE,)) -> str | None:
+    """Return how the files of a store, `apart` from some, differ from its state; None if they agree.
+
+    The files of a store on disk may be copies if it was closed cleanly; then the checksum says whether they are right.
+    """
+    known = {} if state.kind == "file" and state.clean else state.inodes
     for name, size in state.sizes().items():
+        if name in apart:
+            continue
         try:
             status = os.stat(directory / name)
         except OSError:
             return f"{name} is missing"
         if status.st_size < size or (name != SLAB and status.st_size > size):  # a slab is never shortened
             return f"{name} has {status.st_size} bytes instead of {size}"
-        if state.inodes and state.inodes.get(name) != status.st_ino:
+        if known and known.get(name) != status.st_ino:
             return f"{name} is not the file it was"
     return None
 
 
 def inodes(directory: Path, state: StoreState) -> dict[str, int]:
-    """Return the inode of each mapped file of a store in memory, to detect files that were copied."""
-    return (
-        {name: os.stat(directory / name).st_ino for name in state.sizes()} if state.kind == "memory" else {}
-    )
+    """Return the inode of each mapped file of a store, to detect files that were copied or replaced."""
+    return {name: os.stat(directory / name).st_ino for name in state.sizes()}

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pagoda.errors import StoreError
-from pagoda.ledger.locks import OPEN, LockFile, timed_out
-from pagoda.ledger.store_state import COLUMNS, LOCKS, STATE, TABLES, read_state
+from pagoda.ledger.locks import BEYOND, OPEN, LockFile, timed_out
+from pagoda.ledger.store_state import COLUMNS, LOCKS, SLAB, STATE, TABLES, read_state
 
 MAKING, _GOING = ".new-", ".gone-"
 _PASSING = re.compile(r"\.(new|gone)-[0-9a-f]{12}")  # exactly the names that are made here
@@ -94,9 +94,8 @@ def _openers(directory: Path) -> str:
 def _is_store(directory: Path) -> bool:
     entries = list(directory.iterdir())
     names = {entry.name for entry in entries}
-    return (
-        LOCKS in names and len(names & {STATE, TABLES, COLUMNS}) >= 2 and not any(map(Path.is_dir, entries))
-    )
+    own = names & {LOCKS, STATE, TABLES, COLUMNS, SLAB}
+    return len(own) >= 3 and not any(map(Path.is_dir, entries))
 
 
 @contextlib.contextmanager
@@ -106,11 +105,15 @@ def root_locked(root: Path, deadline_seconds: float) -> Iterator[None]:
     What a killed process left is removed first: it takes space that no store counts.
     """
     until = time.monotonic() + deadline_seconds
-    with contextlib.closing(LockFile(root / LOCKS)) as locks:
-        if not locks.lock(OPEN, exclusive=True, until=until):
-            raise timed_out(deadline_seconds, f"is opening a store under {root}")
-        _sweep(root)
-        yield
+    while True:
+        with contextlib.closing(LockFile(root / LOCKS)) as locks:
+            if not locks.lock(OPEN, exclusive=True, until=until):
+                raise timed_out(deadline_seconds, f"is opening a store under {root}")
+            if not locks.is_at(root / LOCKS):  # it was removed during the wait: others lock the new one
+                continue
+            _sweep(root)
+            yield
+            return
 
 
 def stores(root: Path) -> list[Path]:
@@ -118,7 +121,8 @@ def stores(root: Path) -> list[Path]:
     return [
         entry
         for entry in _own_directories(root)
-        if (entry / LOCKS).exists() and not entry.name.startswith((MAKING, _GOING))
+        if ((entry / STATE).exists() or (entry / LOCKS).exists())
+        and not entry.name.startswith((MAKING, _GOING))
     ]
 
 
@@ -146,8 +150,12 @@ def _sweep(root: Path) -> None:
 
 def in_use(directory: Path) -> bool:
     """Whether this or another process has the store open; False if it does not exist."""
+    return _is_held(directory / STATE, BEYOND) or _is_held(directory / LOCKS, 0)
+
+
+def _is_held(file: Path, first: int) -> bool:
     try:
-        with contextlib.closing(LockFile(directory / LOCKS, create=False)) as locks:
+        with contextlib.closing(LockFile(file, create=False, first=first)) as locks:
             return locks.held_by_other(OPEN)
     except FileNotFoundError:
         return False

@@ -26,6 +26,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from pagoda.errors import ConfigError
 from pagoda.file_space import make_directory
+from pagoda.ledger.store_state import remove_abandoned
 from pagoda.serve_token_file import TOKEN_VARIABLE, default_token_file, is_own
 
 COOKIE = "pagoda"
@@ -328,19 +329,23 @@ def _checked(text: str, place: str) -> str:
 
 
 def _make_token(path: Path) -> None:
+    """Write a new token, unless another server was first. A failure leaves nothing behind. Raises ConfigError."""
+    # not the process id: the server of a container has the same at each start
+    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         make_directory(path.parent)
-        fresh = path.with_name(f".{path.name}-{os.getpid()}")
-        with open(fresh, "x", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)) as file:
-            file.write(secrets.token_urlsafe(32) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        remove_abandoned(path.parent, f".{path.name}-*")
         try:
-            os.link(fresh, path)  # if another server was first, its token is used
-        except FileExistsError:
-            pass
+            with open(
+                fresh, "x", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)
+            ) as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):  # if another server was first, its token is used
+                os.link(fresh, path)
         finally:
-            fresh.unlink()
+            fresh.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{path}: a token cannot be written: {error.strerror}; name a file with --token-file"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,17 @@ from pathlib import Path
 
 from pagoda.errors import StoreError
 from pagoda.fork import reset_in_child
+from pagoda.metrics import guarded_logger
 from pagoda.slab.memory import PAGE_BYTES, Bytes, address, aligned, open_slab
 
 __all__ = ["FileSlab", "aligned"]
 
 _IOV_MAX = 1024
 _MAX_STALLS = 16  # the consecutive calls without a whole page transferred before an error is raised
+_NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)  # what a file system says to direct I/O that it cannot do
+_NO_SUCH_CALL = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # what a sandbox says
+
+log = guarded_logger("pagoda")
 
 _Move = Callable[[Sequence[memoryview], int], int]
 
@@ -27,8 +33,8 @@ _Move = Callable[[Sequence[memoryview], int], int]
 class FileSlab:
     """`slots` slots of `slot_bytes` bytes (a header page and the payload) in an existing file.
 
-    `direct` None: O_DIRECT if an aligned read works with it; True: StoreError if not; False: buffered.
-    Under O_DIRECT every buffer must begin on a page (4096) and have whole pages, else ValueError.
+    `direct` None: O_DIRECT as long as it works; True: StoreError if an aligned read does not work with it; False:
+    buffered. Under O_DIRECT every buffer must begin on a page (4096) and have whole pages, else ValueError.
 
     Thread-safe: all methods (positioned I/O, no shared offset); the ledger prevents two writers of one slot.
     Every failed I/O is an OSError: EIO at the end of the file, EBADF after close().
@@ -41,6 +47,8 @@ class FileSlab:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._fd, self.direct = _open(path, slots * slot_bytes, direct)
+        self._may_change = direct is None
+        self._vectors = _has_vectors(self._fd)
         self._lock = threading.Lock()
         self._calls: set[object] = set()  # the calls that may be using _fd now
         self._closed = False
@@ -130,7 +138,12 @@ class FileSlab:
         done = stalls = 0
         left = views
         while done < total:
-            moved = move(left[:_IOV_MAX], offset + done)
+            try:
+                moved = move(left[:_IOV_MAX], offset + done)
+            except OSError as error:
+                if error.errno not in _NOT_DIRECT or not self._leave_direct(error):
+                    raise
+                continue
             if moved <= 0:
                 raise OSError(errno.EIO, f"{total - done} bytes missing at {offset + done}", str(self.path))
             reached = done + moved
@@ -143,12 +156,26 @@ class FileSlab:
             if done < total:
                 left = _skip_bytes(views, done)
 
+    def _leave_direct(self, error: OSError) -> bool:
+        """Continue through the page cache: a first read said nothing about this I/O. False if that changes nothing."""
+        if not self.direct or not self._may_change:
+            return False
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self.direct = False
+        log.warning("%s: direct I/O failed (%s), so the page cache is used", self.path, error.strerror)
+        return True
+
     # pagoda.testing.FaultySlab overrides the two calls below.
     def _readv(self, views: Sequence[memoryview], offset: int) -> int:
-        return os.preadv(self._fd, views, offset)
+        if self._vectors:
+            return os.preadv(self._fd, views, offset)
+        found = os.pread(self._fd, views[0].nbytes, offset)
+        views[0][: len(found)] = found
+        return len(found)
 
     def _writev(self, views: Sequence[memoryview], offset: int) -> int:
-        return os.pwritev(self._fd, views, offset)
+        return os.pwritev(self._fd, views, offset) if self._vectors else os.pwrite(self._fd, views[0], offset)
 
 
 def _skip_bytes(views: Sequence[memoryview], skip: int) -> list[memoryview]:
@@ -168,11 +195,23 @@ def _drop_page_cache(fd: int, offset: int, length: int) -> None:
 
 def _open(path: Path, nbytes: int, direct: bool | None) -> tuple[int, bool]:
     """Return a descriptor of the file, and whether it was opened with O_DIRECT."""
-    if direct is not False and _can_direct(path):
-        return open_slab(path, nbytes, os.O_DIRECT), True
-    if direct:
+    use_direct = direct is not False and _can_direct(path)
+    if direct and not use_direct:
         raise StoreError(f"the filesystem of {path} cannot do O_DIRECT: set disk_direct to None or False")
-    return open_slab(path, nbytes), False
+    return open_slab(path, nbytes, os.O_DIRECT if use_direct else 0), use_direct
+
+
+def _has_vectors(fd: int) -> bool:
+    """Whether the system has calls for several buffers: an old sandbox refuses calls that it does not know.
+
+    Moves no byte.
+    """
+    try:
+        os.preadv(fd, [bytearray()], 0)
+        os.pwritev(fd, [b""], 0)
+    except OSError as error:
+        return error.errno not in _NO_SUCH_CALL
+    return True
 
 
 def _can_direct(path: Path) -> bool:

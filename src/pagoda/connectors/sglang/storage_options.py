@@ -51,7 +51,7 @@ def read_options(extra_config: Mapping[str, Any]) -> StorageOptions:
     extra.refuse_unknown(known, OF_SGLANG)
     config = load(
         **{name: extra_config[name] for name in known if name in extra_config and name not in _OWN}
-    ).config
+    ).for_engine()
     check_config(config)
     allow = extra.flag("allow_untested_sglang")
     return StorageOptions(config, extra.text("weights"), extra.text("salt") or "", allow)

@@ -793,7 +793,7 @@ def _configured(config: Config | None, options: ConfigOptions) -> Config:
         return replace(config, **options)  # type: ignore[arg-type]  # Config converts what it is given
     from pagoda.config.sources import load
 
-    return load(None, None, None, **options).config
+    return load(None, None, None, **options).for_engine()
 
 
 def _check_made_for(cache: Cache, namespace: Namespace) -> None:

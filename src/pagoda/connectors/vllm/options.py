@@ -70,7 +70,7 @@ def read_options(
     extra.refuse_unknown((*option_names(), *_OWN), _OF_VLLM)
     given = {name: extra_config[name] for name in option_names() if name in extra_config}
     loaded = load(**given)
-    config, origin = loaded.config, loaded.origins["chunk_tokens"]
+    config, origin = loaded.for_engine(), loaded.origins["chunk_tokens"]
     if chunk is not None:
         tokens, decided_by = chunk
         if origin != DEFAULT and config.chunk_tokens != tokens:
