@@ -7,7 +7,8 @@ Run as a script: arguments are the directories of the host and of the disk tier,
     change, clear  report other weights; clear the cache
     ready=F, go=F  make the file F; wait for it
 
-Prints one line of JSON: what `served` found (chunks of each prompt, and how many were wrong), or the error of the opening.
+Prints one line of JSON: what `served` found (chunks of each prompt, and how many were wrong), or the error of the
+opening.
 """
 
 from __future__ import annotations

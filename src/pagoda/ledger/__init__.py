@@ -15,6 +15,7 @@ Modules, in the order in which a request reaches them:
     clears_and_labels   steps of a transaction: clears, labels, and what outlives the tables
     namespace_registry  labels and clears, where they outlive the tables
     clear_log           the two files that say what was cleared
+    clearing            `Clearing`: clears chunks, in steps that another process can end
     queries             what read transactions look up
     lmdb_tables         the LMDB tables: everything that must be right
     columns             the mapped columns and ghosts: hints for policies, and the published generations
@@ -28,7 +29,9 @@ Modules, in the order in which a request reaches them:
     root_usage          what the stores of one root hold, and their limit
     store_directory     open, create, resize and rebuild a store's directory
     stores_under_root   which stores a root has; its lock; removing a store
-    store_state         the state file of a store, and the names of its files
+    epoch_record        how often the weights of a model were changed in place, as a root knows it
+    guard_watch         the thread that sees when files of an open store are removed or replaced
+    store_state         the state file of a store, the names of its files, and what it vouches for
     store_stats         `StoreStats`: what people and monitors are shown of a store
     table_integrity     whether tables can be trusted: checksums, the check of all rows
 """

@@ -8,9 +8,10 @@
 
 The data vouches for the record. If the record is gone, is older than a store of the root says, cannot be read, or is
 that of another root, then it is not known which weights the chunks of the root are of: a new record begins, with a
-*floor*, and every model gets a new epoch at its next opening. If all stores say that no epoch was ever recorded, nothing
-is lost, and there is no floor. `pagoda.cache.weights_epoch` calls this; it decides which epoch is valid for several
-roots together.
+*floor*, and every model gets a new epoch at its next opening. If all stores say that no epoch was ever recorded, then
+nothing is lost, and there is no floor.
+
+`pagoda.cache.weights_epoch` calls this; it decides which epoch is valid for several roots together.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@
 | holds | slot -> (generation, member) ... |
 | pins | key -> owners of its pins |
 | namespaces | number -> root, the generation at which it was last cleared, chunks, reservations |
-| roots | root -> number of a namespace that has chunks or reservations |
+| roots | root -> number of a namespace that has chunks or reservations; and one row of the clears under way |
 | labels | root -> fields, for people; bounded, so a label may have been removed |
-| meta | the totals (`Meta`), clears under way, the names of the columns of counters, the counters of members that left |
+| meta | the totals (`Meta`), the names of the columns of counters, the counters of members that left |
 
 LMDB is opened without its locks, without sync and without a writable map (see `locks`): a thread that begins a
 transaction is inside the gate, and ends the transaction before it releases the gate.
@@ -57,7 +57,9 @@ Txn: TypeAlias = "lmdb.Transaction[bytes]"
 NO_MEMBER = 0  # no member has this number
 NO_NAMESPACE = 0  # no namespace has this number
 META_ROW, COUNTERS_ROW, COUNTER_NAMES_ROW = b"meta", b"counters", b"counter names"
-CLEARING_ROW = b"clearing"  # the clears under way; in the ordinary case there is no such row
+# The clears under way. In the ordinary case there is no such row; it is in the table that a look-up reads anyway, since
+# the first access to one more table costs a transaction as much as the look-up of a key.
+CLEARING_ROW = b"clearing"
 _CLEARING = Struct("<32sQQQ")
 
 _BYTES_PER_SLOT = 640  # all tables, half-full pages and copy-on-write included
@@ -211,16 +213,16 @@ class Tables:
 
     def pending_clears(self, txn: Txn) -> list[PendingClear]:
         """Return the clears under way."""
-        row = txn.get(CLEARING_ROW, None, self.meta)  # by position: a third faster than by name
+        row = txn.get(CLEARING_ROW, None, self.roots)  # by position: a third faster than by name
         return [] if row is None else [PendingClear(*each) for each in _CLEARING.iter_unpack(row)]
 
     def put_pending_clears(self, txn: Txn, pending: Iterable[PendingClear]) -> None:
         """Replace the row of clears under way."""
         row = b"".join(_CLEARING.pack(*each) for each in pending)
         if row:
-            txn.put(CLEARING_ROW, row, db=self.meta)
+            txn.put(CLEARING_ROW, row, db=self.roots)
         else:
-            txn.delete(CLEARING_ROW, db=self.meta)
+            txn.delete(CLEARING_ROW, db=self.roots)
 
     def rows(self, txn: Txn, table: lmdb._Database, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Walk a table from `start` on, in the order of its keys."""

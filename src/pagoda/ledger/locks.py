@@ -131,7 +131,7 @@ class LockFile:
         Tries until `time.monotonic()` reaches `until`; by default it tries once.
         """
         request, pause = (
-            self._request(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, byte),
+            _request(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, self._first + byte),
             _FIRST_PAUSE_SECONDS,
         )
         while True:
@@ -151,24 +151,21 @@ class LockFile:
     def unlock(self, byte: int) -> None:
         """Release the lock of one byte; does nothing after `close`."""
         if self._fd >= 0:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._request(fcntl.F_UNLCK, byte))
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, self._first + byte))
 
     def unlocking(self, byte: int) -> Callable[[], object]:
         """Return a built-in that releases the lock of one byte, if held; no signal handler can run before it."""
         if self._fd < 0:
             raise OSError(errno.EBADF, _CLOSED)
-        return partial(fcntl.fcntl, self._fd, fcntl.F_OFD_SETLK, self._request(fcntl.F_UNLCK, byte))
+        return partial(fcntl.fcntl, self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, self._first + byte))
 
     def held_by_other(self, byte: int) -> bool:
         """Whether another description has a lock on that byte (locks of this one are not seen)."""
         if self._fd < 0:
             raise OSError(errno.EBADF, _CLOSED)
-        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, self._request(fcntl.F_WRLCK, byte))
+        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, self._first + byte))
         kind: int = _FLOCK.unpack(answer)[0]
         return kind != fcntl.F_UNLCK
-
-    def _request(self, kind: int, byte: int) -> bytes:
-        return _request(kind, self._first + byte)
 
     def _after_fork_in_child(self) -> None:
         """Replace the description that is shared with the parent by a new one."""
@@ -285,6 +282,8 @@ class Gate:
 
     def __init__(self, file: LockFile) -> None:
         self._file = file
+        # not a method of `StoreLocks`, which would cost each transaction two more calls
+        self._lock = partial(LockFile.lock, file)
         # an RLock, because it knows its owner as soon as it is taken; it is never taken twice
         self._inside = threading.RLock()
         # whether this thread is inside, or waits for other processes. A signal handler or a finalizer asks it; so does
@@ -309,7 +308,7 @@ class Gate:
             if not entered:
                 raise DeadlineMissedError
             self._owner = me
-            if not file.lock(INTENT, exclusive, until) or not file.lock(GATE, exclusive, until):
+            if not self._lock(INTENT, exclusive, until) or not self._lock(GATE, exclusive, until):
                 raise DeadlineMissedError
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, file.unlock_intent)
             return work()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from pagoda.ledger.columns import FEW, Columns
 from pagoda.ledger.lmdb_tables import (
+    CLEARING_ROW,
     ENTRY,
     NAMESPACE,
     NO_NAMESPACE,
@@ -50,9 +51,8 @@ def match_prefix(
         raise lmdb.CorruptedError("a row of entries has another size")
     entries = np.frombuffer(joined, _ENTRY_ROW)
     count, reason = _as_asked(txn, tables, joined, namespace, start)
-    pending = tables.pending_clears(txn)
-    if pending:
-        left = _leading(~_cleared(entries[:count], pending))
+    if get(CLEARING_ROW, None, tables.roots) is not None:
+        left = _leading(~_cleared(entries[:count], tables.pending_clears(txn)))
         if left < count:
             count = left
             reason = Reason.CLEARED

@@ -39,7 +39,8 @@ def absorb(ledger: Ledger, first_slot: int, found: Sequence[ScannedChunk | None]
     file system), empty slots are allocated again.
     """
     whole = ledger.slab_path.stat().st_blocks * 512 >= ledger.slots * ledger.slot_bytes
-    # A later number is of an incarnation that an older copy of `state` does not know: what was cleared since is unknown.
+    # A later number is of an incarnation that an older copy of `state` does not know. It will be given out again, so
+    # that a clear could not tell the two apart.
     first = ledger.session.store.state.first_generation()
     known = [chunk if chunk is None or chunk.sequence < first else None for chunk in found]
     ledger.session.write(lambda transaction: _absorb(transaction, first_slot, known, whole))

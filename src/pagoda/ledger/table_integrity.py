@@ -21,6 +21,7 @@ from pagoda.errors import LedgerCorrupt
 from pagoda.ledger import queries
 from pagoda.ledger.columns import NOT_READY, Columns, columns_bytes
 from pagoda.ledger.lmdb_tables import (
+    CLEARING_ROW,
     ENTRY,
     META_ROW,
     NAMESPACE,
@@ -166,6 +167,8 @@ def _verify_namespaces(
             raise LedgerCorrupt(f"namespace {number} has (chunks, reservations) {found}, its row says {told}")
         if not any(found) and not meta.scanning:
             raise LedgerCorrupt(f"namespace {number} has nothing, and a row")
-    roots = {root: NUMBER.unpack(row)[0] for root, row in tables.rows(txn, tables.roots)}
+    roots = {
+        root: NUMBER.unpack(row)[0] for root, row in tables.rows(txn, tables.roots) if root != CLEARING_ROW
+    }
     if roots != {row[0]: number for number, row in rows.items()}:
         raise LedgerCorrupt(f"{len(roots)} roots and {len(rows)} namespaces disagree")
