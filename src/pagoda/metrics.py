@@ -82,6 +82,7 @@ COUNTERS: tuple[str, ...] = (
     "prefill_tokens",
     "prefill_microseconds",
     "approximate_hit_tokens",
+    "hint_write_failures",
 )
 
 

@@ -39,6 +39,28 @@ def require_local(directory: Path) -> None:
         )
 
 
+_IN_MEMORY = ("tmpfs", "ramfs", "rootfs", "devtmpfs", "hugetlbfs")
+
+
+def is_in_memory(directory: Path) -> bool:
+    """Whether a directory is on a file system that keeps its files in memory."""
+    return _filesystem(directory.resolve()) in _IN_MEMORY
+
+
+def require_memory(root: Path) -> None:
+    """Refuse a directory on a disk for host memory: its files are mapped and written there. StoreError.
+
+    When a disk fails, or is full and copies on write, a write to such a page kills the process.
+    """
+    there = next(path for path in (root, *root.absolute().parents) if os.path.exists(path))
+    if not is_in_memory(there):
+        kind = _filesystem(there.resolve())
+        raise StoreError(
+            f"{root} is on {kind or 'a disk'}, and host memory must be in memory: choose a host_path in /dev/shm or on "
+            f"another tmpfs (mount -t tmpfs -o size=SIZE tmpfs {root}), or give the disk to disk_path"
+        )
+
+
 def require_own(path: Path) -> None:
     """Refuse a path of another user, and a symbolic link made by another user than root. Raises StoreError."""
     for what, allowed in ((os.lstat(path), {0, os.geteuid()}), (os.stat(path), {os.geteuid()})):

@@ -15,6 +15,7 @@ from pagoda.ledger.lmdb_tables import (
     NO_NAMESPACE,
     NUMBER,
     PLACE,
+    SLOT,
     SLOT_KEY,
     Meta,
     Tables,
@@ -28,14 +29,15 @@ _ENTRY_ROW = np.dtype([("slot", "<u4"), ("generation", "<u8"), ("namespace", "<u
 
 
 def match_prefix(
-    txn: Txn, tables: Tables, columns: Columns, keys: Sequence[bytes], namespace: bytes | None,
+    txn: Txn, tables: Tables, columns: Columns | None, keys: Sequence[bytes], namespace: bytes | None,
     start: int | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64], int, Reason | None]:  # fmt: skip
     """Look up keys until one is absent, or is not the chunk of that namespace at that position (from `start` on).
 
     Without a namespace, neither namespace nor position is checked. Returns slots and generations of that run; how many
-    of its leading chunks are published under the keys asked for; and why the run ends before the last key, if the
-    tables show it.
+    of its leading chunks are published in these columns under the keys asked for; and why the run ends before the last
+    key, if the tables show it. Without columns (their store is on disk, where a read verifies what it finds) all that
+    are in a slot that exists count as published.
     """
     rows: list[bytes] = []
     get, table = txn.get, tables.entries
@@ -51,7 +53,10 @@ def match_prefix(
     count, reason = _as_asked(txn, tables, joined, namespace, start)
     slots = entries["slot"][:count].astype(np.int64)
     generations = entries["generation"][:count].astype(np.uint64)
-    intact = _intact(columns, slots, generations, keys[:count])
+    if columns is None:
+        intact = _leading(slots < tables.load_meta(txn).slots)  # LMDB has no checksums
+    else:
+        intact = _intact(columns, slots, generations, keys[:count])
     if intact < count:
         reason = Reason.FAILED_CHECK
     elif reason is None and count < len(keys) and txn.get(keys[count], db=tables.pending) is not None:
@@ -119,6 +124,15 @@ def _intact(
         return _intact(columns, slots[:before], generations[:before], keys[:before])
     same = columns.are_published(slots, keys) & (columns.generation[slots] == generations)
     return _leading(same)
+
+
+def are_current(txn: Txn, tables: Tables, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+    """Return for each slot whether it has a chunk of that generation."""
+    rows = [txn.get(SLOT_KEY.pack(slot), db=tables.slots) for slot in slots]
+    return [
+        row is not None and SLOT.unpack(row)[0] == generation
+        for row, generation in zip(rows, generations, strict=True)
+    ]
 
 
 def backing(txn: Txn, tables: Tables) -> tuple[Meta, list[int]]:

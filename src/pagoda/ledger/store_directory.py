@@ -26,6 +26,7 @@ from pagoda.clock import Clock
 from pagoda.errors import NoRoomError, StoreError
 from pagoda.file_space import allocate, lengthen, make_directory
 from pagoda.ledger.columns import Columns
+from pagoda.ledger.hint_pages import newest_stamp
 from pagoda.ledger.lmdb_tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
 from pagoda.ledger.locks import OPEN, LockFile
 from pagoda.ledger.root_usage import holdings, is_of_another_version, root_limit, write_limit
@@ -64,8 +65,6 @@ from pagoda.store_place import (
 )
 
 log = guarded_logger("pagoda.ledger.store_directory")
-
-_LAST_STAMP = 1 << 62  # no clock reaches this: a larger stamp is damaged
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class OpenStore:
         """Record that what this last process synced (`used_bytes` of the tables) can be trusted. Raises OSError."""
         if not self.is_current() or is_marked(self.directory, TableMark.DAMAGED, self.state.incarnation):
             return
-        known = checksum(self.directory, self.state.slots, used_bytes)
+        known = checksum(self.directory, used_bytes)
         # checked again: a child that a signal handler forked meanwhile must not mark the store
         if known is not None and self.is_last():
             clean = msgspec.structs.replace(self.state, clean=True, used_bytes=used_bytes, checksum=known)
@@ -334,7 +333,7 @@ def _distrusted(directory: Path, state: StoreState, boot: str, locks: LockFile) 
         return "a process ended while it was opening its tables"
     if wrong := mismatch(directory, state):
         return wrong
-    if state.clean and checksum(directory, state.slots, state.used_bytes) != state.checksum:
+    if state.clean and checksum(directory, state.used_bytes) != state.checksum:
         return "its tables are not what they were when it was closed"
     _require_alone(directory, locks)
     # Damaged pages may kill this process by a signal; with the mark, the next process rebuilds them.
@@ -348,10 +347,8 @@ def _renew(directory: Path, state: StoreState, spec: StoreSpec, boot: str, clock
     """Take a store into use: from now on its ledger is only trusted in this boot, or after a clean close."""
     offset = state.recency_offset
     if state.boot_id != boot:
-        columns = Columns(directory / COLUMNS, state.slots)
-        columns.lease_until[:] = 0  # these times are from another boot
-        known = columns.last_use[columns.last_use < _LAST_STAMP]
-        offset = max(FIRST_OFFSET, int(known.max(initial=0))) + 1 - clock.monotonic_ns()
+        newest = newest_stamp(directory, state)
+        offset = max(FIRST_OFFSET, newest) + 1 - clock.monotonic_ns()
     renewed = msgspec.structs.replace(
         state, boot_id=boot, clean=False, recency_offset=offset, inodes=inodes(directory, state),
         chunk_bytes=spec.chunk_bytes or state.chunk_bytes,
@@ -402,7 +399,8 @@ def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> 
     sizes = state.sizes()
     for name in sizes.keys() & {COLUMNS, COUNTERS_FILE, PAGE_GUARDS}:
         allocate(directory / name, sizes[name])
-    Columns(directory / COLUMNS, state.slots).reset()
+    if COLUMNS in sizes:
+        Columns(directory / COLUMNS, state.slots).reset()
     unused = 0 if scan == state.slots else state.slots
     meta = Meta(state.slots, state.first_generation(), unused=unused, scan=scan, backed=backed)
     path, size = directory / TABLES, state.map_bytes
@@ -444,19 +442,20 @@ def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState
         clean=False,
     )
     # For a moment both the old and the new columns exist.
-    need = _ledger_bytes(resized) - _ledger_bytes(state) + state.sizes()[COLUMNS]
+    need = _ledger_bytes(resized) - _ledger_bytes(state) + state.sizes().get(COLUMNS, 0)
     try:
         require_free(spec.root, need, spec.kind == "memory")
     except NoRoomError as error:
         log.warning("%s keeps its %d slots: %s", directory, state.slots, error)
         return state
     write_state(directory, resized)
-    old = Columns(directory / COLUMNS, state.slots)
-    (directory / COLUMNS).unlink()
-    allocate(directory / COLUMNS, resized.sizes()[COLUMNS])
-    columns = Columns(directory / COLUMNS, resized.slots)
-    columns.reset()
-    columns.copy_from(old)
+    if state.kind == "memory":
+        old = Columns(directory / COLUMNS, state.slots)
+        (directory / COLUMNS).unlink()
+        allocate(directory / COLUMNS, resized.sizes()[COLUMNS])
+        columns = Columns(directory / COLUMNS, resized.slots)
+        columns.reset()
+        columns.copy_from(old)
     if spec.slot_bytes:
         lengthen(directory / SLAB, resized.slots * spec.slot_bytes)
     allocate(directory / TABLES, resized.map_bytes)

@@ -29,7 +29,7 @@ from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
 # The format of tables, columns, counters and marks: raise it with any change of them. A store on disk of another format
 # is rebuilt from the headers of its slab once no process has it open; one in memory has another directory
 # (`HostTier.open`).
-FORMAT = 4
+FORMAT = 5
 # The format of the slots of a file and their headers: a store of another format is left alone.
 SLAB_FORMAT = 1
 STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES, PAGE_GUARDS = (
@@ -80,17 +80,18 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
     inodes: dict[str, int]
     slab_format: int = 1
     used_bytes: int = 0  # of the tables, when the store was closed cleanly
-    checksum: str = ""  # checksum of those bytes and of the columns
+    checksum: str = ""  # checksum of those bytes
     # size of a payload; 0: unknown (so far only older versions, or users without payloads, had the store to themselves)
     chunk_bytes: int = 0
 
     def sizes(self) -> dict[str, int]:
-        """Return the exact size of each mapped file, in bytes."""
+        """Return the exact size of each file that must be there, in bytes. On disk only the tables are mapped."""
+        in_memory = self.kind == "memory"
         sizes = {
             TABLES: self.map_bytes,
-            COLUMNS: columns_bytes(self.slots),
-            COUNTERS_FILE: COUNTERS_BYTES,
-            PAGE_GUARDS: GUARD_BYTES if self.kind == "memory" and self.slot_bytes else 0,
+            COLUMNS: columns_bytes(self.slots) if in_memory else 0,
+            COUNTERS_FILE: COUNTERS_BYTES if in_memory else 0,
+            PAGE_GUARDS: GUARD_BYTES if in_memory and self.slot_bytes else 0,
             SLAB: self.slots * self.slot_bytes,
         }
         return {name: size for name, size in sizes.items() if size}
