@@ -282,9 +282,11 @@ class Session:
             )
         try:
             pages.load()
-        except OSError:
-            self._rest()
+        except OSError as error:
+            self._rest(error)
             raise
+        if self._rests_until:
+            log.warning("the files of %s can be read again", self.store.directory)
         self._suspect = False
         self._rests_until = 0.0
 
@@ -293,11 +295,14 @@ class Session:
         if self._pages is not None:
             try:
                 self._pages.require()
-            except OSError:
-                self._rest()
+            except OSError as error:
+                self._rest(error)
                 raise
 
-    def _rest(self) -> None:
+    def _rest(self, error: OSError) -> None:
+        if not self._rests_until:
+            log.warning("the files of %s cannot be read (%s): nothing is found or stored there, and it is tried again "
+                        "every %g s", self.store.directory, error.strerror, _REST_SECONDS)  # fmt: skip
         self._rests_until = time.monotonic() + _REST_SECONDS
 
     def tend(self) -> None:

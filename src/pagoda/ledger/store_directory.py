@@ -24,7 +24,7 @@ import msgspec
 
 from pagoda.clock import Clock
 from pagoda.errors import NoRoomError, StoreError
-from pagoda.file_space import allocate, lengthen, make_directory
+from pagoda.file_space import allocate, lengthen, make_directory, write_in_place
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.hint_pages import newest_stamp
 from pagoda.ledger.lmdb_tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
@@ -394,6 +394,7 @@ def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> 
 
     Those from `backed` on have no pages.
     """
+    write_in_place(directory)
     for name in (TABLES, COLUMNS, COUNTERS_FILE):
         (directory / name).unlink(missing_ok=True)
     sizes = state.sizes()
