@@ -16,6 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from pagoda.policy import Ghosts
 
 NOT_READY = np.iinfo(np.int64).max  # `last_use` of a slot that has no chunk to evict
 LAST_STAMP = 1 << 62  # no clock reaches this: a larger stamp is damaged
+LONGEST_LEASE_NS = 60 * 10**9
 NO_PARENT = -1
 BARE = 1 << 63  # in the published generation of a slot that has no pages
 FEW = 4  # up to this number of rows, a loop is cheaper than array operations, above all with cold CPU caches
@@ -160,7 +162,8 @@ class Columns:
 
     def sane(self) -> None:
         """Replace values that no process writes: these columns were read from a file."""
-        self.lease_until[:] = 0  # these times may be from another boot
+        # these times may be from another boot
+        self.lease_until[self.lease_until > time.monotonic_ns() + LONGEST_LEASE_NS] = 0
         self.last_use[self.last_use > LAST_STAMP] = NOT_READY
         outside = (self.parent_slot < NO_PARENT) | (self.parent_slot >= self.slots)
         self.parent_slot[outside] = NO_PARENT

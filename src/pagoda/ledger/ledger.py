@@ -28,7 +28,7 @@ from pagoda.finalizers import close_dropped
 from pagoda.fork import call_in_child
 from pagoda.ledger import allocation, hold_pin_remove, queries
 from pagoda.ledger.clear_log import FILES
-from pagoda.ledger.columns import KEY_BYTES, NOT_READY, Columns, marks_of
+from pagoda.ledger.columns import KEY_BYTES, LONGEST_LEASE_NS, NOT_READY, Columns, marks_of
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.locks import barrier
 from pagoda.ledger.members import mark_device
@@ -49,7 +49,6 @@ from pagoda.store_place import require_own
 
 log = guarded_logger("pagoda")
 
-_LONGEST_LEASE_SECONDS = 60.0
 _VALID_SECONDS = 1.0  # the wait for the tables' answer whether a chunk that was read is still there
 T = TypeVar("T")
 
@@ -614,7 +613,7 @@ class Ledger:
     def lease(self, slots: NDArray[np.int64], generations: NDArray[np.uint64], seconds: float) -> None:
         """Keep the policy from evicting these slots for a while: at most 60 s, at most half of the slots."""
         rows = np.asarray(slots)[self.columns.generation[slots] == np.asarray(generations)]
-        self.columns.lease(rows, self._now(), int(min(seconds, _LONGEST_LEASE_SECONDS) * 1e9))
+        self.columns.lease(rows, self._now(), min(int(seconds * 1e9), LONGEST_LEASE_NS))
 
     def hold(
         self, slots: NDArray[np.int64], generations: NDArray[np.uint64], deadline_seconds: float = 1.0

@@ -57,7 +57,9 @@ class TablePages:
         used = self._used_bytes()
         if used and not self._populate(used):
             for at in range(0, used, _PIECE_BYTES):
-                os.pread(self._fd, min(_PIECE_BYTES, used - at), at)
+                piece = min(_PIECE_BYTES, used - at)
+                if len(os.pread(self._fd, piece, at)) < piece:
+                    raise OSError(errno.EIO, "the file of tables was truncated")
         self._lock(used)
 
     def close(self) -> None:
