@@ -12,6 +12,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 from pathlib import Path
 from struct import Struct
 
@@ -96,8 +97,11 @@ class TablePages:
         if os.getpid() != self._pid:  # a child does not inherit the locks
             self._pid, self.locked_bytes = os.getpid(), 0
         wanted = min(nbytes, MOST_LOCKED_BYTES)
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        if limit != resource.RLIM_INFINITY and os.geteuid() != 0:
+            wanted = min(wanted, limit // 2 // _PAGE_BYTES * _PAGE_BYTES)  # others of this process need some, too
         if self._may_lock and wanted > self.locked_bytes:
             if _libc.mlock(self._address, wanted) == 0:
                 self.locked_bytes = wanted
-            else:  # more than RLIMIT_MEMLOCK
+            else:  # others have used up what this process may lock
                 self._may_lock = False
