@@ -1,10 +1,10 @@
 """`python tests/disk_stops.py --runs 20`: how often an engine dies when the file system of its disk tier stops.
 
-As root, on XFS in a loop device. Each run: a process stores and loads through a cache with a disk tier, without a pause;
-meanwhile the file system is shut down, as an I/O error of its device does. Prints one line for each kind of run:
+As root, on XFS in a loop device. Each run: a process stores and loads through a cache with a disk tier, without a
+pause; meanwhile the file system is shut down, as an I/O error of its device does. Prints a line for each kind of run:
 
     resident   nothing else happens
-    reclaim    memory is reclaimed before and after, so that pages leave it (drop_caches, and memory.reclaim of a cgroup)
+    reclaim    before and after, memory is reclaimed as far as possible (drop_caches, and the cgroup of the process)
     unlocked   as reclaim, and the process may not lock the pages of the tables
     bare       as unlocked, and nothing asks the file system before the tables are read: what the guards are worth
 

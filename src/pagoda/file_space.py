@@ -17,7 +17,11 @@ from struct import Struct
 from pagoda.errors import NoRoomError
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
-_GET_FLAGS, _SET_FLAGS, _NO_COPY = 0x80086601, 0x40086602, 0x00800000  # of ioctl: FS_IOC_GETFLAGS, FS_NOCOW_FL
+_GET_FLAGS, _SET_FLAGS, _NO_COPY = (
+    0x80086601,
+    0x40086602,
+    0x00800000,
+)  # of ioctl: FS_IOC_GETFLAGS, FS_NOCOW_FL
 _FLAGS = Struct("<q")
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -425,6 +425,30 @@ def test_tables_that_cannot_be_read_are_not_touched(
     os.close(directory)
 
 
+def test_a_commit_does_not_read_tables_that_cannot_be_read(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_REST_SECONDS", 0.0)
+    (one,) = ledger.reserve(keys(90), namespace=TENANT)
+    assert isinstance(one, Reserved)
+    pages = ledger.session._pages
+    assert pages is not None
+    kept = os.dup(pages._fd)
+    directory = os.open(ledger.directory, os.O_RDONLY)
+    os.dup2(directory, pages._fd)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.Session, "_open", lambda _: pytest.fail("the tables are used"))
+        assert not any(ledger.commit([one]))
+    os.dup2(kept, pages._fd)
+    ledger.session._rests_until = 0.0
+    ledger.session.suspect()
+    assert hits(ledger, *range(10)) == 10
+    ledger.session.write(lambda _: None)  # the commit was deferred
+    assert hits(ledger, 90) == 1
+    os.close(kept)
+    os.close(directory)
+
+
 @pytest.mark.parametrize("populate", [22, 99])  # 99: a kernel without it
 def test_pages_that_are_gone_are_noticed_without_a_signal(
     tmp_path: Path, populate: int, monkeypatch: pytest.MonkeyPatch

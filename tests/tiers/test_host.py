@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.errors import ClosedError
+from pagoda.errors import ClosedError, StoreError
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.metrics import Reason
@@ -221,3 +221,10 @@ def test_holders_are_those_who_pinned(shm_root: Path) -> None:
     admin.pin(tier.ledger, keys, "somebody")
     assert tier.holders(keys[0]) == ["somebody"]
     tier.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_host_memory_on_a_disk_is_refused(tmp_path: Path, shared: bool) -> None:
+    with pytest.raises(StoreError, match="choose a host_path in /dev/shm"):
+        open_host(tmp_path / "host", shared=shared)
+    assert not (tmp_path / "host").exists()

@@ -99,7 +99,9 @@ class TablePages:
         wanted = min(nbytes, MOST_LOCKED_BYTES)
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         if limit != resource.RLIM_INFINITY and os.geteuid() != 0:
-            wanted = min(wanted, limit // 2 // _PAGE_BYTES * _PAGE_BYTES)  # others of this process need some, too
+            wanted = min(
+                wanted, limit // 2 // _PAGE_BYTES * _PAGE_BYTES
+            )  # others of this process need some, too
         if self._may_lock and wanted > self.locked_bytes:
             if _libc.mlock(self._address, wanted) == 0:
                 self.locked_bytes = wanted
