@@ -18,7 +18,7 @@ from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
 from pagoda.ledger.lmdb_tables import SLOT, SLOT_KEY, Tables, Txn
 
 _PAGE = 8192  # slots in one transaction: some ms
-_AHEAD_NS = 60 * 10**9  # stamps run ahead of the clock, but never that far
+_MINUTE_NS = 60 * 10**9  # stamps run ahead of the clock, but never that far
 _SLOT_ROW = np.dtype(
     [("generation", "<u8"), ("namespace", "<u8"), ("position", "<u4"), ("tokens", "<u4"), ("key", "<u8", 4)]
 )
@@ -45,7 +45,7 @@ def compare_page(txn: Txn, tables: Tables, columns: Columns, start: int, stamp: 
     same = (columns.generation[slots] == stored["generation"]) & (columns.last_use[slots] != NOT_READY)
     same &= (columns.keys[slots] == stored["key"]).all(axis=1)
     _rank_anew(columns, slots[~same], stored[~same], stamp, tables.load_meta(txn).next_generation)
-    ahead = slots[same & (columns.last_use[slots] > stamp + _AHEAD_NS)]
+    ahead = slots[same & (columns.last_use[slots] > stamp + _MINUTE_NS)]
     columns.last_use[ahead] = stamp
     return end if end < columns.slots else None
 
@@ -53,7 +53,10 @@ def compare_page(txn: Txn, tables: Tables, columns: Columns, start: int, stamp: 
 def _rank_anew(
     columns: Columns, slots: np.ndarray, stored: np.ndarray, stamp: int, next_generation: int
 ) -> None:
-    """Rank chunks of which nothing is known as used just now, in the order in which they were stored, tail first."""
+    """Rank chunks of which nothing is known as used a minute ago, in the order in which they were stored, tail first.
+
+    Not as used just now: a request that is being served takes no chunk that was used after it began.
+    """
     columns.last_use[slots] = NOT_READY  # first, so that no half of a row counts
     columns.generation[slots] = stored["generation"]
     columns.keys[slots] = stored["key"]
@@ -63,4 +66,4 @@ def _rank_anew(
     columns.parent_slot[slots] = NO_PARENT
     columns.parent_generation[slots] = 0
     age = next_generation - stored["generation"].astype(np.int64) + 2 * stored["position"].astype(np.int64)
-    columns.last_use[slots] = np.maximum(stamp - age, 1)
+    columns.last_use[slots] = np.maximum(stamp - _MINUTE_NS - age, 1)

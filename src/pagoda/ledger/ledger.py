@@ -488,12 +488,16 @@ class Ledger:
         """
         until = time.monotonic() + deadline_seconds
         # what is served from a disk is never decided by columns, which are only hints there
-        columns = None if self.on_disk else self.columns
+        find = partial(
+            queries.match_prefix,
+            columns=self.columns,
+            published=not self.on_disk,
+            keys=keys,
+            namespace=namespace,
+            start=start,
+        )
         try:
-            slots, generations, intact, reason = self.session.read(
-                partial(queries.match_prefix, columns=columns, keys=keys, namespace=namespace, start=start),
-                deadline_seconds,
-            )
+            slots, generations, intact, reason = self.session.read(find, deadline_seconds)
         except UnavailableError as error:
             self.count({f"miss_{error.reason}": 1})
             return Match(np.empty(0, np.int64), np.empty(0, np.uint64), error.reason)
@@ -574,7 +578,12 @@ class Ledger:
     def is_valid(self, slot: int, generation: int) -> bool:
         """Return for one slot what `still_valid` returns for many."""
         if self.on_disk:
-            return bool(self.still_valid(np.array([slot]), np.array([generation], np.uint64))[0])
+            try:
+                return self.session.read(
+                    lambda txn, tables: queries.is_current(txn, tables, slot, generation), _VALID_SECONDS
+                )
+            except (UnavailableError, ClosedError):
+                return False
         return self.is_published(slot, generation)
 
     def is_published(self, slot: int, generation: int) -> bool:

@@ -29,15 +29,15 @@ _ENTRY_ROW = np.dtype([("slot", "<u4"), ("generation", "<u8"), ("namespace", "<u
 
 
 def match_prefix(
-    txn: Txn, tables: Tables, columns: Columns | None, keys: Sequence[bytes], namespace: bytes | None,
-    start: int | None,
+    txn: Txn, tables: Tables, columns: Columns, published: bool, keys: Sequence[bytes],
+    namespace: bytes | None, start: int | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64], int, Reason | None]:  # fmt: skip
     """Look up keys until one is absent, or is not the chunk of that namespace at that position (from `start` on).
 
     Without a namespace, neither namespace nor position is checked. Returns slots and generations of that run; how many
     of its leading chunks are published in these columns under the keys asked for; and why the run ends before the last
-    key, if the tables show it. Without columns (their store is on disk, where a read verifies what it finds) all that
-    are in a slot that exists count as published.
+    key, if the tables show it. Not `published`: the columns are only hints (those of a store on disk, where a read
+    verifies what it finds), and all chunks in slots that exist count.
     """
     rows: list[bytes] = []
     get, table = txn.get, tables.entries
@@ -53,10 +53,10 @@ def match_prefix(
     count, reason = _as_asked(txn, tables, joined, namespace, start)
     slots = entries["slot"][:count].astype(np.int64)
     generations = entries["generation"][:count].astype(np.uint64)
-    if columns is None:
-        intact = _leading(slots < tables.load_meta(txn).slots)  # LMDB has no checksums
-    else:
+    if published:
         intact = _intact(columns, slots, generations, keys[:count])
+    else:
+        intact = _leading_below(columns.slots, slots)
     if intact < count:
         reason = Reason.FAILED_CHECK
     elif reason is None and count < len(keys) and txn.get(keys[count], db=tables.pending) is not None:
@@ -105,6 +105,13 @@ def find_entries(txn: Txn, tables: Tables, keys: Sequence[bytes]) -> tuple[list[
     return found, tables.load_meta(txn).free()
 
 
+def _leading_below(slots: int, rows: NDArray[np.int64]) -> int:
+    """Return how many leading rows are of slots that exist: LMDB has no checksums."""
+    if len(rows) <= FEW:
+        return next((at for at, row in enumerate(rows.tolist()) if row >= slots), len(rows))
+    return _leading(rows < slots)
+
+
 def _intact(
     columns: Columns, slots: NDArray[np.int64], generations: NDArray[np.uint64], keys: Sequence[bytes]
 ) -> int:
@@ -133,6 +140,12 @@ def are_current(txn: Txn, tables: Tables, slots: Sequence[int], generations: Seq
         row is not None and SLOT.unpack(row)[0] == generation
         for row, generation in zip(rows, generations, strict=True)
     ]
+
+
+def is_current(txn: Txn, tables: Tables, slot: int, generation: int) -> bool:
+    """Return for one slot what `are_current` returns for many, in less time."""
+    row = txn.get(SLOT_KEY.pack(slot), db=tables.slots)
+    return row is not None and bool(SLOT.unpack(row)[0] == generation)
 
 
 def backing(txn: Txn, tables: Tables) -> tuple[Meta, list[int]]:
