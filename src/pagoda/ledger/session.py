@@ -57,6 +57,8 @@ _PAGE = 1024
 _FORK_SECONDS = 2.0  # a fork waits no longer than this for threads that wait at a gate
 _LEAVE_SECONDS = 2.0
 _JOIN_SECONDS = 1.0
+_BEGIN_SECONDS = 2.0  # the time for comparing hints when a store is opened
+_COMPARE_SECONDS = 120.0  # the same, off the request path
 _REST_SECONDS = 5.0  # after the files of a store could not be read, until they are tried again
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -319,12 +321,12 @@ class Session:
             self.suspect()
             return
         with contextlib.suppress(UnavailableError, ClosedError):
-            self.compare_hints(PATIENT_SECONDS)
+            self.compare_hints(_COMPARE_SECONDS)
 
     def compare_hints(self, seconds: float) -> bool:
         """Let the columns of a store on disk say what the tables say, if they lack transactions; return whether so.
 
-        UnavailableError if it was not done in time.
+        False if the time was too short for all slots. UnavailableError if the tables did not answer in time.
         """
         published, until = self.published, time.monotonic() + seconds
         if published is None:
@@ -334,7 +336,10 @@ class Session:
             return False
         start: int | None = 0
         while start is not None:
-            start = self.read(partial(self._compare_page, start), max(0.0, until - time.monotonic()))
+            left = until - time.monotonic()
+            if left <= 0.0:
+                return False
+            start = self.read(partial(self._compare_page, start), left)
         published.compared(missing)
         return True
 
@@ -413,7 +418,8 @@ class Session:
             while got == BATCH:
                 got = self.write(self._reap, max(0.0, until - time.monotonic()))
                 freed += got
-            self.compare_hints(max(0.0, until - time.monotonic()))
+            # of a very large store, the thread of the upkeep compares the rest
+            self.compare_hints(min(_BEGIN_SECONDS, max(0.0, until - time.monotonic())))
             while self._publish_from is not None:
                 self._publish_from = self.write(self._publish, max(0.0, until - time.monotonic()))
         return freed
