@@ -278,15 +278,20 @@ def test_processes_that_join_and_leave_need_no_comparison(
 ) -> None:
     ledger.session.compare_hints(30.0)
 
+    published = ledger.session.published
+    assert published is not None
+    before = list(published._words[1:])
     assert other_process(memory, tmp_path, "put(other, keys(60)); other.close()") == 0
+    assert list(published._words[1:]) == before, "nobody compared"
     assert not ledger.session.compare_hints(30.0) and hits(ledger, 60) == 1
 
 
 def test_processes_without_common_memory_share_the_store(
-    ledger: Ledger, tmp_path: Path, shm_root: Path
+    ledger: Ledger, tmp_path: Path, shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two containers with one disk: each finds and evicts what the other stored."""
-
+    tend = session.Session.tend
+    monkeypatch.setattr(session.Session, "tend", lambda _: None)  # the thread must not be first
     body = """
 assert hits(*range(10)) == 10
 put(other, keys(*range(100, 122)), chained=False)
@@ -295,7 +300,8 @@ other.close()
 """
     assert other_process(shm_root / "other" / ".hints", tmp_path, body) == 0
     assert hits(ledger, *range(100, 122)) == 22
-    ledger.session.tend()
+    ledger.session.write(lambda _: None)  # published after what is missing
+    tend(ledger.session)
     for number in range(200, 240):
         (outcome,) = ledger.reserve(keys(number), namespace=TENANT)
         assert isinstance(outcome, Reserved), outcome
