@@ -8,15 +8,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from struct import Struct
 
 from pagoda.errors import NoRoomError
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _NO_SUCH_CALL = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL)
 _LARGEST_BLOCK_BYTES = 4096
+# of ioctl: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
+_GET_FLAGS = 0x80086601
+_SET_FLAGS = 0x40086602
+_NO_COPY = 0x00800000
+_FLAGS = Struct("<q")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -39,6 +46,18 @@ def make_directory(path: Path, mode: int = 0o700) -> None:
     except FileNotFoundError:
         make_directory(path.parent, 0o755)
         path.mkdir(mode, exist_ok=True)
+
+
+def write_in_place(directory: Path) -> None:
+    """Let files that are made in a directory from now on be written in place, where a file system would copy (btrfs).
+
+    Otherwise a write into a file whose blocks are all allocated still needs a new block, and fails on a full disk.
+    Where that is not possible, nothing changes.
+    """
+    with contextlib.suppress(OSError), opened(directory, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        flags = _FLAGS.unpack(fcntl.ioctl(fd, _GET_FLAGS, bytes(_FLAGS.size)))[0]
+        if not flags & _NO_COPY:
+            fcntl.ioctl(fd, _SET_FLAGS, _FLAGS.pack(flags | _NO_COPY))
 
 
 def lengthen(path: Path, nbytes: int) -> None:

@@ -83,6 +83,7 @@ COUNTERS: tuple[str, ...] = (
     "prefill_tokens",
     "prefill_microseconds",
     "approximate_hit_tokens",
+    "hint_write_failures",
 )
 
 

@@ -33,6 +33,7 @@ _REMOTE = (
     "virtiofs",
 )
 _IN_MEMORY = ("tmpfs", "ramfs")
+_FILES_IN_MEMORY = (*_IN_MEMORY, "rootfs", "devtmpfs", "hugetlbfs")
 _MEMINFO = Path("/proc/meminfo")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _PROBED_BYTE = 1 << 40  # no store locks this byte of a directory
@@ -69,6 +70,25 @@ def require_locks(directory: Path) -> None:
         ) from error
     finally:
         os.close(fd)
+
+
+def is_in_memory(directory: Path) -> bool:
+    """Whether a directory is on a file system that keeps its files in memory."""
+    return filesystem(directory) in _FILES_IN_MEMORY
+
+
+def require_memory(root: Path) -> None:
+    """Refuse a directory on a disk for host memory: its files are mapped and written there. StoreError.
+
+    When a disk fails, or is full and copies on write, a write to such a page kills the process.
+    """
+    there = next(path for path in (root, *root.absolute().parents) if os.path.exists(path))
+    if not is_in_memory(there):
+        kind = filesystem(there)
+        raise StoreError(
+            f"{root} is on {kind or 'a disk'}, and host memory must be in memory: choose a host_path in /dev/shm or on "
+            f"another tmpfs (mount -t tmpfs -o size=SIZE tmpfs {root}), or give the disk to disk_path"
+        )
 
 
 def require_own(path: Path) -> None:

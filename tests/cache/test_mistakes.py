@@ -93,8 +93,8 @@ def test_the_keys_of_another_tenant_are_a_miss_and_stay(shm_root: Path, tmp_path
         assert not _counter(cache, "failed_checks") and not _counter(cache, "failed_checks", "host")
 
 
-def test_mistake_1_staging_memory_that_leaks_until_close_hangs(tmp_path: Path) -> None:
-    on_disk(tmp_path / "shm", tmp_path, 40)
+def test_mistake_1_staging_memory_that_leaks_until_close_hangs(shm_root: Path, tmp_path: Path) -> None:
+    on_disk(shm_root, tmp_path, 40)
     with cache_at(None, tmp_path) as cache:
         tokens = prompt(40)
 

@@ -47,8 +47,8 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, trace: Path) -> Iterator[Cache]:
-    with cache_at(tmp_path, None, record=str(trace)) as cache:
+def cache(shm_root: Path, trace: Path) -> Iterator[Cache]:
+    with cache_at(shm_root, None, record=str(trace)) as cache:
         yield cache
 
 
@@ -177,9 +177,9 @@ def test_what_is_asked_again_later_is_another_request() -> None:
 # ---- the file
 
 
-def test_it_says_nothing_of_the_text(tmp_path: Path, trace: Path) -> None:
+def test_it_says_nothing_of_the_text(shm_root: Path, trace: Path) -> None:
     tokens = np.full(64, 31_337, np.int32)
-    with cache_at(tmp_path, None, record=str(trace)) as cache:
+    with cache_at(shm_root, None, record=str(trace)) as cache:
         ask_and_store(cache, tokens)
         hidden = keys_of(cache, tokens)
         cache.retrieve(tokens, blank(tokens).transfer, salt="a secret")
@@ -192,9 +192,9 @@ def test_it_says_nothing_of_the_text(tmp_path: Path, trace: Path) -> None:
     assert trace.stat().st_mode & 0o077 == 0
 
 
-def test_a_replay_of_it_hits_what_the_cache_did(tmp_path: Path, trace: Path) -> None:
+def test_a_replay_of_it_hits_what_the_cache_did(shm_root: Path, trace: Path) -> None:
     random, hits, asked, clock = np.random.default_rng(7), 0, 0, FakeClock()
-    config = config_of(tmp_path, None, record=str(trace), policy="lru")
+    config = config_of(shm_root, None, record=str(trace), policy="lru")
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
         slots = slots_of(cache).count
         for _ in range(150):
@@ -208,22 +208,22 @@ def test_a_replay_of_it_hits_what_the_cache_did(tmp_path: Path, trace: Path) -> 
     assert outcome.hit_rate == pytest.approx(hits / asked, abs=0.005)
 
 
-def _works(tmp_path: Path, trace: Path, seed: int, count: int) -> None:
-    with cache_at(tmp_path, None, record=str(trace)) as cache:
+def _works(shm_root: Path, trace: Path, seed: int, count: int) -> None:
+    with cache_at(shm_root, None, record=str(trace)) as cache:
         for number in range(count):
             cache.retrieve(prompt(3, seed), blank(prompt(3)).transfer)
             cache.retrieve(prompt(8, seed * 1000 + number), blank(prompt(8)).transfer)
 
 
 @pytest.mark.slow
-def test_several_processes_record_into_one_file(tmp_path: Path, trace: Path) -> None:
-    run_all([SPAWN.Process(target=_works, args=(tmp_path, trace, seed, 50)) for seed in (1, 2)])
+def test_several_processes_record_into_one_file(shm_root: Path, trace: Path) -> None:
+    run_all([SPAWN.Process(target=_works, args=(shm_root, trace, seed, 50)) for seed in (1, 2)])
     lines = list(read_trace(trace))
     assert len(lines) == 200
     assert sum(line.hash_ids == ids_of(prompt(3, 1)) for line in lines) == 50
 
 
-def _works_until_killed(tmp_path: Path, trace: Path) -> None:
+def _works_until_killed(shm_root: Path, trace: Path) -> None:
     recorder = Recorder(trace, CHUNK, Clock())
     keys = [bytes([n % 256, n // 256]) * 16 for n in range(4000)]
     while True:
@@ -232,9 +232,9 @@ def _works_until_killed(tmp_path: Path, trace: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_whole_lines(tmp_path: Path, trace: Path) -> None:
+def test_a_killed_process_leaves_whole_lines(shm_root: Path, trace: Path) -> None:
     for _ in range(3):
-        process = SPAWN.Process(target=_works_until_killed, args=(tmp_path, trace))
+        process = SPAWN.Process(target=_works_until_killed, args=(shm_root, trace))
         before = trace.stat().st_size if trace.exists() else 0
         process.start()
         wait_until(lambda: trace.exists() and trace.stat().st_size > before)  # noqa: B023
@@ -263,9 +263,11 @@ def test_a_disk_without_room_keeps_no_half_line(trace: Path, monkeypatch: pytest
     assert trace.read_bytes() == b""
 
 
-def test_what_cannot_be_written_is_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_written_is_one_log_line(
+    tmp_path: Path, shm_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     nowhere = str(tmp_path / "nowhere" / "trace.jsonl")
-    with caplog.at_level(logging.WARNING), cache_at(tmp_path, None, record=nowhere) as cache:
+    with caplog.at_level(logging.WARNING), cache_at(shm_root, None, record=nowhere) as cache:
         for seed in range(3):
             assert ask_and_store(cache, prompt(2, seed)) == 0
             wait_until(lambda: dropped(cache) == seed + 1)  # noqa: B023
@@ -401,8 +403,8 @@ assert "pagoda.replay.trace" in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_forked_child_records_what_is_its_own(tmp_path: Path, trace: Path) -> None:
-    with cache_at(tmp_path, None, record=str(trace)) as cache:
+def test_a_forked_child_records_what_is_its_own(shm_root: Path, trace: Path) -> None:
+    with cache_at(shm_root, None, record=str(trace)) as cache:
         cache.retrieve(prompt(2), blank(prompt(2)).transfer)
         child = multiprocessing.get_context("fork").Process(target=_asks, args=(cache, 1))
         child.start()
@@ -420,16 +422,16 @@ def _asks(cache: Cache, seed: int) -> None:
         cache.close()
 
 
-def test_the_environment_turns_it_on(tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_turns_it_on(shm_root: Path, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_RECORD", str(trace))
     monkeypatch.setenv("PAGODA_CHUNK_TOKENS", str(CHUNK))
-    with Cache(namespace=NAMESPACE, layout=LAYOUT, host_size="1MiB", host_path=tmp_path / "host") as cache:
+    with Cache(namespace=NAMESPACE, layout=LAYOUT, host_size="1MiB", host_path=shm_root / "host") as cache:
         ask_and_store(cache, prompt(2))
     assert [line.hash_ids for line in read_trace(trace)] == [ids_of(prompt(2))]
 
 
-def test_nothing_is_recorded_unasked(tmp_path: Path) -> None:
-    with cache_at(tmp_path, None) as cache:
+def test_nothing_is_recorded_unasked(shm_root: Path) -> None:
+    with cache_at(shm_root, None) as cache:
         ask_and_store(cache, prompt(2))
         assert "recording" not in cache.stats()
         assert not slots_of(cache).is_recording

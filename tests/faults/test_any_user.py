@@ -38,7 +38,7 @@ def theirs() -> Iterator[Path]:
     """A directory of the stranger's."""
     if os.geteuid():
         pytest.skip("only root can become another user: run the tests as root")
-    root = Path(tempfile.mkdtemp(prefix="pagoda-test-"))
+    root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
     os.chown(root, STRANGER, STRANGER)
     try:
         yield root
@@ -80,7 +80,10 @@ def become_stranger(home: str | None) -> None:
 @cache
 def imported_late() -> None:
     """Import all modules first: the other user may be unable to read Python's directory."""
-    with tempfile.TemporaryDirectory(prefix="pagoda-test-") as root, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(prefix="pagoda-test-", dir="/dev/shm") as root,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("PAGODA_HOST_PATH", f"{root}/host")
         used(Path(root))
 
@@ -275,7 +278,7 @@ def test_a_small_dev_shm_is_said_with_the_number_of_chunks(tmp_path: Path) -> No
 
 
 def test_a_process_with_little_memory_is_told_what_to_raise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from pagoda.cache import open_tiers
     from pagoda.config import sizes
@@ -288,7 +291,7 @@ def test_a_process_with_little_memory_is_told_what_to_raise(
     with (
         caplog.at_level(logging.WARNING),
         Cache(
-            Config(chunk_tokens=16, host_path=str(tmp_path / "h")), namespace=Namespace("m"), layout=layout
+            Config(chunk_tokens=16, host_path=str(shm_root / "h")), namespace=Namespace("m"), layout=layout
         ) as cache,
     ):
         assert cache.lookup(TOKENS).num_tokens == 0

@@ -106,7 +106,7 @@ def test_the_disk_tier_is_warm_after_all_processes_were_killed(tmp_path: Path) -
     tier.close()
 
 
-@pytest.mark.parametrize("name", ["data.mdb", "columns", "counters"])
+@pytest.mark.parametrize("name", ["data.mdb", "columns"])
 def test_the_disk_tier_is_warm_after_its_ledger_was_deleted(tmp_path: Path, name: str) -> None:
     root = tmp_path / "disk"
     succeeded(python(

@@ -125,7 +125,7 @@ def test_gauges_count_every_slot_once(ledger: Ledger) -> None:
     admin.pin(ledger, keys(0), "ann")
     assert admin.gauges(ledger) == {
         "slots": 32, "free": 20, "reserved": 2, "ready": 10, "unscanned": 0, "unbacked": 0, "members": 1, "pinned": 1,
-        "leased": 3,
+        "leased": 3, "hint_bytes": 0, "locked_bytes": 0,
     }  # fmt: skip
 
 

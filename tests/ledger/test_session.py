@@ -16,7 +16,8 @@ import pytest
 
 from pagoda.errors import ClosedError
 from pagoda.ledger import Ledger, Present, Refused, Reserved, admin, lmdb_tables, session
-from pagoda.ledger.columns import NOT_READY, Columns
+from pagoda.ledger.columns import NOT_READY
+from pagoda.ledger.hint_pages import HintPages
 from pagoda.ledger.session import UnavailableError
 from pagoda.ledger.store_directory import OpenStore
 from pagoda.ledger.transaction import Transaction
@@ -119,11 +120,11 @@ def test_the_last_to_leave_syncs_before_it_says_so(tmp_path: Path, monkeypatch: 
 
     tables = ledger.session.read(lambda _, tables: tables)
     tables.env = Watched(tables.env)  # type: ignore[assignment]
-    flush, mark = Columns.flush, OpenStore.mark_clean
-    monkeypatch.setattr(Columns, "flush", lambda self: (done.append("flush"), flush(self))[1])
+    save, mark = HintPages.save, OpenStore.mark_clean
+    monkeypatch.setattr(HintPages, "save", lambda self: (done.append("save"), save(self))[1])
     monkeypatch.setattr(OpenStore, "mark_clean", lambda self, *a: (done.append("clean"), mark(self, *a))[1])
     ledger.close()
-    assert done == ["sync", "flush", "clean"]
+    assert done == ["save", "sync", "clean"]
 
 
 def fill_map(ledger: Ledger) -> None:

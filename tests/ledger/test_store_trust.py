@@ -179,7 +179,7 @@ def test_a_crash_in_the_middle_of_a_rebuild(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rebuilt(tmp_path, 32).close()
-    (tmp_path / "store" / "columns").unlink()
+    (tmp_path / "store" / "data.mdb").unlink()
 
     def crash() -> None:
         monkeypatch.setattr(store_directory, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))

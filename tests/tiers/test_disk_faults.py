@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock, Fault
 from pagoda.tiers import DiskTier, Done
+from tests.children import child, wait
 from tests.tiers.tools import (
     LAYOUT,
     ROOT,
@@ -272,3 +275,27 @@ def test_a_queue_whose_disk_begins_to_fail_ends_quickly(tmp_path: Path) -> None:
     assert slab.calls["write"] == 4
     check(tier)
     tier.close()
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_an_error_of_the_slab_tests_the_tables(tmp_path: Path, call: str) -> None:
+    """The whole file system has stopped: a read of a page of the tables that is gone would be a signal."""
+
+    def stops() -> None:
+        tier, slab = open_faulty(tmp_path)
+        keys = keys_of(4)
+        store(tier, keys[:3])
+
+        def fails(*_: object) -> None:
+            os.truncate(tier.ledger.directory / "data.mdb", 8192)
+            raise OSError(errno.EIO, "the device is gone")
+
+        setattr(slab, call, fails)
+        if call == "read":
+            assert ends(tier.load(keys[:1], [room()], namespace=ROOT)) == [Done(False, Reason.IO_ERROR)]
+        else:
+            assert ends(tier.save(chunks_of(keys[3:]), ROOT)) == [Done(False, Reason.IO_ERROR)]
+        assert tier.resting and not tier.find(keys)
+        os._exit(0)
+
+    assert wait(child(stops)) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.errors import ClosedError
+from pagoda.errors import ClosedError, StoreError
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.metrics import Reason
@@ -131,20 +131,20 @@ def test_chunks_outlive_the_tier_object(shm_root: Path) -> None:
     again.close()
 
 
-def test_private_tiers_share_nothing(tmp_path: Path) -> None:
-    one, two = open_host(tmp_path, shared=False), open_host(tmp_path, shared=False)
+def test_private_tiers_share_nothing(shm_root: Path) -> None:
+    one, two = open_host(shm_root, shared=False), open_host(shm_root, shared=False)
     keys = keys_of(2)
     store(one, keys)
     assert one.find(keys) == 2
     assert two.find(keys) == 0
     one.close()
     two.close()
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+    assert [path.name for path in shm_root.iterdir() if path.is_dir()] == []
 
 
-def test_private_memory_costs_no_file(tmp_path: Path) -> None:
-    tier = HostTier.open(LAYOUT, tmp_path, 4000 * LAYOUT.slot_bytes, shared=False, populate=False)
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*")) < 2000 * LAYOUT.slot_bytes
+def test_private_memory_costs_no_file(shm_root: Path) -> None:
+    tier = HostTier.open(LAYOUT, shm_root, 4000 * LAYOUT.slot_bytes, shared=False, populate=False)
+    assert sum(path.stat().st_size for path in shm_root.rglob("*")) < 2000 * LAYOUT.slot_bytes
     tier.close()
 
 
@@ -162,8 +162,8 @@ def test_a_forked_child_shares_the_memory(shm_root: Path) -> None:
     tier.close()
 
 
-def test_a_forked_child_does_not_use_private_memory(tmp_path: Path) -> None:
-    tier = open_host(tmp_path, shared=False)
+def test_a_forked_child_does_not_use_private_memory(shm_root: Path) -> None:
+    tier = open_host(shm_root, shared=False)
     keys = keys_of(2)
     store(tier, keys)
 
@@ -176,9 +176,9 @@ def test_a_forked_child_does_not_use_private_memory(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_forked_child_cannot_reserve_in_private_memory(tmp_path: Path) -> None:
+def test_a_forked_child_cannot_reserve_in_private_memory(shm_root: Path) -> None:
     """Its bytes would be written to its own copy of the slab, and the parent would see its own old bytes instead."""
-    tier = open_host(tmp_path, shared=False)
+    tier = open_host(shm_root, shared=False)
 
     def work() -> None:
         with pytest.raises(ClosedError):
@@ -221,3 +221,10 @@ def test_holders_are_those_who_pinned(shm_root: Path) -> None:
     admin.pin(tier.ledger, keys, "somebody")
     assert tier.holders(keys[0]) == ["somebody"]
     tier.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_host_memory_on_a_disk_is_refused(tmp_path: Path, shared: bool) -> None:
+    with pytest.raises(StoreError, match="choose a host_path in /dev/shm"):
+        open_host(tmp_path / "host", shared=shared)
+    assert not (tmp_path / "host").exists()

@@ -6,6 +6,7 @@ measured, and an engine that starts knows what the previous one has learned.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,8 @@ _NAME_BYTES = 16
 # name, number of measurements, time of the last (monotonic ns), slow ones in a row; the last rates and their amounts
 _ROW = Struct(f"<{_NAME_BYTES}sQqQ{_LAST}d{_LAST}d")
 _CHECKSUM = Struct("<I")
-_PAGE_BYTES, _ROW_BYTES = 4096, 128
+SPEEDS_BYTES = 4096
+_ROW_BYTES = 128
 _USED_BYTES = _ROW.size + _CHECKSUM.size  # bytes of a row that are used
 
 
@@ -204,15 +206,15 @@ class Speed:
 
 
 class SpeedTable:
-    """Rows in one mapped page. Without a path, or without space for the page, the table is private.
+    """Rows in one mapped page. Without a source, or without space for the page, the table is private.
 
     A row is written with no lock between processes: if two write at the same moment, one measurement may be lost.
     A row that is torn, or of another version, has a wrong checksum and counts as free.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Map the page; make it if it does not exist."""
-        self._page = map_or_private(path, _PAGE_BYTES)
+    def __init__(self, source: Path | mmap.mmap | None = None) -> None:
+        """Use that page of memory, or map that file; make it if it does not exist."""
+        self._page = map_or_private(source, SPEEDS_BYTES)
         # by name: the offset of its row, its bytes and their content
         self._known: dict[str, tuple[int, bytes, Speed]] = {}
 
@@ -237,7 +239,7 @@ class SpeedTable:
         digest = blake2b(name.encode(), digest_size=_NAME_BYTES).digest()
         at = bytes(self._page).find(digest)
         if at % _ROW_BYTES:
-            at = min(range(0, _PAGE_BYTES, _ROW_BYTES), key=self._measured)
+            at = min(range(0, SPEEDS_BYTES, _ROW_BYTES), key=self._measured)
         rest = [0.0] * (_LAST - len(speed.rates))
         values = *rest, *speed.rates, *rest, *speed.amounts
         row = _ROW.pack(digest, speed.number, speed.measured_ns, speed.slow, *values)

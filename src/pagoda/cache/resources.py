@@ -11,7 +11,7 @@ from pagoda.cache.call import KeyScheme
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.executor import CallExecutor
 from pagoda.cache.late_tier import LateTier
-from pagoda.cache.load_cost import LoadCost, SpeedTable
+from pagoda.cache.load_cost import SPEEDS_BYTES, LoadCost, SpeedTable
 from pagoda.cache.miss_explainer import MissExplainer
 from pagoda.cache.prompt_log import PromptLog
 from pagoda.cache.recording import Recorder
@@ -147,7 +147,7 @@ def build_resources(
             clock,
             config.worth_it,
             # in the lowest store: on a disk it survives a reboot, like the chunks
-            speeds=SpeedTable(ledgers[-1][1].directory / SPEEDS) if ledgers else None,
+            speeds=SpeedTable(ledgers[-1][1].session.hints.page(SPEEDS, SPEEDS_BYTES)) if ledgers else None,
             engine=engine.root.hex(),
             tiers=tiers.names,
         ),

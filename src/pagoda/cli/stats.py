@@ -145,6 +145,8 @@ def _print_room(stores: Mapping[str, StoreStats], wide: bool) -> None:
     for snapshot in stores.values():
         if unscanned := snapshot.gauges.get("unscanned"):
             printing.note(f"{snapshot.directory}: {unscanned:,} slots are still to be scanned")
+        if nbytes := snapshot.gauges.get("hint_bytes"):
+            printing.note(f"{snapshot.directory}: takes {printing.size(nbytes)} of memory to rank its chunks")
 
 
 def _print_shared(shared: list[RemoteUsage]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from pagoda.kv_events.notes import ChunkNote, EventForm, Groups, NoteMaker, packed, runs, unpacked
 from pagoda.kv_events.tier_difference import TierDifference
-from pagoda.ledger import Ledger, Outcome, Present, Reserved
+from pagoda.ledger import Ledger, Outcome, Present, Reserved, queries
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
 from pagoda.ledger.columns import marks_of
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
@@ -174,14 +174,13 @@ class StoredEvents:
         self, tier: TierDifference, fresh: Mapping[bytes, ChunkNote]
     ) -> list[tuple[int, int, bytes, ChunkNote]]:
         """Return slot, generation, key and note of those chunks that a tier has without a note beside it."""
-        columns = tier.ledger.columns
-        places = columns.places_of(list(fresh))
-        found = tier.notes.read(places)
+        found, _ = tier.ledger.session.read(partial(queries.find_entries, keys=list(fresh)))
+        stored = [item for item in found if item is not None]
+        notes = tier.notes.read([(item.slot, item.key) for item in stored])
         lacking = []
-        for (slot, key), note in zip(places, found, strict=True):
-            generation = int(columns.generation[slot])
-            if note is None and columns.has(slot, key):
-                lacking.append((slot, generation, key, fresh[key]))
+        for item, note in zip(stored, notes, strict=True):
+            if note is None:
+                lacking.append((item.slot, item.generation, item.key, fresh[item.key]))
         return lacking
 
     def _remember(

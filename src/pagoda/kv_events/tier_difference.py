@@ -181,7 +181,9 @@ class TierDifference:
     def _ready(self, slots: list[int]) -> list[int]:
         """Return those of these slots that still have their complete chunk. For so few slots NumPy would be slower."""
         ledger, seen, last_use = self.ledger, self._generation.data, self.ledger.columns.last_use.data
-        there = [slot for slot in slots if ledger.is_valid(slot, seen[slot]) and last_use[slot] != NOT_READY]
+        there = [
+            slot for slot in slots if ledger.is_published(slot, seen[slot]) and last_use[slot] != NOT_READY
+        ]
         return [] if ledger.session.lost else there
 
     def held_marks(self) -> npt.NDArray[np.uint64]:

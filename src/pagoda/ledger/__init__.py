@@ -19,6 +19,9 @@ Modules, in the order in which a request reaches them:
     queries             what read transactions look up
     lmdb_tables         the LMDB tables: everything that must be right
     columns             the mapped columns and ghosts: hints for policies, and the published generations
+    hint_pages          the memory of columns, counters and the like, and what a store on disk saves of it
+    compare_hints       lets the columns of a store on disk say what its tables say
+    table_pages         the pages of tables on a disk, tested before they are read
     member_counters     the mapped counters, one row per member
     chunk_notes         what an engine keeps with its chunks, to report them to routers after a restart
     request_ring        the last requests, with the reason why each got no more tokens

@@ -109,12 +109,18 @@ def remove(ledger: Ledger, keys: Sequence[bytes], reason: Reason = Reason.REMOVE
     """Remove chunks, pinned or not, with their notes; return how many were there. Later misses of them say `reason`."""
     removed, notes = 0, ChunkNotes(ledger.directory)
     for batch in batches(keys):
-        places = ledger.columns.places_of(batch) if notes.exist() else []
+        places = _places_of(ledger, batch) if notes.exist() else []
         work = partial(hold_pin_remove.remove, keys=batch, reason=reason)
         removed += ledger.session.write(work, frees=True)
         with suppress(OSError):  # it does no harm: a note is read only under a published key
             notes.erase(places)
     return removed
+
+
+def _places_of(ledger: Ledger, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
+    """Return slot and key of those of these chunks that are stored. Raises StoreError."""
+    found, _ = ledger.session.read(partial(queries.find_entries, keys=keys))
+    return [(item.slot, item.key) for item in found if item is not None]
 
 
 def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
@@ -189,6 +195,8 @@ def _gauges(ledger: Ledger, txn: Txn, tables: Tables) -> dict[str, int]:
         "members": txn.stat(tables.members)["entries"],
         "pinned": txn.stat(tables.pins)["entries"],
         "leased": int(np.count_nonzero(leased)),
+        "hint_bytes": ledger.session.hints.nbytes,
+        "locked_bytes": ledger.session.locked_bytes,
     }
 
 

@@ -18,13 +18,13 @@ from itertools import islice
 from pathlib import Path
 
 from pagoda.errors import StoreError
-from pagoda.ledger import clears_and_labels, hold_pin_remove
+from pagoda.ledger import clears_and_labels, hold_pin_remove, queries
 from pagoda.ledger.chunk_notes import ChunkNotes
 from pagoda.ledger.lmdb_tables import SLOT_KEY, PendingClear, Tables, Txn
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.session import Session
 from pagoda.ledger.store_state import NOTES, OLD_PROMPTS, PROMPTS
-from pagoda.ledger.transaction import BATCH
+from pagoda.ledger.transaction import BATCH, batches
 from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.ledger.clearing")
@@ -86,7 +86,6 @@ class Clearing:
 
     def _remove_tokens(self, everything: bool) -> None:
         """Remove the token ids of what was cleared: the whole log of prompts, and the notes of chunks that are gone."""
-        columns = self._session.columns
         left: list[str] = []
         notes = ChunkNotes(self._directory)
         # in this order, since the current log may become the old log meanwhile
@@ -96,8 +95,19 @@ class Clearing:
             except OSError as error:
                 left.append(str(error))
         try:
-            notes.erase([(slot, key) for slot, key in notes.places() if not columns.has(slot, key)])
-        except OSError as error:
+            noted = list(notes.places())
+            stored = self._stored_places(noted)
+            notes.erase([place for place in noted if place not in stored])
+        except (OSError, StoreError) as error:
             left.append(str(error))
         if left:
             raise StoreError(f"token ids of cleared prompts are left: {'; '.join(left)}; remove them by hand")
+
+    def _stored_places(self, noted: list[tuple[int, bytes]]) -> set[tuple[int, bytes]]:
+        """Return which of these slots have the chunk of that key, by the tables. Raises StoreError."""
+        stored = set()
+        for some in batches(noted):
+            keys = [key for _, key in some]
+            found, _ = self._session.read(partial(queries.find_entries, keys=keys))
+            stored |= {(item.slot, item.key) for item in found if item is not None}
+        return stored

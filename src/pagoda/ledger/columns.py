@@ -1,8 +1,9 @@
 """The columns of a ledger: one row per slot, mapped, shared by all processes; hints that may be lost or torn.
 
-Only `generation` and `key` are more than hints: they are the published copy of what the tables say, and are compared
-with it. They are assigned inside the gate, after the commit of the transaction that decided them, and before the
-first byte of the slot is written.
+In host memory `generation` and `key` are more than hints: they are the published copy of what the tables say, and are
+compared with it. They are assigned inside the gate, after the commit of the transaction that decided them, and before
+the first byte of the slot is written. For a store on disk all columns are hints: what is served is decided by its
+tables and by the headers of its slots, and the columns only rank chunks (see `hint_pages`).
 
 Beside them is a table of *ghosts*: what is remembered of chunks that were evicted, removed or not admitted. A ghost
 says when its chunk was last asked for, how often, and why it is not here. The table is mapped and shared like the
@@ -15,6 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -30,12 +32,16 @@ from pagoda.file_space import allocate, opened
 from pagoda.policy import Ghosts
 
 NOT_READY = np.iinfo(np.int64).max  # `last_use` of a slot that has no chunk to evict
+LAST_STAMP = 1 << 62  # no clock reaches this: a larger stamp is damaged
+LONGEST_LEASE_NS = 60 * 10**9
 NO_PARENT = -1
 BARE = 1 << 63  # in the published generation of a slot that has no pages
 FEW = 4  # up to this number of rows, a loop is cheaper than array operations, above all with cold CPU caches
 KEY_BYTES = 32
 _ALIGN = 4096
 
+# ghosts of a store on disk: eight for each slot as in host memory, but together at most this many, or one for each slot
+_MOST_GHOSTS = 1 << 20
 _COUNTED = 2048  # the number of slots sampled to estimate how many are leased; takes some us
 
 PER_SLOT = 8
@@ -57,11 +63,19 @@ class Columns:
     parent_slot int64 · parent_generation uint64 · hits uint32 · position uint32.
     """
 
-    def __init__(self, path: Path | None, slots: int) -> None:
-        """Map the file; None: private memory, zeroed."""
-        nbytes = columns_bytes(slots)
-        self._map = mmap.mmap(-1, nbytes) if path is None else map_file(path, nbytes)
-        ghosts = PER_SLOT * slots
+    def __init__(self, source: Path | mmap.mmap | None, slots: int, ghosts: int | None = None) -> None:
+        """Map the file `source`, or use that memory; None: private memory, zeroed. It has `columns_bytes` bytes.
+
+        `ghosts`: by default 8 for each slot.
+        """
+        ghosts = PER_SLOT * slots if ghosts is None else ghosts
+        nbytes = columns_bytes(slots, ghosts)
+        if source is None:
+            self._map = mmap.mmap(-1, nbytes)
+        elif isinstance(source, mmap.mmap):
+            self._map = source
+        else:
+            self._map = map_file(source, nbytes)
         self.slots = self.capacity = slots
         self._offset = 0
         self.generation: NDArray[np.uint64] = self._view(np.uint64, slots)
@@ -119,10 +133,6 @@ class Columns:
         """Return the published key of a slot."""
         return bytes(self.cells[1][slot * KEY_BYTES : (slot + 1) * KEY_BYTES])
 
-    def has(self, slot: int, key: bytes) -> bool:
-        """Whether a slot is published as holding the complete chunk of that key."""
-        return slot < self.slots and self.key_of(slot) == key and bool(self.last_use[slot] != NOT_READY)
-
     def places_of(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
         """Return slot and key for each of these keys that is published, complete or not. Reads all rows."""
         slots = np.flatnonzero(np.isin(self.keys[:, 0], marks_of(keys)))
@@ -150,9 +160,14 @@ class Columns:
             rows = np.concatenate([rows[~fresh], rows[fresh][:room]])
         self.lease_until[rows] = np.maximum(self.lease_until[rows], now + nanoseconds)
 
-    def flush(self) -> None:
-        """Write the columns to the disk."""
-        self._map.flush()
+    def sane(self) -> None:
+        """Replace values that no process writes: these columns were read from a file."""
+        # these times may be from another boot
+        self.lease_until[self.lease_until > time.monotonic_ns() + LONGEST_LEASE_NS] = 0
+        self.last_use[self.last_use > LAST_STAMP] = NOT_READY
+        outside = (self.parent_slot < NO_PARENT) | (self.parent_slot >= self.slots)
+        self.parent_slot[outside] = NO_PARENT
+        self.table.sane()
 
 
 def map_file(path: Path, nbytes: int) -> mmap.mmap:
@@ -161,20 +176,28 @@ def map_file(path: Path, nbytes: int) -> mmap.mmap:
         return mmap.mmap(fd, nbytes)
 
 
-def map_or_private(path: Path | None, nbytes: int) -> memoryview:
-    """Map a file; make it if it does not exist. Without a path or space for the file: return private memory."""
-    if path is not None:
+def map_or_private(source: Path | mmap.mmap | None, nbytes: int) -> memoryview:
+    """Return that memory, or map that file; make it if it does not exist. Without space for it: private memory."""
+    if isinstance(source, mmap.mmap):
+        return memoryview(source)
+    if source is not None:
         with suppress(NoRoomError, OSError):
-            allocate(path, nbytes)
-            return memoryview(map_file(path, nbytes))
+            allocate(source, nbytes)
+            return memoryview(map_file(source, nbytes))
     return memoryview(bytearray(nbytes))
 
 
-def columns_bytes(slots: int) -> int:
+def columns_bytes(slots: int, ghosts: int | None = None) -> int:
     """Return the size of the file of columns."""
+    ghosts = PER_SLOT * slots if ghosts is None else ghosts
     per_slot = (8, 32, 8, 8, 8, 8, 4, 4)
     columns = sum(_aligned(width * slots) for width in per_slot)
-    return columns + sum(_aligned(width * PER_SLOT * slots) for width in WIDTHS)
+    return columns + sum(_aligned(width * ghosts) for width in WIDTHS)
+
+
+def bounded_ghosts(slots: int) -> int:
+    """Return how many ghosts a store on disk has: they take memory that no option counts."""
+    return min(PER_SLOT * slots, max(_MOST_GHOSTS, -(-slots // _WAYS) * _WAYS))
 
 
 def _aligned(nbytes: int) -> int:
@@ -246,6 +269,10 @@ class GhostTable:
         """Take the ghosts that this process replaced since the last call: hits and age (ns) of each."""
         while self._forgotten:
             yield self._forgotten.popleft()
+
+    def sane(self) -> None:
+        """Forget ghosts of values that no process writes."""
+        self.last_use[(self.last_use < 0) | (self.last_use > LAST_STAMP)] = 0
 
     def copy_from(self, other: GhostTable) -> None:
         """Copy the ghosts of another table; where a place has too many, keep those that were asked for last."""

@@ -29,19 +29,18 @@ from pagoda.fork import call_in_child
 from pagoda.ledger import allocation, hold_pin_remove, queries
 from pagoda.ledger.clear_log import FILES
 from pagoda.ledger.clearing import Clearing
-from pagoda.ledger.columns import KEY_BYTES, NOT_READY, Columns, marks_of
+from pagoda.ledger.columns import KEY_BYTES, LONGEST_LEASE_NS, NOT_READY, Columns, marks_of
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.locks import barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.outcomes import CommitResult, Match, Miss, Outcome, Present, Refused, Reserved
-from pagoda.ledger.request_ring import RequestRing
+from pagoda.ledger.request_ring import RING_BYTES, RequestRing
 from pagoda.ledger.root_usage import holdings
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.slots_in_use import PageGuards
 from pagoda.ledger.space_sharing import SpaceShare
 from pagoda.ledger.store_directory import (
-    LONGEST_LEASE_NS,
     StoreSpec,
     open_store,
     os_errors_mapped,
@@ -58,6 +57,7 @@ from pagoda.store_place import free_bytes, require_own
 
 log = guarded_logger("pagoda")
 
+_VALID_SECONDS = 1.0  # the wait for the tables' answer whether a chunk that was read is still there
 T = TypeVar("T")
 
 
@@ -85,6 +85,7 @@ class Ledger:
         self.session = session
         self.directory: Path = session.store.directory
         self.kind: Kind = state.kind
+        self.on_disk = state.kind == "file"
         self.slots, self.slot_bytes = state.slots, state.slot_bytes
         self.chunk_bytes = state.chunk_bytes  # size of a payload; 0: unknown
         self.store_id = bytes.fromhex(state.store_id)
@@ -93,13 +94,13 @@ class Ledger:
         self.page_guards: PageGuards | None = session.page_guards
         self.namespaces = NamespaceRegistry(session)
         self.clearing = Clearing(session, self.namespaces)
-        self.requests = RequestRing(self.directory / REQUESTS)
+        self.requests = RequestRing(session.hints.page(REQUESTS, RING_BYTES))
         self._uses = 1
         self._asked = set[int | None]()  # sizes that users in this process asked for
         self._closing = self._borrowed = False
         self.evictor = Evictor(policy, session.columns)
         self.space = SpaceShare(self)
-        learned = map_learned(session.store.directory, self.evictor)
+        learned = map_learned(session.hints, self.evictor)
         self.upkeep_thread = UpkeepThread(session, self.evictor, learned, self.space)
         self._now = session.clock.monotonic_ns
         self.count = session.count
@@ -107,6 +108,11 @@ class Ledger:
         # free slots, and whether some have no pages, after the last reserve
         self._room, self._lacks_pages = 0, False
         self.window = window(self.slots)
+
+    @property
+    def resting(self) -> bool:
+        """Whether the files of this store could not be read a short while ago. Then nothing is found or stored."""
+        return self.session.resting
 
     @property
     def tier(self) -> str:
@@ -355,6 +361,7 @@ class Ledger:
         Adds to the outcomes; returns the reason that prevents all further keys, if there is one.
         """
         passed_over = 0
+        compared = False
         left: list[Outcome] = []
         for _ in range(allocation.ATTEMPTS):
             looked = self._room < len(batch)
@@ -381,6 +388,12 @@ class Ledger:
             if made.served == len(batch):
                 return None if batch.stop <= request.end else Reason.NOT_ADMITTED
             batch, left = range(batch.start + made.served, batch.stop), made.outcomes[made.served :]
+            if looked and not made.served and not compared:
+                # columns of a store on disk may lack what others stored: then they name no victim, or chunks that left
+                compared = True
+                with contextlib.suppress(UnavailableError):
+                    if self.session.compare_hints(until - time.monotonic()):
+                        continue
             if looked and not victims:
                 break
         request.outcomes += left
@@ -492,12 +505,18 @@ class Ledger:
 
         The generations are those of the entries: compare them with `still_valid` after the copy.
         """
-        columns, until = self.columns, time.monotonic() + deadline_seconds
+        until = time.monotonic() + deadline_seconds
+        # what is served from a disk is never decided by columns, which are only hints there
+        find = partial(
+            queries.match_prefix,
+            columns=self.columns,
+            published=not self.on_disk,
+            keys=keys,
+            namespace=namespace,
+            start=start,
+        )
         try:
-            slots, generations, intact, reason = self.session.read(
-                partial(queries.match_prefix, columns=columns, keys=keys, namespace=namespace, start=start),
-                deadline_seconds,
-            )
+            slots, generations, intact, reason = self.session.read(find, deadline_seconds)
         except UnavailableError as error:
             self.count({f"miss_{error.reason}": 1})
             return Match(np.empty(0, np.int64), np.empty(0, np.uint64), error.reason)
@@ -512,6 +531,8 @@ class Ledger:
             self._touch(slots, generations, stamps, asked, linked=True)
         if lease_seconds and len(slots):
             self.lease(slots, generations, lease_seconds)
+        if self.on_disk:
+            self.upkeep_thread.wake()
         return Match(slots, generations, reason)
 
     def touch(
@@ -560,18 +581,40 @@ class Ledger:
         return Miss(GHOST_REASONS[reason % len(GHOST_REASONS)], max(0.0, age))
 
     def still_valid(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return for each slot whether the bytes copied out of it are those of the matched chunk. Takes no lock."""
+        """Return for each slot whether the bytes copied out of it are those of the matched chunk.
+
+        In host memory it takes no lock. For a store on disk it reads the tables; False if they do not answer in time.
+        """
+        if self.on_disk:
+            current = partial(queries.are_current, slots=slots.tolist(), generations=generations.tolist())
+            try:
+                return np.array(self.session.read(current, _VALID_SECONDS), np.bool_)
+            except (UnavailableError, ClosedError):
+                return np.zeros(len(slots), np.bool_)
         barrier()
         return np.asarray(self.columns.generation[slots] == generations)
 
     def is_valid(self, slot: int, generation: int) -> bool:
         """Return for one slot what `still_valid` returns for many."""
+        if self.on_disk:
+            try:
+                return self.session.read(
+                    lambda txn, tables: queries.is_current(txn, tables, slot, generation), _VALID_SECONDS
+                )
+            except (UnavailableError, ClosedError):
+                return False
+        return self.is_published(slot, generation)
+
+    def is_published(self, slot: int, generation: int) -> bool:
+        """Return whether a slot is published with that generation; for a store on disk a hint. Takes no lock."""
         barrier()
         return bool(self.columns.cells[0][slot] == generation)
 
     def is_ready(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Return for each slot whether its chunk is committed and still there; a hint, for reports. Takes no lock."""
-        there = self.still_valid(slots, generations) & (self.columns.last_use[slots] != NOT_READY)
+        barrier()
+        columns = self.columns
+        there = (columns.generation[slots] == generations) & (columns.last_use[slots] != NOT_READY)
         return np.asarray(there & (not self.session.lost))
 
     def last_clear(self) -> int:

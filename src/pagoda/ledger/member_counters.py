@@ -6,13 +6,12 @@ and each reads the columns that it knows. A new counter is therefore no new form
 
 from __future__ import annotations
 
-from pathlib import Path
+import mmap
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.ledger.columns import map_file
 from pagoda.ledger.lmdb_tables import COUNTER_NAMES_ROW, COUNTERS_ROW, Tables, Txn
 from pagoda.metrics import COUNTERS
 
@@ -23,9 +22,9 @@ COUNTERS_BYTES = MEMBER_ROWS * WIDTH * 8
 CounterRow = NDArray[np.uint64]
 
 
-def map_counters(path: Path) -> CounterRow:
-    """Map the file as an array of shape (MEMBER_ROWS, WIDTH)."""
-    return np.frombuffer(map_file(path, COUNTERS_BYTES), np.uint64).reshape(MEMBER_ROWS, WIDTH)
+def counter_rows(memory: mmap.mmap) -> CounterRow:
+    """Return that memory, of COUNTERS_BYTES bytes, as an array of shape (MEMBER_ROWS, WIDTH)."""
+    return np.frombuffer(memory, np.uint64).reshape(MEMBER_ROWS, WIDTH)
 
 
 def columns_of(txn: Txn, tables: Tables) -> dict[str, int]:

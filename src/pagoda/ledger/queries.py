@@ -16,6 +16,7 @@ from pagoda.ledger.lmdb_tables import (
     NO_NAMESPACE,
     NUMBER,
     PLACE,
+    SLOT,
     SLOT_KEY,
     Meta,
     PendingClear,
@@ -30,14 +31,15 @@ _ENTRY_ROW = np.dtype([("slot", "<u4"), ("generation", "<u8"), ("namespace", "<u
 
 
 def match_prefix(
-    txn: Txn, tables: Tables, columns: Columns, keys: Sequence[bytes], namespace: bytes | None,
-    start: int | None,
+    txn: Txn, tables: Tables, columns: Columns, published: bool, keys: Sequence[bytes],
+    namespace: bytes | None, start: int | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64], int, Reason | None]:  # fmt: skip
     """Look up keys until one is absent, or is not the chunk of that namespace at that position (from `start` on).
 
     Without a namespace, neither namespace nor position is checked. Returns slots and generations of that run; how many
-    of its leading chunks are published under the keys asked for; and why the run ends before the last key, if the
-    tables show it.
+    of its leading chunks are published in these columns under the keys asked for; and why the run ends before the last
+    key, if the tables show it. Not `published`: the columns are only hints (those of a store on disk, where a read
+    verifies what it finds), and all chunks in slots that exist count.
     """
     rows: list[bytes] = []
     get, table = txn.get, tables.entries
@@ -58,7 +60,10 @@ def match_prefix(
             reason = Reason.CLEARED
     slots = entries["slot"][:count].astype(np.int64)
     generations = entries["generation"][:count].astype(np.uint64)
-    intact = _intact(columns, slots, generations, keys[:count])
+    if published:
+        intact = _intact(columns, slots, generations, keys[:count])
+    else:
+        intact = _leading_below(columns.slots, slots)
     if intact < count:
         reason = Reason.FAILED_CHECK
     elif reason is None and count < len(keys) and txn.get(keys[count], db=tables.pending) is not None:
@@ -126,6 +131,13 @@ def find_entries(txn: Txn, tables: Tables, keys: Sequence[bytes]) -> tuple[list[
     return found, tables.load_meta(txn).free()
 
 
+def _leading_below(slots: int, rows: NDArray[np.int64]) -> int:
+    """Return how many leading rows are of slots that exist: LMDB has no checksums."""
+    if len(rows) <= FEW:
+        return next((at for at, row in enumerate(rows.tolist()) if row >= slots), len(rows))
+    return _leading(rows < slots)
+
+
 def _intact(
     columns: Columns, slots: NDArray[np.int64], generations: NDArray[np.uint64], keys: Sequence[bytes]
 ) -> int:
@@ -145,6 +157,21 @@ def _intact(
         return _intact(columns, slots[:before], generations[:before], keys[:before])
     same = columns.are_published(slots, keys) & (columns.generation[slots] == generations)
     return _leading(same)
+
+
+def are_current(txn: Txn, tables: Tables, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+    """Return for each slot whether it has a chunk of that generation."""
+    rows = [txn.get(SLOT_KEY.pack(slot), db=tables.slots) for slot in slots]
+    return [
+        row is not None and SLOT.unpack(row)[0] == generation
+        for row, generation in zip(rows, generations, strict=True)
+    ]
+
+
+def is_current(txn: Txn, tables: Tables, slot: int, generation: int) -> bool:
+    """Return for one slot what `are_current` returns for many, in less time."""
+    row = txn.get(SLOT_KEY.pack(slot), db=tables.slots)
+    return row is not None and bool(SLOT.unpack(row)[0] == generation)
 
 
 def backing(txn: Txn, tables: Tables) -> tuple[Meta, list[int]]:

@@ -7,6 +7,7 @@ torn record, or one of another version, has a wrong checksum and is left out. No
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Mapping
@@ -21,7 +22,8 @@ from pagoda.metrics import TIER_KINDS
 
 MOST_REQUESTS = 63
 NAMESPACE_BYTES = 16  # the bytes of a namespace's root that are kept
-_PAGE_BYTES, _RECORD_BYTES = 4096, 64  # the first 8 bytes of the page are the number of the next record
+RING_BYTES = 4096
+_RECORD_BYTES = 64  # the first 8 bytes of the page are the number of the next record
 # time (Unix), process id, tokens asked for and hit by kind of tier, first bytes of the namespace's root, reason
 _RECORD = Struct(f"<dIIIII{NAMESPACE_BYTES}s16s")
 _CHECKSUM = Struct("<I")
@@ -43,9 +45,9 @@ class RecentRequest(NamedTuple):
 class RequestRing:
     """The ring of one store. Thread-safe and fork-safe; without space for the page, only this process sees it."""
 
-    def __init__(self, path: Path) -> None:
-        """Map the page; make it if it does not exist."""
-        self._page = map_or_private(path, _PAGE_BYTES)
+    def __init__(self, source: Path | mmap.mmap) -> None:
+        """Use that page of memory, or map that file; make it if it does not exist."""
+        self._page = map_or_private(source, RING_BYTES)
         self._next = self._page[:8].cast("Q")
         reset_now_and_in_child(self)
 
@@ -68,7 +70,7 @@ class RequestRing:
     def newest(self) -> list[RecentRequest]:
         """Return the requests that are remembered, the newest first."""
         page, found = bytes(self._page), list[RecentRequest]()
-        for begin in range(_RECORD_BYTES, _PAGE_BYTES, _RECORD_BYTES):
+        for begin in range(_RECORD_BYTES, RING_BYTES, _RECORD_BYTES):
             end = begin + _RECORD.size
             if _CHECKSUM.unpack_from(page, end)[0] == crc32(page[begin:end]):
                 when, pid, asked, *hits, namespace, reason = _RECORD.unpack_from(page, begin)

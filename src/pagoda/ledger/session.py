@@ -13,6 +13,7 @@ tables.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 import threading
@@ -33,15 +34,18 @@ from pagoda.errors import ClosedError, LedgerCorrupt, StoreError
 from pagoda.fork import call_in_child
 from pagoda.ledger.clears_and_labels import load_saved
 from pagoda.ledger.columns import Columns
+from pagoda.ledger.compare_hints import compare_page
 from pagoda.ledger.guard_watch import unwatch, watch
+from pagoda.ledger.hint_pages import HintPages, Published
 from pagoda.ledger.lmdb_tables import MEMBER, MEMBER_KEY, Tables, Txn
 from pagoda.ledger.locks import MEMBERS, OPEN, DeadlineMissedError, Gate, timed_out
-from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, map_counters
+from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, counter_rows
 from pagoda.ledger.members import add_member, leave, publish_committed, reap, remove_dead
 from pagoda.ledger.slots_in_use import PageGuards
 from pagoda.ledger.store_directory import OpenStore, reopen_store
-from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, TABLES
+from pagoda.ledger.store_state import PAGE_GUARDS, TABLES
 from pagoda.ledger.table_integrity import is_damage
+from pagoda.ledger.table_pages import TablePages
 from pagoda.ledger.transaction import BATCH, Transaction
 from pagoda.metrics import COUNTERS, Reason, guarded_logger
 from pagoda.signal_safe_threads import if_free
@@ -54,6 +58,9 @@ _PAGE = 1024
 _FORK_SECONDS = 2.0  # a fork waits no longer than this for threads that wait at a gate
 _LEAVE_SECONDS = 2.0
 _JOIN_SECONDS = 1.0
+_BEGIN_SECONDS = 2.0  # the time for comparing hints when a store is opened
+_COMPARE_SECONDS = 120.0  # the same, off the request path
+_REST_SECONDS = 5.0  # after the files of a store could not be read, until they are tried again
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -73,14 +80,22 @@ class Session:
 
     def __init__(self, store: OpenStore, clock: Clock, deadline_seconds: float) -> None:
         self.store, self.clock = store, clock
-        self.columns = Columns(store.directory / COLUMNS, store.state.slots)
+        self.hints = HintPages(store.directory, store.state)
+        self.columns: Columns = self.hints.columns()
+        on_disk = store.state.kind == "file"
+        self.published: Published | None = self.hints.published() if on_disk else None
+        self._pages: TablePages | None = None  # of a store on disk, once its tables were opened
+        self._suspect = (
+            False  # a file of the store could not be read or written: test all pages of the tables
+        )
+        self._rests_until = 0.0
         self.gate = Gate(store.locks)
         self.member = 0
         self.closed = False
         # the directory belongs to another store now: no file in it is opened by path again
         self.lost = self._loss_logged = False
         self._damaged = False  # its tables are damaged, and this was logged
-        self._counters = map_counters(store.directory / COUNTERS_FILE)
+        self._counters = counter_rows(self.hints.counters())
         self._row = np.zeros(WIDTH, np.uint64).data  # once there is a member: its row of the mapped counters
         self._column: dict[str, int] = {}
         self._counting = threading.Lock()
@@ -91,7 +106,8 @@ class Session:
         )
         self._deferred: deque[Callable[[Transaction], object]] = deque()
         self._tables: Tables | None = None
-        self._publish_from: int | None = 0 if store.sole else None
+        # from which slot on chunks are to be published that dead members committed; see `published` for a store on disk
+        self._publish_from: int | None = 0 if store.sole and not on_disk else None
         # not while another thread forks: the fork could overlook the tables that this opens
         if_free(Tables.opening, partial(_sessions.add, self), _FORK_SECONDS)
         _sessions.add(self)  # in any case, so that a fork during the opening closes it too
@@ -112,8 +128,7 @@ class Session:
         gate = self.gate
         step = self._free if frees else self._transact
         try:
-            if self.lost:
-                self.require_store()
+            self._require_usable()
             transaction, result = gate.run(partial(step, work), deadline_seconds, exclusive=True)
         except Exception as error:
             self._raise_unavailable("changed", error, gate)
@@ -125,6 +140,7 @@ class Session:
 
     def _transact(self, work: Callable[[Transaction], T]) -> tuple[Transaction, T]:
         """Run deferred work, then `work`; commit and publish. Called inside the gate, held exclusively."""
+        self._require_readable()
         tables = self._open()
         transaction: Transaction | None = None
         begun: list[Callable[[Transaction], object]] = []
@@ -138,8 +154,10 @@ class Session:
                 result = work(transaction)
                 transaction.save()
             transaction.committed = True
-            transaction.publish(self.columns, self.stamp(transaction.now))
+            self._publish_columns(transaction)
         except BaseException as error:
+            if isinstance(error, lmdb.Error | OSError) and not isinstance(error, lmdb.MapFullError):
+                self._suspect = self._pages is not None
             try:
                 self._publish_or_undo(tables, transaction, begun)
             except BaseException:  # another signal: start again
@@ -158,19 +176,27 @@ class Session:
         """Handle an exception at any point of a transaction: publish what was committed, else undo everything."""
         if transaction is not None and self._committed(tables, transaction):
             transaction.committed = True
-            transaction.publish(self.columns, self.stamp(transaction.now))
+            self._publish_columns(transaction)
             return
         while begun:  # put deferred work back, each item once
             if not (self._deferred and self._deferred[0] is begun[-1]):
                 self._deferred.appendleft(begun[-1])
             begun.pop()
 
-    @staticmethod
-    def _committed(tables: Tables, transaction: Transaction | None) -> bool:
+    def _publish_columns(self, transaction: Transaction) -> None:
+        transaction.publish(self.columns, self.stamp(transaction.now))
+        if self.published is not None:  # last: a process that is killed before has not published it
+            self.published.add(transaction.id)
+
+    def _committed(self, tables: Tables, transaction: Transaction | None) -> bool:
         """Whether a transaction that ended in an exception was committed. Called before the gate is released."""
-        return transaction is not None and (
-            transaction.committed or tables.env.info()["last_txnid"] == transaction.id
-        )
+        if transaction is None or transaction.committed:
+            return transaction is not None
+        try:
+            self._require_readable()
+        except OSError:  # it cannot be told, and the tables are not read again
+            return False
+        return bool(tables.env.info()["last_txnid"] == transaction.id)
 
     def _free(self, work: Callable[[Transaction], T]) -> tuple[Transaction, T]:
         """Run one transaction that frees slots; if the map is full, it may use the spare part."""
@@ -188,8 +214,7 @@ class Session:
         """Run `work` as one read transaction. UnavailableError if it cannot be run."""
         until, gate = time.monotonic() + deadline_seconds, self.gate
         try:
-            if self.lost:
-                self.require_store()
+            self._require_usable()
             found = gate.run(partial(self._run_read, work), deadline_seconds)
             if not found:  # the first call after a fork: become a new member
                 read = partial(self._run_read, work, opens=True)
@@ -217,6 +242,7 @@ class Session:
 
     def _run_read(self, work: Callable[[Txn, Tables], T], opens: bool = False) -> list[T]:
         """Run `work` as one read transaction, if the tables are open or this `opens` them. Called inside the gate."""
+        self._require_readable()
         tables = self._open() if opens else self._tables
         if tables is None:
             return []
@@ -227,6 +253,114 @@ class Session:
             if is_damage(error):
                 self._shut()
             raise
+
+    # ---- the files of a store on disk
+
+    @property
+    def resting(self) -> bool:
+        """Whether the files of the store could not be read a short while ago; its tables are not read meanwhile."""
+        return self._rests_until > time.monotonic()
+
+    @property
+    def locked_bytes(self) -> int:
+        """The bytes of the tables of a store on disk that this process keeps in memory, whatever the system needs."""
+        return self._pages.locked_bytes if self._pages is not None else 0
+
+    def suspect(self) -> None:
+        """Test now whether the tables can be read, without reading them: another file of the store had an error."""
+        self._suspect = self._pages is not None
+        with contextlib.suppress(OSError, StoreError, ValueError):  # ValueError: closed meanwhile
+            self._require_usable()
+
+    def _require_usable(self) -> None:
+        """Raise StoreError if the store is lost, OSError if its tables cannot be read. Called outside the gate."""
+        if self.lost:
+            self.require_store()
+        pages = self._pages
+        if pages is None or not (self._suspect or self._rests_until):
+            return
+        if self.resting:
+            raise OSError(
+                errno.EIO, "the files of the store could not be read: it is tried again in a few seconds"
+            )
+        try:
+            pages.load()
+        except OSError as error:
+            self._rest(error)
+            raise
+        if self._rests_until:
+            log.warning("the files of %s can be read again", self.store.directory)
+        self._suspect = False
+        self._rests_until = 0.0
+
+    def _require_readable(self) -> None:
+        """Raise OSError if the file system of the tables does not answer: a read of them could kill this process."""
+        if self._pages is not None:
+            try:
+                self._pages.require()
+            except OSError as error:
+                self._rest(error)
+                raise
+
+    def _rest(self, error: OSError) -> None:
+        if not self._rests_until:
+            log.warning("the files of %s cannot be read (%s): nothing is found or stored there, and it is tried again "
+                        "every %g s", self.store.directory, error.strerror, _REST_SECONDS)  # fmt: skip
+        self._rests_until = time.monotonic() + _REST_SECONDS
+
+    def tend(self) -> None:
+        """Keep the pages of the tables in memory, and the hints like the tables. For a store on disk; may take seconds.
+
+        Never raises for a failure at run time.
+        """
+        pages = self._pages
+        if pages is None or self.closed or self.resting:
+            return
+        try:
+            pages.load()
+        except (OSError, ValueError):  # ValueError: closed meanwhile
+            self.suspect()
+            return
+        with contextlib.suppress(UnavailableError, ClosedError):
+            self.compare_hints(_COMPARE_SECONDS)
+
+    def compare_hints(self, seconds: float) -> bool:
+        """Let the columns of a store on disk say what the tables say, if they lack transactions; return whether so.
+
+        False if the time was too short for all slots. UnavailableError if the tables did not answer in time.
+        """
+        published, until = self.published, time.monotonic() + seconds
+        if published is None:
+            return False
+        missing = self.read(lambda txn, _: published.missing(txn.id()), seconds)
+        if missing is None:
+            return False
+        start: int | None = 0
+        while start is not None:
+            left = until - time.monotonic()
+            if left <= 0.0:
+                return False
+            start = self.read(partial(self._compare_page, start), left)
+        published.compared(missing)
+        return True
+
+    def _compare_page(self, start: int, txn: Txn, tables: Tables) -> int | None:
+        return compare_page(txn, tables, self.columns, start, self.stamp(self.clock.monotonic_ns()))
+
+    def save_hints(self, not_within_seconds: float = 0.0) -> bool:
+        """Write the hints of a store on disk into its files; return whether it did. A failure is counted.
+
+        `not_within_seconds`: not if a process has done so within this time.
+        """
+        try:
+            if self.resting or not self.store.is_current() or self.hints.age_seconds() < not_within_seconds:
+                return False
+            self.hints.save()
+        except OSError:
+            self.count({"hint_write_failures": 1})
+            self.suspect()
+            return False
+        return True
 
     def _is_trouble(self, error: Exception) -> bool:
         """Whether this error is a fault of the store, not wrong use; damaged tables are marked as such.
@@ -285,6 +419,8 @@ class Session:
             while got == BATCH:
                 got = self.write(self._reap, max(0.0, until - time.monotonic()))
                 freed += got
+            # of a very large store, the thread of the upkeep compares the rest
+            self.compare_hints(min(_BEGIN_SECONDS, max(0.0, until - time.monotonic())))
             while self._publish_from is not None:
                 self._publish_from = self.write(self._publish, max(0.0, until - time.monotonic()))
         return freed
@@ -297,7 +433,7 @@ class Session:
         return freed
 
     def _remove_dead(self, transaction: Transaction) -> None:
-        if remove_dead(transaction, self._counters):
+        if remove_dead(transaction, self._counters) and self.published is None:
             self._publish_from = 0
 
     def _publish(self, transaction: Transaction) -> int | None:
@@ -386,6 +522,10 @@ class Session:
     def _own_tables(self, gate: Gate) -> Tables:
         """Open the tables by path. The store is checked before and after: no other store is read or written."""
         self.require_store()
+        if self.published is not None and self._pages is None:
+            pages = TablePages(self.store.directory / TABLES, self.store.state.map_bytes)
+            pages.load()
+            self._pages = pages
         tables = Tables(self.store.directory / TABLES, self.store.state.map_bytes, gate=gate)
         try:
             self.require_store()
@@ -453,6 +593,8 @@ class Session:
                 transaction.meta.next_member = number + 1
                 row = self._enter(transaction, number)
                 self._column = columns_of(txn, tables)
+            if self.published is not None:
+                self.published.add(transaction.id)  # it published nothing
             self._become(number, row, gate)
         except BaseException:
             if not gate.forked and self._committed(tables, transaction):
@@ -519,6 +661,9 @@ class Session:
             self.store.release()
             if not shared:
                 self.store.locks.close()
+                pages, self._pages = self._pages, None
+                if pages is not None:
+                    pages.close()
             _sessions.discard(self)
 
     def _finish(self) -> None:
@@ -532,9 +677,11 @@ class Session:
                 with contextlib.suppress(lmdb.MapFullError):
                     self._transact(partial(leave, counters=self._counters))
             if tables is not None and state.kind == "file" and not state.private and self.store.is_last():
+                saved = self.save_hints()
                 tables.env.sync(True)
-                self.columns.flush()
                 self.store.mark_clean(tables.used_bytes())
+                if saved:
+                    self.hints.remove()
         finally:
             self.closed = True
             self._shut()

@@ -34,10 +34,11 @@ from typing import TYPE_CHECKING
 from pagoda.errors import ClosedError, NoRoomError, StoreError
 from pagoda.file_space import allocate_range, data_ranges, punch
 from pagoda.ledger import hold_pin_remove, queries
-from pagoda.ledger.columns import BARE, NOT_READY, Columns
+from pagoda.ledger.columns import BARE, NOT_READY
+from pagoda.ledger.hint_pages import coldest_stamp
 from pagoda.ledger.lmdb_tables import Meta
 from pagoda.ledger.root_usage import Holding, held_bytes, holdings, root_limit, write_limit
-from pagoda.ledger.store_state import COLUMNS, FORMAT, read_state
+from pagoda.ledger.store_state import FORMAT, read_state
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches
 from pagoda.metrics import guarded_logger
@@ -275,10 +276,9 @@ class SpaceShare:
         if state is None or state.boot_id != self._session.clock.boot_id():
             return math.inf
         try:
-            last_use = Columns(directory / COLUMNS, state.slots).last_use
+            coldest = coldest_stamp(directory, state)
         except (OSError, ValueError):  # being rebuilt
             return 0.0
-        coldest = int(last_use.min(initial=NOT_READY))
         now = self._session.clock.monotonic_ns() + state.recency_offset
         return math.inf if coldest == NOT_READY else float(now - coldest)
 
@@ -380,11 +380,12 @@ class SpaceShare:
 
     def _punch(self, slots: list[int], never_used: range = range(0)) -> bool:
         """Free the pages of bare slots, except slots in use; return False if some are. Under the lock of the root."""
-        generation = self._session.columns.generation
-        silent = [slot for slot in slots if not int(generation[slot]) & BARE]
-        # `silent`: the process that made these slots bare died before it published that they are
-        for part in batches(silent):
-            self._session.write(partial(Transaction.mark_bare_again, slots=part), _ROOT_SECONDS)
+        if self._session.page_guards is not None:  # readers of memory must see that a slot has no pages
+            generation = self._session.columns.generation
+            silent = [slot for slot in slots if not int(generation[slot]) & BARE]
+            # `silent`: the process that made these slots bare died before it published that they are
+            for part in batches(silent):
+                self._session.write(partial(Transaction.mark_bare_again, slots=part), _ROOT_SECONDS)
         unused = self._session.untouched(slots, _LENT_SECONDS)
         with self._slab() as fd:
             for hole in filter(len, [*_ranges(unused), never_used]):

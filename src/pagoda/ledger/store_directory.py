@@ -24,9 +24,10 @@ import msgspec
 
 from pagoda.clock import Clock
 from pagoda.errors import NoRoomError, StoreError
-from pagoda.file_space import allocate, lengthen, make_directory
+from pagoda.file_space import allocate, lengthen, make_directory, write_in_place
 from pagoda.ledger.clear_log import NEVER_CLEARED, ClearLog
-from pagoda.ledger.columns import Columns
+from pagoda.ledger.columns import LONGEST_LEASE_NS, Columns
+from pagoda.ledger.hint_pages import newest_stamp
 from pagoda.ledger.lmdb_tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
 from pagoda.ledger.locks import OPEN, LockFile, StoreLocks
 from pagoda.ledger.root_usage import holdings, is_of_another_version, root_limit, write_limit
@@ -71,11 +72,9 @@ from pagoda.store_place import (
 
 log = guarded_logger("pagoda.ledger.store_directory")
 
-LONGEST_LEASE_NS = 60_000_000_000
 _SMALL_FILES_BYTES = 1 << 20  # what the other files of a store take, which grow a little
 _LEAVING_SECONDS = 5.0  # members notice within a second that a file was replaced, and leave
 _LOOK_AGAIN_SECONDS = 0.05
-_LAST_STAMP = 1 << 62  # no clock reaches this: a larger stamp is damaged
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class OpenStore:
         """Record that what this last process synced (`used_bytes` of the tables) can be trusted. Raises OSError."""
         if not self.is_current() or is_marked(self.directory, TableMark.DAMAGED, self.state.incarnation):
             return
-        known = checksum(self.directory, self.state.slots, used_bytes)
+        known = checksum(self.directory, used_bytes)
         # checked again: a child that a signal handler forked meanwhile must not mark the store
         if known is not None and self.is_last():
             clean = msgspec.structs.replace(self.state, clean=True, used_bytes=used_bytes, checksum=known)
@@ -406,7 +405,7 @@ def _distrusted(directory: Path, state: StoreState, boot: str, locks: StoreLocks
         _make_again(directory, state, name)
     if wrong := mismatch(directory, state, apart=GUARDS_NOTHING):
         return wrong
-    if state.clean and checksum(directory, state.slots, state.used_bytes) != state.checksum:
+    if state.clean and checksum(directory, state.used_bytes) != state.checksum:
         return "its tables are not what they were when it was closed"
     _require_alone(directory, locks)
     # Damaged pages may kill this process by a signal; with the mark, the next process rebuilds them.
@@ -418,19 +417,14 @@ def _distrusted(directory: Path, state: StoreState, boot: str, locks: StoreLocks
 
 def _renew(directory: Path, state: StoreState, spec: StoreSpec, boot: str, clock: Clock) -> StoreState:
     """Take a store into use: from now on its ledger is only trusted in this boot, or after a clean close."""
-    columns = Columns(directory / COLUMNS, state.slots)
     now = clock.monotonic_ns()
     offset = state.recency_offset
     if state.boot_id != boot:
-        columns.lease_until[:] = 0  # these times are from another boot
         offset = FIRST_OFFSET + 1 - now
-    else:
-        # They are of this boot, but perhaps of a clock that was ahead: a damaged page, a machine that was restored.
-        ahead = columns.lease_until > now + LONGEST_LEASE_NS
-        columns.lease_until[ahead] = 0
-    known = columns.last_use[columns.last_use < _LAST_STAMP]
+    if state.kind == "memory":
+        _end_leases_ahead(directory, state, now)
     # what is used from now on is more recent than all that was
-    offset = max(offset, int(known.max(initial=0)) + 1 - now)
+    offset = max(offset, newest_stamp(directory, state) + 1 - now)
     renewed = msgspec.structs.replace(
         state, boot_id=boot, clean=False, recency_offset=offset, inodes=inodes(directory, state),
         chunk_bytes=spec.chunk_bytes or state.chunk_bytes,
@@ -438,6 +432,13 @@ def _renew(directory: Path, state: StoreState, spec: StoreSpec, boot: str, clock
     if renewed != state:
         write_state(directory, renewed)
     return renewed
+
+
+def _end_leases_ahead(directory: Path, state: StoreState, now: int) -> None:
+    """End the leases that no call can have taken: of a damaged page, or of a machine that was restored."""
+    columns = Columns(directory / COLUMNS, state.slots)
+    ahead = columns.lease_until > now + LONGEST_LEASE_NS
+    columns.lease_until[ahead] = 0
 
 
 def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
@@ -479,12 +480,14 @@ def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> 
 
     Those from `backed` on have no pages.
     """
+    write_in_place(directory)
     for name in (TABLES, COLUMNS, COUNTERS_FILE):
         (directory / name).unlink(missing_ok=True)
     sizes = state.sizes()
     for name in sizes.keys() & {COLUMNS, COUNTERS_FILE, PAGE_GUARDS}:
         allocate(directory / name, sizes[name])
-    Columns(directory / COLUMNS, state.slots).reset()
+    if COLUMNS in sizes:
+        Columns(directory / COLUMNS, state.slots).reset()
     unused = 0 if scan == state.slots else state.slots
     meta = Meta(state.slots, state.first_generation(), unused=unused, scan=scan, backed=backed)
     path, size = directory / TABLES, state.map_bytes
@@ -531,19 +534,20 @@ def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState
         clean=False,
     )
     # For a moment both the old and the new columns exist.
-    need = _ledger_bytes(resized) - _ledger_bytes(state) + state.sizes()[COLUMNS]
+    need = _ledger_bytes(resized) - _ledger_bytes(state) + state.sizes().get(COLUMNS, 0)
     try:
         require_free(spec.root, need, spec.kind == "memory")
     except NoRoomError as error:
         log.warning("%s keeps its %d slots: %s", directory, state.slots, error)
         return state
     write_state(directory, resized)
-    old = Columns(directory / COLUMNS, state.slots)
-    (directory / COLUMNS).unlink()
-    allocate(directory / COLUMNS, resized.sizes()[COLUMNS])
-    columns = Columns(directory / COLUMNS, resized.slots)
-    columns.reset()
-    columns.copy_from(old)
+    if state.kind == "memory":
+        old = Columns(directory / COLUMNS, state.slots)
+        (directory / COLUMNS).unlink()
+        allocate(directory / COLUMNS, resized.sizes()[COLUMNS])
+        columns = Columns(directory / COLUMNS, resized.slots)
+        columns.reset()
+        columns.copy_from(old)
     if spec.slot_bytes:
         lengthen(directory / SLAB, resized.slots * spec.slot_bytes)
     allocate(directory / TABLES, resized.map_bytes)

@@ -110,17 +110,18 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
     inodes: dict[str, int]
     slab_format: int = 1
     used_bytes: int = 0  # of the tables, when the store was closed cleanly
-    checksum: str = ""  # checksum of those bytes and of the columns
+    checksum: str = ""  # checksum of those bytes
     # size of a payload; 0: unknown (so far only older versions, or users without payloads, had the store to themselves)
     chunk_bytes: int = 0
 
     def sizes(self) -> dict[str, int]:
-        """Return the exact size of each mapped file, in bytes."""
+        """Return the exact size of each file that must be there, in bytes. On disk only the tables are mapped."""
+        in_memory = self.kind == "memory"
         sizes = {
             TABLES: self.map_bytes,
-            COLUMNS: columns_bytes(self.slots),
-            COUNTERS_FILE: COUNTERS_BYTES,
-            PAGE_GUARDS: GUARD_BYTES if self.kind == "memory" and self.slot_bytes else 0,
+            COLUMNS: columns_bytes(self.slots) if in_memory else 0,
+            COUNTERS_FILE: COUNTERS_BYTES if in_memory else 0,
+            PAGE_GUARDS: GUARD_BYTES if in_memory and self.slot_bytes else 0,
             SLAB: self.slots * self.slot_bytes,
         }
         return {name: size for name, size in sizes.items() if size}

@@ -19,7 +19,7 @@ import xxhash
 
 from pagoda.errors import LedgerCorrupt
 from pagoda.ledger import queries
-from pagoda.ledger.columns import NOT_READY, Columns, columns_bytes
+from pagoda.ledger.columns import NOT_READY, Columns
 from pagoda.ledger.lmdb_tables import (
     CLEARING_ROW,
     ENTRY,
@@ -35,7 +35,8 @@ from pagoda.ledger.lmdb_tables import (
     Txn,
 )
 from pagoda.ledger.outcomes import Report
-from pagoda.ledger.store_state import COLUMNS, TABLES, StoreState
+from pagoda.ledger.store_state import TABLES, StoreState
+from pagoda.ledger.table_pages import TablePages
 
 _SECONDS = 1.0  # if it takes longer, reading the headers back in the background is the faster start
 _PIECE_BYTES = 64 << 20  # read between two checks of the clock: the tables of most stores are one piece
@@ -56,20 +57,20 @@ def is_damage(error: BaseException) -> bool:
     return isinstance(error, _DAMAGE)
 
 
-def checksum(directory: Path, slots: int, used_bytes: int) -> str | None:
-    """Return the checksum of the used pages of tables and columns; None if reading them takes too long. OSError."""
+def checksum(directory: Path, used_bytes: int) -> str | None:
+    """Return the checksum of the used pages of the tables; None if reading them takes too long. OSError."""
     until = time.monotonic() + _SECONDS
     state = xxhash.xxh3_128()
-    for name, nbytes in ((TABLES, used_bytes), (COLUMNS, columns_bytes(slots))):
-        with open(directory / name, "rb", buffering=0) as file:
-            while nbytes > 0:
-                piece = file.read(min(nbytes, _PIECE_BYTES))
-                if not piece:
-                    return None
-                state.update(piece)
-                nbytes -= len(piece)
-                if nbytes > 0 and time.monotonic() > until:
-                    return None
+    left = used_bytes
+    with open(directory / TABLES, "rb", buffering=0) as file:
+        while left > 0:
+            piece = file.read(min(left, _PIECE_BYTES))
+            if not piece:
+                return None
+            state.update(piece)
+            left -= len(piece)
+            if left > 0 and time.monotonic() > until:
+                return None
     return state.hexdigest()
 
 
@@ -77,9 +78,12 @@ def find_damage(directory: Path, state: StoreState, known: bool) -> str | None:
     """Open the tables as a member will, and return what is wrong with them; None if they are sound.
 
     `known`: the checksum has shown that they are as they were written; otherwise every row is read. May kill the
-    process.
+    process. OSError if they cannot be read.
     """
     path, size = directory / TABLES, state.map_bytes
+    if state.kind == "file":
+        with closing(TablePages(path, size)) as pages:
+            pages.load()  # an error here, instead of a signal when the tables are read
     try:
         with Tables.opening, closing(Tables(path, size)) as tables, tables.env.begin(write=True) as txn:
             meta = tables.load_meta(txn)

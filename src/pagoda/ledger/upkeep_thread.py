@@ -1,7 +1,7 @@
-"""The file that keeps what a policy learns, and the thread on which it learns, off the request path.
+"""What a policy learns, and the thread on which it learns, off the request path.
 
 `Ledger` starts the thread on use. The thread also asks for more slots, when a reserve had too few (see
-`space_sharing`).
+`space_sharing`), and for a store on disk it keeps the tables in memory and writes the hints down (see `hint_pages`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pagoda.errors import ClosedError
 from pagoda.file_space import allocate
 from pagoda.ledger.columns import map_file
 from pagoda.ledger.eviction_policy import Evictor
+from pagoda.ledger.hint_pages import HintPages
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.space_sharing import SpaceShare
 from pagoda.metrics import guarded_logger
@@ -33,15 +34,21 @@ _PAUSE_SECONDS, _PAUSE_SHARE = (
 _IDLE_SECONDS = 10.0  # the thread ends after this time without use
 _LAST_SECONDS = 1.0
 _NO_ROOM_SECONDS = 1.0  # the wait before the root is asked for more space again
+_TEND_SECONDS = 2.0  # between two looks at the pages of tables on a disk
+_SAVE_SECONDS = 60.0  # between two writes of the hints of a store on disk,
+_SAVE_BYTES_PER_SECOND = 1 << 20  # and longer, so that they write no more than this
 
 
-def map_learned(directory: Path, evictor: Evictor) -> NDArray[np.float64] | None:
+def map_learned(hints: HintPages, evictor: Evictor) -> NDArray[np.float64] | None:
     """Map what the policy has learned in this store, zeros at first; None if it learns nothing. NoRoomError."""
     if not evictor.shared_values:
         return None
-    path = directory / f"learnt-{evictor.policy}-{evictor.shared_values}"
-    allocate(path, evictor.shared_values * 8)
-    return np.frombuffer(map_file(path, evictor.shared_values * 8), np.float64)
+    nbytes = evictor.shared_values * 8
+    source = hints.page(f"learnt-{evictor.policy}-{evictor.shared_values}", nbytes)
+    if not isinstance(source, Path):
+        return np.frombuffer(source, np.float64)
+    allocate(source, nbytes)
+    return np.frombuffer(map_file(source, nbytes), np.float64)
 
 
 class UpkeepThread:
@@ -52,6 +59,10 @@ class UpkeepThread:
     ) -> None:
         self._session, self._evictor, self.learned, self._space = session, evictor, learned, space
         self._lacks = self._closed = False
+        self._on_disk = session.published is not None
+        self._tended = 0.0
+        self._saved = time.monotonic()
+        self._unsaved = False
         self._woken = Event()
         # no thread waits for it: the thread that holds it starts the upkeep thread
         self._starting = threading.RLock()
@@ -60,7 +71,8 @@ class UpkeepThread:
     def wake(self, lacks: bool = False) -> None:
         """Report a use; `lacks`: there are too few slots. Cheap."""
         self._lacks |= lacks
-        if (self.learned is None and not self._lacks) or (self._woken.is_set() and self._thread.is_alive()):
+        idle = self.learned is None and not self._lacks and not self._on_disk
+        if idle or (self._woken.is_set() and self._thread.is_alive()):
             return
         if_free(self._starting, self._start)
 
@@ -92,16 +104,35 @@ class UpkeepThread:
         now = self._session.clock.monotonic_ns()
         self._evictor.prepare(self._session.stamp(now), now)
 
+    def _tend(self) -> None:
+        """Look after the pages of a store on disk, and write its hints, if it is time."""
+        now = time.monotonic()
+        if now - self._tended > _TEND_SECONDS:
+            self._session.tend()
+            self._tended = time.monotonic()
+        pause = max(_SAVE_SECONDS, self._session.hints.nbytes / _SAVE_BYTES_PER_SECOND)
+        if self._unsaved and now - self._saved > pause:
+            self._unsaved = False
+            self._session.save_hints(not_within_seconds=pause / 2)
+            self._saved = time.monotonic()
+
     def _run(self) -> None:
         shared = rests = 0.0
         try:
-            while self._woken.wait(_IDLE_SECONDS) and not (self._closed or self._session.closed):
+            while not (self._closed or self._session.closed):
+                used = self._woken.wait(_IDLE_SECONDS)
+                if self._closed or self._session.closed or not (used or self._unsaved):
+                    return
                 self._woken.clear()
                 begun = time.monotonic()
+                if self._on_disk:
+                    self._unsaved |= used
+                    self._tend()
                 if self._lacks and begun > rests:
                     self._lacks = False
                     rests = 0.0 if self._space.more() else begun + _NO_ROOM_SECONDS
                 if self.learned is None:
+                    time.sleep(_PAUSE_SECONDS if self._on_disk else 0.0)
                     continue
                 if begun - shared > _SHARE_SECONDS:
                     shared = begun

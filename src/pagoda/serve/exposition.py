@@ -43,6 +43,7 @@ COUNTED: Mapping[str, str] = {
     "removed_chunks": "Chunks removed on request, by `remove` or `clear`.",
     "reaped_chunks": "Reservations of dead processes that other processes removed.",
     "failed_checks": "Chunks whose bytes or entry were damaged. No such chunk was served.",
+    "hint_write_failures": "Failed writes of a disk store's ranks and speeds to its disk. No chunk depends on them.",
     "prefill_tokens": "Tokens that engines computed, as they reported with the time that it took.",
 }
 """The help of each counter. Counters of reasons and load times are not here: their families have the help."""
@@ -57,6 +58,8 @@ _GAUGES = {
     "members": "Processes that have the store open, without the one that reads this.",
     "pinned": "Chunks that a pin keeps from eviction.",
     "leased": "Chunks that a lease keeps from eviction for a while.",
+    "hint_bytes": "Memory that a store on disk takes for ranks, ghosts and counters, beside host_size.",
+    "locked_bytes": "Memory that one process keeps locked for the tables of a store on disk.",
 }
 
 

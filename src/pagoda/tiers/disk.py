@@ -165,8 +165,11 @@ class DiskTier(QueuedTier):
 
     @property
     def resting(self) -> bool:
-        """Whether the disk is skipped for a while after failures in a row. Nothing is found meanwhile."""
-        return self._breaker.resting
+        """Whether the disk is skipped for a while after failures in a row, or since its tables cannot be read.
+
+        Nothing is found meanwhile.
+        """
+        return self._store.resting
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
@@ -175,7 +178,7 @@ class DiskTier(QueuedTier):
         touch: bool = True, deadline_seconds: float | None = None,
     ) -> int:  # fmt: skip
         """Return how many leading keys are stored or queued; copies nothing."""
-        if self._closed or self._breaker.resting:
+        if self._closed or self._store.resting:
             return 0
         sources = self._sources(
             keys, start, namespace, deadline_seconds, stamp=stamp, touch=touch, lease_seconds=0.0
@@ -197,7 +200,7 @@ class DiskTier(QueuedTier):
 
     def contains(self, key: bytes, *, deadline_seconds: float | None = None) -> bool:
         """Return whether the key is stored or queued; does not update recency."""
-        if self._closed or self._breaker.resting:
+        if self._closed or self._store.resting:
             return False
         sources = self._sources([key], None, None, deadline_seconds, touch=False, lease_seconds=0.0)
         return not isinstance(next(sources), Reason)
@@ -376,9 +379,19 @@ class DiskStore(WorkerBackend):
         """Return the recency of a new request: one for its whole run, so that its tail is evicted before its head."""
         return self.ledger.stamp()
 
+    @property
+    def resting(self) -> bool:
+        """Whether the disk must not be used now."""
+        return self.breaker.resting or self.ledger.resting
+
     def record_error(self, error: Exception, what: str) -> Reason:
-        """Log that I/O or a background job failed and return the reason to report. OSErrors count for the breaker."""
+        """Log that I/O or a background job failed and return the reason to report. OSErrors count for the breaker.
+
+        Such an error may mean that no file of this disk can be read any more: the tables are tested before their next
+        use, which could kill this process.
+        """
         if isinstance(error, OSError):
+            self.ledger.session.suspect()
             self.breaker.record_failure()
         return self.log_reason(Reason.IO_ERROR, f"{what} failed: {type(error).__name__}: {error}")
 
@@ -454,7 +467,7 @@ class DiskWorker(IoWorker):
     def _load_slot(self, read: ReadRequest) -> Reason | None:
         assert isinstance(read.source, tuple)
         store, header, (slot, generation) = self._store, self._header_pages[0], read.source
-        if store.breaker.resting:
+        if store.resting:
             return Reason.TIER_SKIPPED
         direct = store.can_use(read.buffer)
         payload = read.buffer[: store.slot_bytes] if direct else self._spare_payload(0)
@@ -516,7 +529,7 @@ class DiskWorker(IoWorker):
         try:
             with store.in_turn(writes[0].batch):
                 for write in writes:
-                    if store.breaker.resting:
+                    if store.resting:
                         results[write] = self._dropped(Reason.TIER_SKIPPED)
                     elif not write.is_valid():
                         results[write] = self._dropped(write.cancelled or Reason.STALE)
@@ -618,7 +631,7 @@ class DiskWorker(IoWorker):
             ends = (n for n in range(1, len(sealed)) if sealed[n].slot != sealed[n - 1].slot + 1)
             end = next(ends, len(sealed))
             run, sealed = sealed[:end], sealed[end:]
-            if store.breaker.resting:
+            if store.resting:
                 results.update((one.write, self._dropped(Reason.TIER_SKIPPED)) for one in run)
                 continue
             slot, write, _ = run[0]

@@ -24,6 +24,7 @@ from pagoda.ledger.store_state import FORMAT
 from pagoda.metrics import Reason
 from pagoda.signal_safe_threads import Condition
 from pagoda.slab import MemorySlab
+from pagoda.store_place import require_memory
 from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import (
     Bytes,
@@ -106,6 +107,7 @@ class HostTier(BlockingCalls):
             private=not shared,
             chunk_bytes=layout.chunk_bytes,
         )
+        require_memory(spec.root)
         made = not os.path.exists(spec.root / spec.name)  # also true if this user may not see it
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
         try:
