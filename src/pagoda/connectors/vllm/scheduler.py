@@ -21,7 +21,7 @@ from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.lookups import LONGEST_SECONDS, LookupThreads, TrackedRequest
 from pagoda.connectors.vllm.metadata import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
 from pagoda.connectors.vllm.options import ConnectorOptions
-from pagoda.connectors.vllm.prefill_steps import computes_answers, prompt_tokens_of
+from pagoda.connectors.vllm.prefill_steps import computes_answers, prompt_step_of
 from pagoda.connectors.vllm.shared_caches import agreed, let_go, opened
 from pagoda.kv_events.notes import BlockFacts, NoteMaker
 from pagoda.kv_events.stored_events import StoredEvents
@@ -334,7 +334,7 @@ class PagodaScheduler:
                 tracked.saves = False
                 why = f"{type(trouble).__name__}: {trouble}"
                 self._lines.warn(log, Reason.IO_ERROR, f"a request is no longer saved: {why}")
-        meta.prompt_tokens = prompt_tokens_of(output)
+        meta.prompts = prompt_step_of(output)
         return meta
 
     def _save(self, tracked: TrackedRequest, scheduled: int, output: Any, meta: PagodaMetadata) -> None:
