@@ -8,6 +8,7 @@ page_geometry      the pages of one layer
 identity/          everything that the KV depends on, with `connectors.identity`
 scheduler          the scheduler's half: which chunks are cached, loaded and saved
 engine_weights     the version of the engine's weights, from calls that vLLM hides from connectors
+request_limits     what one request may load and store
 lookups            look-ups of requests in the tiers, on threads
 metadata           the messages between the halves
 worker             a worker's half: loads and saves

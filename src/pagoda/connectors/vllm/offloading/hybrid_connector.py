@@ -127,6 +127,8 @@ class PagodaHybridConnector(OffloadingConnector):
             self._unheard.add(name)
         if name in self._unheard:
             return None, False
+        if num_computed_tokens:
+            self._manager.found_in_engine(request)
         tokens, beside = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return tokens, beside
 
