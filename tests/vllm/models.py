@@ -44,8 +44,10 @@ def write_tokenizer(directory: Path) -> None:
     ).save_pretrained(directory)  # fmt: skip
 
 
-def make_llama(directory: Path, seed: int = 0, dtype: str = "float32") -> Path:
+def make_llama(directory: Path, seed: int = 0, dtype: str = "float32", mlp: int = 512) -> Path:
     """Write a random Llama with a word-level tokenizer; its weights are so large that texts differ.
+
+    `mlp`: how wide its feed-forward layers are, which decides how long a token takes, and changes no KV.
 
     In float32 a different order of summation (batches, chunked prefill, ranks) does not change a greedy choice.
     """
@@ -54,7 +56,7 @@ def make_llama(directory: Path, seed: int = 0, dtype: str = "float32") -> Path:
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=LAYERS,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=mlp, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
         max_position_embeddings=8192, initializer_range=0.2, bos_token_id=BOS, eos_token_id=EOS,
     )  # fmt: skip
