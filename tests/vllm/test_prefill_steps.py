@@ -6,10 +6,14 @@ import logging
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
+from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
 from pagoda.connectors.vllm.prefill_steps import PrefillSteps, PromptStep, prompt_step_of
 from tests.vllm.halves import CHUNK, cache_of, config_of
 
@@ -89,5 +93,37 @@ def test_a_step_that_was_scheduled_while_the_last_one_ran_is_measured(shm_root: 
         time.sleep(0.2)  # the forward pass, much longer than what is between the steps
         steps.end()
         assert cache.stats()["counters"][TOKENS] == 2 * CHUNK
+    finally:
+        cache.close()
+
+
+def test_a_step_of_a_hybrid_model_is_measured_in_the_order_of_vllm(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM begins loads after the forward pass, so the watch must begin before."""
+    cache = cache_of(config_of(shm_root))
+    try:
+        steps = PrefillSteps(cache, torch.device("cpu"))
+        connector: Any = object.__new__(PagodaHybridConnector)
+        connector.connector_scheduler = connector._connector_metadata = None
+        connector.connector_worker = SimpleNamespace(
+            worker=SimpleNamespace(prefills=steps, take_failed=lambda among: set()),
+            start_kv_transfers=lambda meta: None,
+            prepare_store_kv=lambda meta: None,
+            get_finished=lambda names: (set(), set()),
+            build_connector_worker_meta=lambda: None,
+        )
+        monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: connector)
+        monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
+        meta: Any = object.__new__(OffloadingConnectorMetadata)
+        meta.prompts = PromptStep(3 * CHUNK, time.monotonic())
+        output: Any = SimpleNamespace(
+            kv_connector_metadata=meta, has_sync_kv_loads=False, finished_req_ids=set()
+        )
+        with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output):
+            time.sleep(0.2)  # the forward pass
+        stats = cache.stats()
+        assert stats["counters"][TOKENS] == 3 * CHUNK
+        assert 0 < stats["rates"]["prefill_tokens_per_second"] <= 3 * CHUNK / 0.2
     finally:
         cache.close()
