@@ -73,6 +73,19 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not missing
 
 
+def _cells(row: str) -> int:
+    """Return how many cells a row of a table has."""
+    return len(re.split(r"(?<!\\)\|", row.strip()[1:-1]))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, *rows = table.splitlines()
+        assert {_cells(row) for row in rows} == {_cells(head)}, head
+
+
 def test_every_page_is_on_the_index() -> None:
     linked = set(re.findall(r"\]\(([^)#\s]+)", (DOCS / "index.md").read_text()))
     assert [page.name for page in DOCS.glob("*.md")] == ["index.md"]

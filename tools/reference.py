@@ -42,6 +42,7 @@ REASONS = {
     Reason.DEADLINE: "The tier did not answer before the deadline.",
     Reason.IO_ERROR: "The system or the server reported an error. The log has one line about it.",
     Reason.SHORT_PROMPT: "The prompt has no whole chunk.",
+    Reason.NOT_ASKED: "The request may read nothing, so it is no lookup and in no rate: it asks for log probabilities of its prompt, it or its engine (`kv_producer`) loads nothing, or it begins with embeddings.",
     Reason.TIER_SKIPPED: "The tier is skipped for a while after several errors in a row.",
     Reason.NOT_CACHEABLE: "The request has something that no key contains, so it was computed without the cache. The log says what.",
     Reason.FULL: "There is no slot that may be evicted: all are in use, pinned or leased. Or the server has no memory left.",
@@ -176,7 +177,9 @@ VLLM_BUILDS = {  # by release: what its tests run with
 
 def vllm_versions_page() -> str:
     """Return the page of the releases of vLLM that are accepted, and of the kinds of KV."""
-    parts = dict(re.findall(r"VLLM=(\d+\.\d+)\S* ARGS=\"-k '([^']+)'\"", (ROOT / ".ci/run").read_text()))
+    parts = dict(
+        re.findall(r"VLLM=(\d+\.\d+)\S* ARGS=\"[^\"]*-k '([^']+)'\"", (ROOT / ".ci/run").read_text())
+    )
     with (ROOT / "pyproject.toml").open("rb") as file:
         (extra,) = tomllib.load(file)["project"]["optional-dependencies"]["vllm"]
     rows = []
@@ -185,14 +188,7 @@ def vllm_versions_page() -> str:
         some = parts.get(name, "").replace("test_", "").replace(" or ", ", ")
         runs = f"those of {some}; `make test-vllm VLLM={name}.0` runs all" if some else "all"
         rows.append((name, runs, VLLM_BUILDS[release]))
-    head = (
-        "vLLM",
-        "tests with every change",
-        "with",
-        "models of one kind of KV",
-        "hybrid models",
-        "draft models",
-    )
+    head = ("vLLM", "tests with every change", "with")
     kinds = [(f"`{kind}`", "yes" if kind in FULL else "yes, as a hybrid model") for kind in HYBRID]
     kinds += [(f"`{kind}`", f"no: such layers {why}") for kind, why in WHY.items()]
     return f"""# Versions of vLLM
@@ -274,6 +270,9 @@ def _command_text(name: str, command: Command, context: Context) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
+    for line in lines:
+        if len(line) != len(head):
+            raise ValueError(f"a row of {len(line)} cells in a table of {len(head)} columns: {line}")
     return "".join(f"| {' | '.join(_cell(cell) for cell in line)} |\n" for line in lines)
 
 

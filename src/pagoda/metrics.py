@@ -37,6 +37,7 @@ class Reason(StrEnum):
     DEADLINE = auto()
     IO_ERROR = auto()
     SHORT_PROMPT = auto()
+    NOT_ASKED = auto()  # of a request that may read nothing: it counts as no lookup
     TIER_SKIPPED = auto()
     # mostly for drops
     FULL = auto()

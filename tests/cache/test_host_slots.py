@@ -57,6 +57,19 @@ def test_there_are_slots_only_with_a_host_tier(shm_root: Path, tmp_path: Path) -
         assert cache.slots is cache.slots and slots_of(cache).count == 64
 
 
+def test_a_request_that_may_not_read_is_in_no_rate(shm_root: Path, tmp_path: Path) -> None:
+    """It is counted by its reason, and is among the last requests."""
+    with cache_at(shm_root, tmp_path) as cache:
+        slots = slots_of(cache)
+        slots.count_request(100, {"host": 100}, None)
+        slots.count_request(700, {}, Reason.NOT_ASKED)
+        stats = cache.stats()
+        assert stats["misses"] == {"not_asked": 1} and stats["hit_rate"] == 1.0
+        assert (stats["counters"]["lookups"], stats["counters"]["asked_tokens"]) == (1, 100)
+        last = slots._ledger.requests.newest()
+        assert {(one.asked_tokens, one.reason) for one in last} == {(100, None), (700, "not_asked")}
+
+
 def test_what_is_copied_in_by_hand_is_the_cache_s(shm_root: Path, tmp_path: Path) -> None:
     tokens = prompt(6)
     with cache_at(shm_root, tmp_path) as cache:

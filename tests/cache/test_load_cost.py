@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from hashlib import blake2b
 from pathlib import Path
+from struct import pack
+from zlib import crc32
 
 import pytest
 
@@ -124,6 +128,60 @@ def test_what_cannot_be_read_of_the_table_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "speeds").write_bytes(page)
     assert SpeedTable(tmp_path / "speeds").read("39") == Speed()
     assert SpeedTable(Path("/nowhere/speeds")).read("disk") == Speed()
+
+
+def test_what_an_earlier_release_measured_is_not_believed(tmp_path: Path) -> None:
+    """It measured 30 million tokens a second. Its rows are left alone: an engine of that release may still run."""
+    engine = "ab"
+    row = blake2b(f"prefill {engine}".encode(), digest_size=16).digest()
+    row += pack("<QqQ10d", 5, 1, 0, *[3e7] * 5, *[512.0] * 5)
+    row += pack("<I", crc32(row))
+    page = row.ljust(4096, b"\0")
+    (tmp_path / "speeds").write_bytes(page)
+    load_cost = LoadCost(
+        MB, 256, FakeClock(), speeds=SpeedTable(tmp_path / "speeds"), engine=engine, tiers=("disk",)
+    )
+    for _ in range(3):
+        load_cost.record_load("disk", MB, 0.01)
+    assert load_cost.is_worth_loading("disk")
+    load_cost.record_prefill(256, 0.1)
+    assert load_cost.rates()["prefill_tokens_per_second"] == 2560
+    assert (tmp_path / "speeds").read_bytes()[: len(row)] == row
+
+
+def test_what_was_measured_and_what_follows_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Both figures, when they are known and when the verdict changes; not again and again."""
+    caplog.set_level(logging.INFO, logger="pagoda")
+    clock = FakeClock()
+    load_cost = LoadCost(MB, 250, clock, tiers=("host", "disk"))
+
+    def lines() -> list[str]:
+        assert load_cost.is_worth_loading("disk") in (True, False)
+        said = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
+        caplog.clear()
+        return said
+
+    load_cost.record_prefill(7000, 1.0)
+    load_cost.record_load("disk", 1100 * MB, 1.0)
+    assert lines() == []  # one copy proves nothing
+    for _ in range(2):
+        load_cost.record_load("disk", 1100 * MB, 1.0)
+    taken = "prefill 7,000 tokens/s, disk 1.1 GB/s (275,000 tokens/s): hits in disk are taken"
+    assert lines() == [f"INFO {taken}"] and lines() == []
+    for _ in range(5):
+        load_cost.record_load("disk", 1100 * MB, 100.0)
+    refused = "prefill 7,000 tokens/s, disk 11.0 MB/s (2,750 tokens/s)"
+    assert lines() == [f"WARNING {refused}: hits in disk are computed (worth_it)"] and lines() == []
+    assert load_cost.refusal("disk") == f"computing is faster than reading from disk: {refused}"
+    for seconds in (1.0, 100.0, 1.0):
+        for _ in range(5):
+            load_cost.record_load("disk", 1100 * MB, seconds)
+        assert lines() == []
+    clock.advance(61)
+    assert lines() == []  # nothing has changed since
+    for _ in range(5):
+        load_cost.record_load("disk", 1100 * MB, 100.0)
+    assert len(lines()) == 1
 
 
 def test_a_slow_tier_is_tried_again_soon_and_later_if_it_stays_slow() -> None:

@@ -157,6 +157,20 @@ def test_a_connector_in_a_file_for_vllm_is_not_overridden(tmp_path: Path) -> Non
     assert printed("serve", "m", "--config", tmp_path / "none.yaml")[1] == ROUTE_A  # vLLM's to complain
 
 
+@pytest.mark.parametrize("flag", ["--kv-offloading-size", "--kv_offloading_size", "--kv-offloading-s"])
+def test_offloading_of_vllm_s_own_is_refused(flag: str, tmp_path: Path) -> None:
+    """vLLM would replace the connector by its own, and say nothing: on the line, and in a file."""
+    for given in ([flag, "4"], [f"{flag}=4"]):
+        assert "its own offloading" in refused("vllm", "--print", "serve", "m", *given)
+    file, key = tmp_path / "serve.yaml", flag[2:]
+    for text in (f"port: 8001\n{key}: 4\n", f"{{port: 8001, {key}: 4}}\n", f"'{key}' : 4\n"):
+        file.write_text(text)
+        for config in (["--config", file], [f"--config={file}"]):
+            assert f"has {key}" in refused("vllm", "--print", "serve", "m", *config)
+    file.write_text(f"port: 8001  # not {key}: 4\n# {key}: 4\nkv-offloading-backend: native\n")
+    assert printed("serve", "m", "--config", file)[1] == ROUTE_A
+
+
 def test_flags_that_look_alike_are_left_alone() -> None:
     flags = [
         "--kv-cache-dtype",

@@ -43,22 +43,36 @@ def options(model: Path, **others: Any) -> dict[str, Any]:
     } | others  # fmt: skip
 
 
-def connector(host: Path, disk: Path | None = None, **extra: Any) -> dict[str, Any]:
-    """The option of an engine that uses these tiers."""
-    tiers = {"host_path": str(host), "host_size": "128MiB", "chunk_tokens": CHUNK, "worth_it": False}
+# What engines of these tests have and users' engines do not, and why. `test_user_options.py` has an engine of each kind
+# without any of it.
+ONLY_IN_TESTS: dict[str, tuple[Any, str]] = {
+    "chunk_tokens": (CHUNK, "two blocks, so that hits end within a chunk, too"),
+    "worth_it": (False, "a tiny model computes as fast as it loads"),
+    "deadline_seconds": (20.0, "a busy machine must not turn an expected hit into a miss"),
+    "queue_chunks": (1024, "a busy machine must not drop what is expected on the disk"),
+}
+
+
+def user_connector(host: Path, disk: Path | None = None, **extra: Any) -> dict[str, Any]:
+    """The option of an engine that uses these tiers, as a user writes it."""
+    tiers: dict[str, Any] = {"host_path": str(host), "host_size": "128MiB"}
     if disk is not None:
         tiers |= {"disk_path": str(disk), "disk_size": "192MiB"}
-    # long deadlines: a busy machine must not turn an expected hit into a miss
-    tiers |= {"deadline_seconds": 20.0, "queue_chunks": 1024} | extra
     return {
         "kv_transfer_config": {
             "kv_connector": "PagodaConnector",
             "kv_connector_module_path": "pagoda.connectors.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": tiers,
+            "kv_connector_extra_config": tiers | extra,
         }
     }
+
+
+def connector(host: Path, disk: Path | None = None, **extra: Any) -> dict[str, Any]:
+    """Do the same, for tests in which a busy machine or a tiny model must change nothing."""
+    more = {name: value for name, (value, _) in ONLY_IN_TESTS.items()}
+    return user_connector(host, disk, **more | extra)
 
 
 class Engine:

@@ -259,7 +259,8 @@ def vllm_request(name: str, prompt: str, chunks: int, salt: str | None = None) -
     hashes = [hash for key in keys(prompt, FULL, chunks) for hash in (key[:31] + b"a", key[:-4])]
     return SimpleNamespace(
         request_id=name, block_hashes=hashes, all_token_ids=list(range(chunks * CHUNK)), cache_salt=salt,
-        lora_request=None, mm_features=[], prompt_embeds=None, session_id=None,
+        lora_request=None, mm_features=[], prompt_embeds=None, prompt_is_token_ids=None, session_id=None,
+        num_tokens=chunks * CHUNK, kv_transfer_params=None, skip_reading_prefix_cache=False,
     )  # fmt: skip
 
 

@@ -14,14 +14,17 @@ WINDOW = 96  # tokens; three blocks of the tests' engines
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 
 
-def make_gemma(directory: Path, seed: int = 0) -> Path:
-    """Write a random Gemma 3 with a word-level tokenizer; its weights are so large that texts differ."""
+def make_gemma(directory: Path, seed: int = 0, mlp: int = 256) -> Path:
+    """Write a random Gemma 3 with a word-level tokenizer; its weights are so large that texts differ.
+
+    `mlp`: as in `make_llama`.
+    """
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     torch.manual_seed(seed)
     config = Gemma3TextConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=len(KINDS),
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=mlp, num_hidden_layers=len(KINDS),
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=8192,
         initializer_range=0.3, sliding_window=WINDOW, layer_types=KINDS, query_pre_attn_scalar=64,
         bos_token_id=BOS, eos_token_id=EOS, pad_token_id=UNKNOWN, tie_word_embeddings=False,

@@ -44,8 +44,10 @@ def write_tokenizer(directory: Path) -> None:
     ).save_pretrained(directory)  # fmt: skip
 
 
-def make_llama(directory: Path, seed: int = 0, dtype: str = "float32") -> Path:
+def make_llama(directory: Path, seed: int = 0, dtype: str = "float32", mlp: int = 512) -> Path:
     """Write a random Llama with a word-level tokenizer; its weights are so large that texts differ.
+
+    `mlp`: how wide its feed-forward layers are, which decides how long a token takes, and changes no KV.
 
     In float32 a different order of summation (batches, chunked prefill, ranks) does not change a greedy choice.
     """
@@ -54,7 +56,7 @@ def make_llama(directory: Path, seed: int = 0, dtype: str = "float32") -> Path:
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=LAYERS,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=mlp, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
         max_position_embeddings=8192, initializer_range=0.2, bos_token_id=BOS, eos_token_id=EOS,
     )  # fmt: skip
@@ -83,4 +85,59 @@ def make_lora(directory: Path, seed: int) -> Path:
         "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
     }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+IMAGE, IMAGE_TOKENS, IMAGE_PIXELS = (
+    1000,
+    64,
+    112,
+)  # the token of an image in a prompt, what becomes of it, its width
+
+
+def make_llava(directory: Path, seed: int = 0) -> Path:
+    """Write a random LLaVA: a vision tower before a Llama of the size of `make_llama`."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from tokenizers import AddedToken
+    from transformers import (
+        CLIPImageProcessor,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+        PreTrainedTokenizerFast,
+    )
+
+    torch.manual_seed(seed)
+    patch = 14
+    text = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
+        max_position_embeddings=8192, initializer_range=0.2, bos_token_id=BOS, eos_token_id=EOS,
+    )  # fmt: skip
+    vision = CLIPVisionConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        image_size=IMAGE_PIXELS, patch_size=patch, projection_dim=64,
+    )  # fmt: skip
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE, image_seq_length=IMAGE_TOKENS,
+        vision_feature_layer=-1, vision_feature_select_strategy="default",
+    )  # fmt: skip
+    LlavaForConditionalGeneration(config).float().save_pretrained(directory)
+    file = directory / "model.safetensors"
+    tower = "vision_tower."  # vLLM knows the weights by their older names
+    tensors = {name.replace(tower, f"{tower}vision_model."): one for name, one in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    write_tokenizer(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer.add_tokens([AddedToken(f"t{IMAGE}", special=True, normalized=False)])
+    LlavaProcessor(
+        image_processor=CLIPImageProcessor(
+            size={"shortest_edge": IMAGE_PIXELS}, crop_size={"height": IMAGE_PIXELS, "width": IMAGE_PIXELS}
+        ),
+        tokenizer=tokenizer, patch_size=patch, vision_feature_select_strategy="default",
+        image_token=f"t{IMAGE}", num_additional_image_tokens=1,
+    ).save_pretrained(directory)  # fmt: skip
     return directory

@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.vllm import inside
 from tests.vllm.conftest import Plain
 from tests.vllm.engines import CHUNK, Engine, connector, loadable
@@ -40,6 +42,55 @@ def test_the_connector_is_known_by_its_name() -> None:
             getattr(import_module(module), function)()
     found = KVConnectorFactory.get_connector_class_by_name("PagodaConnector")
     assert found.__name__ == "PagodaConnector"
+
+
+def transfer_config(multi: bool = False, **more: Any) -> Any:
+    """A configuration that names PagodaConnector, itself or below a MultiConnector."""
+    from vllm.config import KVTransferConfig
+
+    ours: dict[str, Any] = {"kv_connector": "PagodaConnector", "kv_role": "kv_both"}
+    if multi:
+        below = {"connectors": [ours]}
+        ours = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": below}
+    return KVTransferConfig(**ours | more)
+
+
+@pytest.mark.parametrize("simple", ["0", "1"])
+@pytest.mark.parametrize("multi", [False, True])
+def test_vllm_does_not_replace_the_connector(
+    multi: bool, simple: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kv_offloading_size vLLM does so silently, wherever the size comes from: the plugin refuses it."""
+    from vllm.config import CacheConfig, VllmConfig
+
+    from pagoda.connectors.vllm import register
+
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", simple)
+    for _ in range(2):
+        register()
+    replaced = "SimpleCPUOffloadConnector" if simple == "1" else "OffloadingConnector"
+    with pytest.raises(ValueError, match=f"kv_offloading_size = 4.*would use {replaced} instead of Pagoda"):
+        VllmConfig(
+            cache_config=CacheConfig(kv_offloading_size=4.0), kv_transfer_config=transfer_config(multi)
+        )
+    VllmConfig(kv_transfer_config=transfer_config(multi))
+    theirs = VllmConfig(cache_config=CacheConfig(kv_offloading_size=4.0)).kv_transfer_config
+    assert theirs is not None and theirs.kv_connector == replaced  # without us it is vLLM's affair
+
+
+def test_vllm_does_not_replace_the_connector_where_the_plugin_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with VLLM_PLUGINS: then the configuration has the path of the module, in which vLLM looks for its class."""
+    from vllm.config import CacheConfig, VllmConfig
+
+    step = VllmConfig._post_init_kv_transfer_config
+    monkeypatch.setattr(VllmConfig, "_post_init_kv_transfer_config", getattr(step, "__wrapped__", step))
+    with pytest.raises(ValueError, match="would use OffloadingConnector instead of PagodaConnector"):
+        VllmConfig(
+            cache_config=CacheConfig(kv_offloading_size=4.0),
+            kv_transfer_config=transfer_config(kv_connector_module_path="pagoda.connectors.vllm"),
+        )
 
 
 def test_stats_of_a_connector_below_multi_connector_are_read() -> None:

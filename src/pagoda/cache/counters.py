@@ -54,10 +54,13 @@ class CacheCounters:
         """Count one request for that many tokens and its answer, and remember it among the last requests.
 
         `reason`: why it got no more. `miss_counted`: a tier has already counted the miss. `namespace`: the root, empty
-        if it is not known. `more`: further counters to add, such as those of the request's loads.
+        if it is not known. Of a request that may not read (`NOT_ASKED`) only the reason is counted, so that it is in no
+        rate. `more`: further counters to add, such as those of the request's loads.
         """
         hit_tokens = sum(by_tier.values())
         counts = {"lookups": 1, "asked_tokens": num_tokens, **more}
+        if reason is Reason.NOT_ASKED:
+            return self._count_unasked(num_tokens, namespace)
         if hit_tokens:
             counts["hits"], counts["hit_tokens"] = 1, hit_tokens
             if self._approximate:
@@ -72,6 +75,12 @@ class CacheCounters:
         else:
             ledger.count(counts)
             ledger.requests.append(counts, namespace, reason or "")
+        return None
+
+    def _count_unasked(self, num_tokens: int, namespace: bytes) -> None:
+        self.add({f"miss_{Reason.NOT_ASKED}": 1})
+        if (ledger := self._ledger) is not None:
+            ledger.requests.append({"asked_tokens": num_tokens}, namespace, Reason.NOT_ASKED)
 
     @staticmethod
     def load_counts(chunks: int, nbytes: int, seconds: Mapping[str, float]) -> dict[str, int]:

@@ -21,17 +21,24 @@ from zlib import crc32
 from pagoda.clock import Clock
 from pagoda.fork import reset_now_and_in_child
 from pagoda.ledger.columns import map_or_private
+from pagoda.metrics import guarded_logger
+
+log = guarded_logger("pagoda.cache")
 
 # the measurements of a tier that are needed: a single copy during which the process was paused proves nothing
 _FEWEST = 3
 # after a measurement the tier is tried, and measured, again; doubled while it stays slow
 _PROBE_NS = 1_000_000_000
 _LATEST_PROBE_NS = 60 * _PROBE_NS
+_VERDICT_NS = 60 * _PROBE_NS  # the shortest time between two log lines with the same verdict about one tier
 _SMALL_NS = 600 * _PROBE_NS  # after this time, a small prompt counts as a measurement of prefill, too
 _HOST = "host"
 _PROBE_CHUNKS = 4  # the fewest chunks that measure a tier again
 _LAST = 5  # the number of measurements that a row keeps
 _NAME_BYTES = 16
+# A part of each name. A release that measures what another one measured wrongly has another: it never reads those rows,
+# and they are replaced when they are the oldest.
+_VERSION = b"speeds 2"
 # name, number of measurements, time of the last (monotonic ns), slow ones in a row; the last rates and their amounts
 _ROW = Struct(f"<{_NAME_BYTES}sQqQ{_LAST}d{_LAST}d")
 _CHECKSUM = Struct("<I")
@@ -88,6 +95,9 @@ class LoadCost:
         self._speeds = speeds or SpeedTable()
         self._prefill = f"prefill {engine}"
         self.tiers = tiers
+        self._verdicts: dict[str, bool] = {}  # by tier: whether its hits are taken, when that was last asked
+        # by tier and verdict: when there was a log line (monotonic ns)
+        self._logged: dict[tuple[str, bool], int] = {}
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
@@ -138,14 +148,33 @@ class LoadCost:
         """Whether a chunk from `tier` is expected sooner than a computed one, or too little is known.
 
         A tier that is not measured in the background (host memory, or any tier of a cache without it) is tried again
-        later.
+        later. The first answer of which both speeds are known is logged, and so is each change of it.
         """
         if not self._enabled:
             return True
         speed = self._speeds.read(tier)
-        if speed.number < _FEWEST or speed.rate >= self._break_even():
+        if speed.number < _FEWEST or not (break_even := self._break_even()):
             return True
-        return (tier == _HOST or _HOST not in self.tiers) and self._is_due(speed)
+        is_faster = speed.rate >= break_even
+        if self._verdicts.get(tier) != is_faster:
+            self._verdicts[tier] = is_faster
+            self._log_verdict(tier, is_faster)
+        return is_faster or (self._is_tried_by_requests(tier) and self._is_due(speed))
+
+    def _is_tried_by_requests(self, tier: str) -> bool:
+        return tier == _HOST or _HOST not in self.tiers
+
+    def _log_verdict(self, tier: str, is_faster: bool) -> None:
+        """Log what was measured and what follows, unless a line said the same a moment ago."""
+        now = self._clock.monotonic_ns()
+        last = self._logged.get((tier, is_faster))
+        if last is not None and now - last < _VERDICT_NS:
+            return
+        self._logged[tier, is_faster] = now
+        if is_faster:
+            log.info("%s: hits in %s are taken", self._figures(tier), tier)
+        else:
+            log.warning("%s: hits in %s are computed (worth_it)", self._figures(tier), tier)
 
     def take_probe(self, tier: str) -> int:
         """Return how many chunks are to be loaded now from a tier that was too slow, to measure it again; 0: none.
@@ -153,9 +182,11 @@ class LoadCost:
         Only the first process that asks measures. It loads half as much as requests load: a disk with a rate limit, or
         with a cache, may be fast for less.
         """
+        if self.is_worth_loading(tier):
+            return 0
         with self._lock:
             speed = self._speeds.read(tier)
-            if self.is_worth_loading(tier) or not self._is_due(speed):
+            if not self._is_due(speed):
                 return 0
             speed.measured_ns = self._clock.monotonic_ns()
             self._speeds.write(tier, speed)
@@ -170,10 +201,15 @@ class LoadCost:
         """Return the bytes/s at which loading is as fast as computing; 0: not known."""
         return self._bytes_per_token * self._speeds.read(self._prefill).rate
 
-    @staticmethod
-    def refusal(tier: str) -> str:
-        """Return why nothing is loaded from a tier that is slower than computing."""
-        return f"computing is faster than reading from {tier}"
+    def refusal(self, tier: str) -> str:
+        """Return why nothing is loaded from a tier that is slower than computing: the two speeds."""
+        return f"computing is faster than reading from {tier}: {self._figures(tier)}"
+
+    def _figures(self, tier: str) -> str:
+        """Return both speeds as text. The speed of the tier is also in tokens, which is what is compared."""
+        prefill, rate = self._speeds.read(self._prefill).rate, self._speeds.read(tier).rate
+        tokens = rate / self._bytes_per_token
+        return f"prefill {prefill:,.0f} tokens/s, {tier} {_bytes_text(rate)}/s ({tokens:,.0f} tokens/s)"
 
     def rates(self) -> dict[str, float]:
         """Return the known rates: "<tier>_bytes_per_second" and "prefill_tokens_per_second"."""
@@ -209,7 +245,7 @@ class SpeedTable:
     """Rows in one mapped page. Without a source, or without space for the page, the table is private.
 
     A row is written with no lock between processes: if two write at the same moment, one measurement may be lost.
-    A row that is torn, or of another version, has a wrong checksum and counts as free.
+    A row that is torn has a wrong checksum and counts as free. Rows of another version have other names.
     """
 
     def __init__(self, source: Path | mmap.mmap | None = None) -> None:
@@ -223,7 +259,7 @@ class SpeedTable:
         known = self._known.get(name)
         if known is not None and self._page[known[0] : known[0] + _USED_BYTES] == known[1]:
             return known[2]
-        at = bytes(self._page).find(blake2b(name.encode(), digest_size=_NAME_BYTES).digest())
+        at = bytes(self._page).find(_row_name(name))
         if at % _ROW_BYTES or self._measured(at) < 0:
             return Speed()
         row = bytes(self._page[at : at + _USED_BYTES])
@@ -236,7 +272,7 @@ class SpeedTable:
 
     def write(self, name: str, speed: Speed) -> None:
         """Write the row of that name; if no row is free, replace the one that was measured longest ago."""
-        digest = blake2b(name.encode(), digest_size=_NAME_BYTES).digest()
+        digest = _row_name(name)
         at = bytes(self._page).find(digest)
         if at % _ROW_BYTES:
             at = min(range(0, SPEEDS_BYTES, _ROW_BYTES), key=self._measured)
@@ -252,6 +288,19 @@ class SpeedTable:
         row = bytes(self._page[at : at + _USED_BYTES])
         whole = crc32(row[: _ROW.size]) == _CHECKSUM.unpack_from(row, _ROW.size)[0]
         return int(_ROW.unpack_from(row)[2]) if whole else -1
+
+
+def _row_name(name: str) -> bytes:
+    """Return the bytes that a row of this version begins with."""
+    return blake2b(name.encode(), digest_size=_NAME_BYTES, person=_VERSION).digest()
+
+
+def _bytes_text(rate: float) -> str:
+    """Return a number of bytes as text, such as 1.1 GB (10^9 bytes)."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if rate >= unit:
+            return f"{rate / unit:.1f} {name}"
+    return f"{rate:.1f} B"
 
 
 def _median(rates: Sequence[float], amounts: Sequence[float]) -> float:

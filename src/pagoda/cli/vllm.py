@@ -30,7 +30,11 @@ PLUGINS, PLUGIN = "vllm.general_plugins", "pagoda"
 
 _COMMAND, _SERVER = "vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server"
 _MODULE = ("-P", "-m")  # like a script: no module is imported from the working directory
-_IN_FILE = re.compile(r"""^\s*["']?kv[-_]transfer[-_]config\b""", re.MULTILINE)
+_OFFLOADING = "--kv-offloading-size"
+# the shortest beginnings that name only these two
+_SHORTEST, _SHORTEST_OFFLOADING = len("--kv-t"), len("--kv-offloading-s")
+# a key in a YAML file for vLLM, in a block or in braces
+_KEY_IN_FILE = re.compile(r"""^[^#\n]*?(?<![\w-])["']?(kv[-_][\w-]+)["']?\s*:""", re.MULTILINE)
 
 app = typer.Typer(help="Start vLLM with PagodaKV as its KV connector.")
 
@@ -123,21 +127,39 @@ def _refuse(arguments: Sequence[str]) -> None:
     """Raise UsageError if vLLM's arguments conflict with the flag of this command."""
     for argument, following in zip_longest(arguments, arguments[1:]):
         # vLLM accepts --kv_transfer_config, --kv-transfer-config.key value and any unique beginning
-        name = argument.split("=")[0].split(".")[0].replace("_", "-")
-        if len(name) >= len("--kv-t") and FLAG.startswith(name):
+        flag, _, value = argument.partition("=")
+        name = flag.split(".")[0].replace("_", "-")
+        if _is_connector(name):
             raise UsageError(f"{FLAG} is set by this command: leave it out, or run vllm serve")
-        if name == "--kv-offloading-size":
+        if _is_offloading(name):
             raise UsageError(f"{name}: vLLM would use its own offloading instead; leave it out")
         engine_start.refuse_own_flag(name)
-        if argument == "--config" and following is not None and _names_connector(following):
-            raise UsageError(f"{following} has a {FLAG[2:]}: leave it out, or run vllm serve")
+        if flag == "--config" and (file := value or following) is not None:
+            _refuse_in_file(file)
 
 
-def _names_connector(file: str) -> bool:
+def _is_connector(name: str) -> bool:
+    """Whether this is the flag that names a connector, or a beginning of it."""
+    return len(name) >= _SHORTEST and FLAG.startswith(name)
+
+
+def _is_offloading(name: str) -> bool:
+    """Whether this is the flag with which vLLM replaces the connector by its own, or a beginning of it."""
+    return len(name) >= _SHORTEST_OFFLOADING and _OFFLOADING.startswith(name)
+
+
+def _refuse_in_file(file: str) -> None:
+    """Raise UsageError if a file of vLLM's options has one of those flags: vLLM takes beginnings there, too."""
     try:
-        return _IN_FILE.search(Path(file).read_text(encoding="utf-8")) is not None
+        text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return False  # vLLM says what is wrong with it
+        return  # vLLM says what is wrong with it
+    for key in _KEY_IN_FILE.findall(text):
+        name = "--" + key.replace("_", "-")
+        if _is_connector(name):
+            raise UsageError(f"{file} has a {FLAG[2:]}: leave it out, or run vllm serve")
+        if _is_offloading(name):
+            raise UsageError(f"{file} has {key}: vLLM would use its own offloading instead; leave it out")
 
 
 def _server_of_its_own() -> bool:

@@ -10,9 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+
+from pagoda.metrics import guarded_logger
 
 _MOST_WAITING = 16  # measurements not yet read; if there are more, the oldest is dropped
+# The watch may run for less time than the whole step, in which an engine also prepares its work. If the step took so
+# many times longer, the watch did not measure the forward pass.
+_MOST_SHORTER = 3.0
+
+log = guarded_logger("pagoda.connectors")
 
 
 class Stopwatch:
@@ -63,12 +70,21 @@ def watch_for(devices: Sequence[Any]) -> Callable[[], Stopwatch] | None:
     return None
 
 
+class _Waiting(NamedTuple):
+    """A measurement whose time is not known yet. `step_seconds`: see `PrefillTimes.add`."""
+
+    tokens: int
+    watch: Stopwatch
+    step_seconds: float
+
+
 class PrefillTimes:
     """Measures first forward passes; calls `observe(tokens, seconds)` for each when its time is known. Thread-safe."""
 
     def __init__(self, observe: Callable[[int, float], object]) -> None:
         self._observe = observe
-        self._waiting: deque[tuple[int, Stopwatch]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[_Waiting] = deque(maxlen=_MOST_WAITING)
+        self._doubted = False  # whether a measurement was refused
 
     @contextmanager
     def measured(self, model: Any, watch: Callable[[], Stopwatch] | None) -> Iterator[None]:
@@ -104,20 +120,38 @@ class PrefillTimes:
                 hook.remove()
             self.read()
 
-    def add(self, tokens: int, watch: Stopwatch) -> None:
-        """Stop a watch: in its time so many tokens are computed, perhaps by a device that is still running."""
+    def add(self, tokens: int, watch: Stopwatch, step_seconds: float = 0.0) -> None:
+        """Stop a watch: in its time so many tokens are computed, perhaps by a device that is still running.
+
+        `step_seconds`: how long the engine was busy with them by a clock that does not depend on where the watch
+        began, if that is known. A watch that ran for much less has missed the computing, and is not reported: a speed
+        that no engine has would make it compute what it could load.
+        """
         watch.stop()
-        self._waiting.append((tokens, watch))
+        self._waiting.append(_Waiting(tokens, watch, step_seconds))
 
     def read(self) -> None:
         """Report the times that are known by now; the others stay for the next call. Does not wait for a device."""
         for _ in range(len(self._waiting)):
             try:
-                tokens, watch = self._waiting.popleft()
+                waiting = self._waiting.popleft()
             except IndexError:  # another thread was faster
                 return
-            seconds = watch.seconds()
+            seconds = waiting.watch.seconds()
             if seconds is None:
-                self._waiting.append((tokens, watch))
+                self._waiting.append(waiting)
+            elif seconds * _MOST_SHORTER < waiting.step_seconds:
+                self._doubt(waiting, seconds)
             else:
-                self._observe(tokens, seconds)
+                self._observe(waiting.tokens, seconds)
+
+    def _doubt(self, waiting: _Waiting, seconds: float) -> None:
+        if not self._doubted:
+            self._doubted = True
+            log.warning(
+                "the speed of computing prompts is not believed (this is said once): %d tokens in %.6f s, but their "
+                "step took %.6f s; until it is known, every hit is taken",
+                waiting.tokens,
+                seconds,
+                waiting.step_seconds,
+            )

@@ -55,6 +55,8 @@ class TrackedRequest:
     found: LookupAnswer | None = None
     loads: bool = True  # False: loads are off, or a load or look-up has failed, so vLLM computes it
     saves: bool = True
+    asks: bool = True  # False: it may read nothing, so it is no lookup
+    most_named: int | None = None  # leading tokens that vLLM's block hashes name
     most_loaded: int | None = None  # tokens, beyond those that the engine has
     most_saved: int | None = None  # tokens, from the first on
     reason: Reason | None = None  # why there was no look-up

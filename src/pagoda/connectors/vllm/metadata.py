@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from pagoda.cache.writeback import ChunkRef
+from pagoda.connectors.vllm.prefill_steps import PromptStep
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
@@ -49,7 +50,8 @@ class PagodaMetadata(KVConnectorMetadata):
     saves: list[Save] = field(default_factory=list)
     idle: bool = False  # nothing is computed in this step
     loads_of_others: bool = False  # another connector loads within this step, and its end must be reported
-    prompt_tokens: int = 0  # tokens of prompts in this step, if its time shows the speed of computing prompts
+    # what this step shows of the speed of computing prompts
+    prompts: PromptStep = field(default_factory=PromptStep)
 
 
 class Later(NamedTuple):

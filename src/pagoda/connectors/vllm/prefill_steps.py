@@ -5,7 +5,8 @@ The scheduler's half counts the tokens of prompts in a step, a worker's half mea
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 from pagoda.cache import Cache
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, Stopwatch, watch_for
@@ -15,11 +16,22 @@ _FEW = 8  # if one request has at least so many tokens in a step, they are of it
 _MOST_OTHERS = 8
 
 
-def prompt_tokens_of(scheduler_output: Any) -> int:
-    """Return how many tokens of prompts a step computes; 0 if it also computes many tokens of answers."""
+class PromptStep(NamedTuple):
+    """What a step shows of the speed of computing prompts."""
+
+    tokens: int = 0  # of prompts; 0: the step's time does not show it
+    scheduled_at: float = 0.0  # by time.monotonic, which all processes of a machine share
+
+
+def prompt_step_of(scheduler_output: Any) -> PromptStep:
+    """Return how many tokens of prompts a step computes, and the present time; called when the step is scheduled.
+
+    A step with many tokens of answers does not count, nor one in which another connector loads.
+    """
     total: int = scheduler_output.total_num_scheduled_tokens
     prompts: int = sum(number for number in scheduler_output.num_scheduled_tokens.values() if number >= _FEW)
-    return prompts if prompts >= _MOST_OTHERS * (total - prompts) else 0
+    counts = prompts >= _MOST_OTHERS * (total - prompts) and not scheduler_output.has_sync_kv_loads
+    return PromptStep(prompts if counts else 0, time.monotonic())
 
 
 def computes_answers(scheduler_output: Any) -> bool:
@@ -37,16 +49,23 @@ class PrefillSteps:
         self._times = PrefillTimes(cache.observe_prefill)
         self._tokens = 0
         self._watch: Stopwatch | None = None  # for the present step, if it is measured
+        self._began = self._ended = 0.0  # the present step and the last one, by time.monotonic
 
-    def begin(self, prompt_tokens: int) -> None:
-        """Note that a step begins that computes so many tokens of prompts."""
-        self._tokens, self._watch = prompt_tokens, None
-        if self._watch_for_step is not None and prompt_tokens >= self._fewest:
+    def begin(self, step: PromptStep) -> None:
+        """Begin to measure a step. Called before its forward pass, so from `bind_connector_metadata`.
+
+        vLLM calls `start_load_kv` after the forward pass of most steps.
+        """
+        self._tokens, self._watch = step.tokens, None
+        # with asynchronous scheduling a step is scheduled while the last one runs
+        self._began = max(step.scheduled_at, self._ended)
+        if self._watch_for_step is not None and step.tokens >= self._fewest:
             self._watch = self._watch_for_step()
 
     def end(self) -> None:
         """Note that the step's work was launched; report the steps that the device has ended by now."""
+        self._ended = time.monotonic()
         if self._watch is not None:
-            self._times.add(self._tokens, self._watch)
+            self._times.add(self._tokens, self._watch, self._ended - self._began)
             self._watch = None
         self._times.read()

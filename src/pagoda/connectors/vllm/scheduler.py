@@ -21,7 +21,8 @@ from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.lookups import LONGEST_SECONDS, LookupThreads, TrackedRequest
 from pagoda.connectors.vllm.metadata import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
 from pagoda.connectors.vllm.options import ConnectorOptions
-from pagoda.connectors.vllm.prefill_steps import computes_answers, prompt_tokens_of
+from pagoda.connectors.vllm.prefill_steps import computes_answers, prompt_step_of
+from pagoda.connectors.vllm.request_limits import is_of_embeddings, named_tokens, reads_nothing
 from pagoda.connectors.vllm.shared_caches import agreed, let_go, opened
 from pagoda.kv_events.notes import BlockFacts, NoteMaker
 from pagoda.kv_events.stored_events import StoredEvents
@@ -130,6 +131,8 @@ class PagodaScheduler:
             request,
             loads=self._loads_any,
             saves=self._saves_any,
+            asks=self._loads_any and not reads_nothing(request),
+            most_named=named_tokens(request),
             most_loaded=self._limit(request, "max_load_tokens"),
             most_saved=self._limit(request, "max_offload_tokens"),
             asked_at=time.monotonic(),
@@ -158,6 +161,8 @@ class PagodaScheduler:
         if self._cache is None:
             return None, False
         tracked.local_tokens = local_tokens
+        if local_tokens and is_of_embeddings(request):
+            tracked.saves = False
         whole = request.num_tokens // self._chunk_tokens * self._chunk_tokens
         if not tracked.loads or request.skip_reading_prefix_cache:
             return self._without_load(tracked, whole)
@@ -166,6 +171,8 @@ class PagodaScheduler:
         dropped = self._block_tokens if self._drops_last_block else 0  # as in vLLM's own prefix cache
         if tracked.most_loaded is not None:
             most = min(most, (local_tokens + tracked.most_loaded) // self._block_tokens * self._block_tokens)
+        if tracked.most_named is not None:
+            most = min(most, tracked.most_named // self._block_tokens * self._block_tokens)
         least = max(1, self._options.config.min_hit_tokens)
         if min(most, whole) - dropped - local_tokens < least:  # too short, even if all of it is in the tiers
             tracked.reason = None if whole else Reason.SHORT_PROMPT
@@ -245,14 +252,17 @@ class PagodaScheduler:
         return make if shared is None else lambda chunk: make(chunk) if (chunk + 1) * size <= shared else None
 
     def _count(self, tracked: TrackedRequest, tokens: int) -> None:
-        """Count a request once: its requested tokens, and the tokens from each tier."""
+        """Count a request once: the tokens that it may read and asks for, and the tokens from each tier."""
         if tracked.counted:
             return
         tracked.counted = True
-        asked = tracked.request.num_tokens - tracked.local_tokens
-        by_tier = _by_tier(tracked, tokens)
         found = tracked.found
+        asked = _asked_tokens(tracked)
         reason, root = (tracked.reason, b"") if found is None else (found.hit.reason, found.root)
+        if not asked:
+            self._slots.count_request(tracked.request.num_tokens, {}, Reason.NOT_ASKED, root)
+            return
+        by_tier = _by_tier(tracked, tokens)
         self._slots.count_request(asked, by_tier, reason, root)
         self.stats.count("lookups", 1)
         self.stats.count("asked_tokens", asked)
@@ -334,7 +344,7 @@ class PagodaScheduler:
                 tracked.saves = False
                 why = f"{type(trouble).__name__}: {trouble}"
                 self._lines.warn(log, Reason.IO_ERROR, f"a request is no longer saved: {why}")
-        meta.prompt_tokens = prompt_tokens_of(output)
+        meta.prompts = prompt_step_of(output)
         return meta
 
     def _save(self, tracked: TrackedRequest, scheduled: int, output: Any, meta: PagodaMetadata) -> None:
@@ -367,8 +377,9 @@ class PagodaScheduler:
         """Return how many of the first `tokens` tokens of a request are to be saved."""
         if not self._options.store_output:
             tokens = min(tokens, tracked.request.num_prompt_tokens)
-        if tracked.most_saved is not None:
-            tokens = min(tokens, tracked.most_saved)
+        for most in (tracked.most_saved, tracked.most_named):
+            if most is not None:
+                tokens = min(tokens, most)
         return tokens
 
     def _reserved(self, tracked: TrackedRequest, first: int, done: int) -> list[ChunkRef]:
@@ -446,6 +457,19 @@ class PagodaScheduler:
                 cache.before_closing(events.keep_notes)
             self._lookups.close()
             let_go(cache)
+
+
+def _asked_tokens(tracked: TrackedRequest) -> int:
+    """Return how many tokens beyond those in the engine's own cache a request may read; 0: it is no lookup."""
+    if not tracked.asks:
+        return 0
+    local = tracked.local_tokens
+    asked: int = tracked.request.num_tokens - local
+    if tracked.most_loaded is not None:
+        asked = min(asked, tracked.most_loaded)
+    if tracked.most_named is not None:
+        asked = min(asked, tracked.most_named - local)
+    return max(0, asked)
 
 
 def _by_tier(tracked: TrackedRequest, tokens: int) -> dict[str, int]:

@@ -122,8 +122,8 @@ class PagodaWorker:
         self._step, self._ended = meta.number, False
         if meta.loads_of_others:
             self._report.ended = meta.number  # sent at the step's end, with the blocks that failed
-        if self._prefills is not None:  # a step with other loads does not show the speed of computing
-            self._prefills.begin(0 if meta.loads_of_others else meta.prompt_tokens)
+        if self._prefills is not None:
+            self._prefills.begin(meta.prompts)
         self._handled = sys.exc_info()[1]
 
     def load(self, meta: PagodaMetadata) -> None:

@@ -9,6 +9,7 @@ const REASONS = {
   busy: "another call was storing or loading it", failed_check: "damaged bytes, not served", below_minimum: "fewer than min_hit_tokens",
   not_worth_it: "computing is faster than loading", ledger_busy: "the ledger's lock was not free in time",
   deadline: "a tier did not answer in time", io_error: "the system or a server reported an error", short_prompt: "no whole chunk", not_cacheable: "the request has what no key contains",
+  not_asked: "requests that may not read, in no rate",
   tier_skipped: "a tier failed repeatedly and is skipped", full: "no slot may be evicted", not_admitted: "less useful than the chunk it would replace",
   queue_full: "the tier is slower than the stores", too_large: "does not fit a slot", stale: "evicted before it was written",
   superseded: "another call stored it first", closed: "the cache was closed", pin_limit: "a quarter is pinned already",

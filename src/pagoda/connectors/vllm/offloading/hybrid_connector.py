@@ -20,7 +20,7 @@ from pagoda.connectors.vllm.event_publisher import EventOutlet, outlet_of
 from pagoda.connectors.vllm.identity.media_names import MediaNames, hashes_media
 from pagoda.connectors.vllm.join_vllm_log import join_vllm_log
 from pagoda.connectors.vllm.options import EXTRA, chunk_options
-from pagoda.connectors.vllm.prefill_steps import prompt_tokens_of
+from pagoda.connectors.vllm.prefill_steps import prompt_step_of
 from pagoda.connectors.vllm.supported_engines import check_engine, has_states, log_choices
 from pagoda.kv_events.notes import BlockFacts, Groups
 
@@ -72,11 +72,11 @@ class PagodaHybridConnector(OffloadingConnector):
         assert self.connector_worker is not None
         return self.connector_worker
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the step's loads, and the measurement of the step."""
-        super().start_load_kv(forward_context, **kwargs)
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Take the step's work, and begin to measure the step."""
+        super().bind_connector_metadata(connector_metadata)
         if (copies := self.worker.worker) is not None and copies.prefills is not None:
-            copies.prefills.begin(self._get_connector_metadata().prompt_tokens)
+            copies.prefills.begin(connector_metadata.prompts)
 
     def wait_for_save(self) -> None:
         """End the measurement, then do the same as vLLM."""
@@ -127,6 +127,8 @@ class PagodaHybridConnector(OffloadingConnector):
             self._unheard.add(name)
         if name in self._unheard:
             return None, False
+        if num_computed_tokens:
+            self._manager.found_in_engine(request)
         tokens, beside = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return tokens, beside
 
@@ -136,7 +138,7 @@ class PagodaHybridConnector(OffloadingConnector):
         for name in scheduler_output.finished_req_ids or ():
             self._preemptions.pop(name, None)
         meta = super().build_connector_meta(self._within_limits(scheduler_output))
-        meta.prompt_tokens = prompt_tokens_of(scheduler_output)  # for `start_load_kv`
+        meta.prompts = prompt_step_of(scheduler_output)  # for `bind_connector_metadata`
         return meta
 
     def _within_limits(self, scheduler_output: Any) -> Any:

@@ -31,6 +31,7 @@ from pagoda.connectors.vllm.identity.media_names import MediaNames
 from pagoda.connectors.vllm.offloading.chunk_finder import ChunkState, Group
 from pagoda.connectors.vllm.offloading.lookup_table import LookupTable
 from pagoda.connectors.vllm.offloading.messages import Placed, SlotsSpec
+from pagoda.connectors.vllm.request_limits import is_of_embeddings, named_tokens, reads_nothing
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.keys import derive_keys
 from pagoda.kv_events.notes import ChunkNote, Groups
@@ -67,6 +68,9 @@ class _Request:
     stamp: int | None = None
     loads: bool = True  # False: a load has failed, so vLLM computes it
     stores: bool = True  # False: the weights that computed its parts are unknown
+    # True: part of it is in the engine's own cache under hashes that may name other KV, so nothing of it is stored
+    is_doubtful: bool = False
+    most_named: int | None = None  # leading tokens that vLLM's block hashes name; None: all
     ended: bool = False  # vLLM stores its last chunks with its next step
     # group -> the number of chunks up to the last found or reserved one
     kept: dict[int, int] = field(default_factory=dict)
@@ -114,6 +118,8 @@ class PagodaOffloadingManager(OffloadingManager):
         if request is None or not (request.loads and request.stores):
             return LookupResult.MISS
         if not allowed.allows(Medium.CPU, Locality.LOCAL):
+            return LookupResult.MISS
+        if not self._is_named(request, key, req_context):
             return LookupResult.MISS
         group, position = self._place(key, req_context)
         lower = allowed.allows(Medium.STORAGE, Locality.LOCAL)
@@ -165,7 +171,8 @@ class PagodaOffloadingManager(OffloadingManager):
         spec = self._spec(req_context.req_id)
         taken: list[bytes] = []
         request = self._requests.setdefault(req_context.req_id, _Request())
-        names = [bytes(key) for key in keys] if request.stores and not self._closed else []
+        keeps = request.stores and not request.is_doubtful and not self._closed
+        names = [bytes(key) for key in keys if keeps and self._is_named(request, key, req_context)]
         if self._stuck:
             self._refused += len(names)
             names = []
@@ -258,7 +265,16 @@ class PagodaOffloadingManager(OffloadingManager):
 
     def request_arrived(self, request: Any) -> None:
         """Take vLLM's request, after `on_new_request`."""
-        self._requests.setdefault(request.request_id, _Request()).source = request
+        known = self._requests.setdefault(request.request_id, _Request())
+        known.source = request
+        known.most_named = named_tokens(request)
+        if reads_nothing(request):  # vLLM will not ask for any of it
+            self._slots.count_request(request.num_tokens, {}, Reason.NOT_ASKED, self._questions.root)
+
+    def found_in_engine(self, request: Any) -> None:
+        """Note that the engine's own cache has the first tokens of a request."""
+        if is_of_embeddings(request) and (known := self._requests.get(request.request_id)) is not None:
+            known.is_doubtful = True
 
     def on_request_finished(self, req_context: Any) -> None:
         """Release chunks that only this request waited for."""
@@ -308,7 +324,7 @@ class PagodaOffloadingManager(OffloadingManager):
         """Use the chunks of other weights from now on; see EngineWeights."""
         for name, request in self._requests.items():
             if fresh and not request.ended:  # it has no KV
-                self._requests[name] = _Request(request.source)
+                self._requests[name] = _Request(request.source, most_named=request.most_named)
             else:
                 request.stores = False
         self._questions.take_version(version)
@@ -388,6 +404,12 @@ class PagodaOffloadingManager(OffloadingManager):
         group = self._numbers[int.from_bytes(key[-4:], "big")]
         end = context.get_offload_key_position(key) or 0
         return group, max(0, -(-end // self._groups[group].chunk_tokens) - 1)
+
+    @staticmethod
+    def _is_named(request: _Request, key: bytes, context: Any) -> bool:
+        """Whether vLLM's key names the KV of a chunk."""
+        end = context.get_offload_key_position(key) or 0
+        return request.most_named is None or end <= request.most_named
 
     def _digests(self, request: _Request, group: int, first: int, names: Sequence[bytes]) -> list[bytes]:
         """Return the digests for the keys of consecutive chunks: vLLM's names, if all engines know them."""
