@@ -113,23 +113,24 @@ class Session:
         try:
             if self.lost:
                 self.require_store()
-            transaction, result = gate.run(partial(step, work), deadline_seconds, exclusive=True)
+            result = gate.run(partial(step, work), deadline_seconds, exclusive=True)
         except Exception as error:
             self._raise_unavailable("changed", error, gate)
             raise
-        self.count(transaction.counts)
         if self.page_guards is not None:
             self.page_guards.clear_ended()
         return result
 
-    def _transact(self, work: Callable[[Transaction], T]) -> tuple[Transaction, T]:
-        """Run deferred work, then `work`; commit and publish. Called inside the gate, held exclusively."""
+    def _transact(self, work: Callable[[Transaction], T]) -> T:
+        """Run deferred work, then `work`; commit, publish and count. Called inside the gate, held exclusively."""
         tables = self._open()
         transaction: Transaction | None = None
         begun: list[Callable[[Transaction], object]] = []
         try:
             with tables.begin(write=True) as txn:
-                transaction = Transaction(txn, tables, self.member, self._alive, self.clock.monotonic_ns())
+                now = self.clock.monotonic_ns()
+                chunk_bytes = self.store.state.chunk_bytes
+                transaction = Transaction(txn, tables, self.member, self._alive, now, chunk_bytes)
                 while self._deferred:
                     begun.append(self._deferred[0])
                     self._deferred.popleft()
@@ -137,7 +138,7 @@ class Session:
                 result = work(transaction)
                 transaction.save()
             transaction.committed = True
-            transaction.publish(self.columns, self.stamp(transaction.now))
+            self._publish_and_count(transaction)
         except BaseException as error:
             try:
                 self._publish_or_undo(tables, transaction, begun)
@@ -149,7 +150,12 @@ class Session:
             ):
                 self._shut()  # LMDB refuses to continue after a failed write: the next call opens it again
             raise
-        return transaction, result
+        return result
+
+    def _publish_and_count(self, transaction: Transaction) -> None:
+        """Publish and count what was committed. It may be repeated after an exception."""
+        transaction.publish(self.columns, self.stamp(transaction.now))
+        self.count(transaction.take_counts())
 
     def _publish_or_undo(
         self, tables: Tables, transaction: Transaction | None, begun: list[Callable[[Transaction], object]]
@@ -157,7 +163,7 @@ class Session:
         """Handle an exception at any point of a transaction: publish what was committed, else undo everything."""
         if transaction is not None and self._committed(tables, transaction):
             transaction.committed = True
-            transaction.publish(self.columns, self.stamp(transaction.now))
+            self._publish_and_count(transaction)
             return
         while begun:  # put deferred work back, each item once
             if not (self._deferred and self._deferred[0] is begun[-1]):
@@ -171,7 +177,7 @@ class Session:
             transaction.committed or tables.env.info()["last_txnid"] == transaction.id
         )
 
-    def _free(self, work: Callable[[Transaction], T]) -> tuple[Transaction, T]:
+    def _free(self, work: Callable[[Transaction], T]) -> T:
         """Run one transaction that frees slots; if the map is full, it may use the spare part."""
         with contextlib.suppress(lmdb.MapFullError):
             return self._transact(work)
