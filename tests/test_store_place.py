@@ -9,7 +9,7 @@ import pytest
 
 from pagoda import store_place
 from pagoda.errors import NoRoomError, StoreError
-from pagoda.file_space import allocate, data_ranges
+from pagoda.file_space import allocate
 from pagoda.store_place import free_bytes, require_free, require_local, require_own, require_place
 
 MIB = 1 << 20
@@ -82,17 +82,6 @@ def test_an_allocated_file_has_its_blocks(shm_root: Path) -> None:
     assert status.st_size == 5 * 4096 <= status.st_blocks * 512 and status.st_mode & 0o777 == 0o600
     with pytest.raises(NoRoomError, match="smaller size"):
         allocate(shm_root / "file", 1 << 60)
-
-
-def test_ranges_with_data_end_where_they_are_asked_to_end(tmp_path: Path) -> None:
-    with (tmp_path / "file").open("w+b") as file:
-        file.truncate(1 << 20)
-        file.seek(256 << 10)
-        file.write(bytes([1]) * (256 << 10))
-        found = data_ranges(file.fileno(), 0, 384 << 10)  # the data goes on behind that
-        assert found == [(256 << 10, 384 << 10)]
-        assert data_ranges(file.fileno(), 0, 1 << 20) == [(256 << 10, 512 << 10)]
-        assert data_ranges(file.fileno(), 600 << 10, 1 << 20) == []
 
 
 def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
