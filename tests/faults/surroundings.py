@@ -46,6 +46,7 @@ Kind = Literal["host", "disk"]
 Harm = Literal["untouched", "removed", "older", "cut", "of another boot"]
 
 KINDS: tuple[Kind, ...] = ("host", "disk")
+POLICIES = ("lru", "hindsight")
 HARMS: tuple[Harm, ...] = ("removed", "older", "cut", "of another boot")
 # What only people read, or only helps: an engine that lost one of them serves all the same.
 GUARD_NOTHING = ("counters", "limit", "namespaces", "prompts", "requests", "speeds")
@@ -60,6 +61,7 @@ KEPT = range(4)  # those that are stored after the last clear
 RACED = range(100, 112)
 ANSWER_SECONDS = 240.0  # for one step of an engine, on a machine that may be busy: then it hangs
 NOTICE_SECONDS = (2.0, 15.0)  # for a process to notice a replaced file; the longer one is the second try
+CUT_BYTES = 12288  # what is left of a longer file: the first pages of the tables, and no more
 MAGIC = 0x50414741
 
 # what an engine says about one chunk: "wrong", or the weights and the number of clears that its bytes name
@@ -78,6 +80,7 @@ class Case:
     harm: Harm
     running: bool
     races_first: bool = False  # two engines store at once right after the harm, and not only later
+    policy: str = "lru"  # which admits every chunk; another one for the files that only it has
 
     def __str__(self) -> str:
         state = "running" if self.running else "stopped"
@@ -168,8 +171,8 @@ class _Lines(logging.Handler):
 class _Engine:
     """The process of an engine: it does what its case tells it."""
 
-    def __init__(self, kind: Kind, root: Path, other_boot: bool) -> None:
-        self._kind, self._root = kind, root
+    def __init__(self, kind: Kind, policy: str, root: Path, other_boot: bool) -> None:
+        self._kind, self._policy, self._root = kind, policy, root
         self._clock = _OtherBoot() if other_boot else Clock()
         self._cache: Cache | None = None
         self._log = _Lines()
@@ -199,7 +202,7 @@ class _Engine:
             size = SLOTS * (LAYOUT.slot_bytes + 4096)
             options = {"host_size": 0, "disk_size": size, "disk_path": str(self._root)}
         config = Config(
-            chunk_tokens=CHUNK_TOKENS, worth_it=False, policy="lru", deadline_seconds=30.0,
+            chunk_tokens=CHUNK_TOKENS, worth_it=False, policy=self._policy, deadline_seconds=30.0,
             **options,  # type: ignore[arg-type]
         )  # fmt: skip
         self._cache = Cache(config, namespace=Namespace("m"), layout=LAYOUT, clock=self._clock)
@@ -272,8 +275,8 @@ class _Engine:
             self._cache = None
 
 
-def _be_engine(pipe: Connection, kind: Kind, root: Path, other_boot: bool) -> None:
-    _Engine(kind, root, other_boot).serve(pipe)
+def _be_engine(pipe: Connection, kind: Kind, policy: str, root: Path, other_boot: bool) -> None:
+    _Engine(kind, policy, root, other_boot).serve(pipe)
 
 
 class Engine:
@@ -281,10 +284,12 @@ class Engine:
 
     _FORKS = multiprocessing.get_context("fork")
 
-    def __init__(self, result: Result, kind: Kind, root: Path, other_boot: bool = False) -> None:
+    def __init__(self, result: Result, case: Case, root: Path, other_boot: bool = False) -> None:
         self._result = result
         self._pipe, theirs = self._FORKS.Pipe()
-        self._process = self._FORKS.Process(target=_be_engine, args=(theirs, kind, root, other_boot))
+        self._process = self._FORKS.Process(
+            target=_be_engine, args=(theirs, case.kind, case.policy, root, other_boot)
+        )
         self._process.start()
         theirs.close()
 
@@ -388,7 +393,7 @@ class Run:
             stored = cast("int", last.do("store", KEPT, self.weights, self.clears))
             said, _ = last.read(KEPT)
             self._judge("at the end", said)
-            if min(stored, len(said)) < 0.95 * len(KEPT) * CHUNKS:
+            if self._admits_all and min(stored, len(said)) < 0.95 * len(KEPT) * CHUNKS:
                 self._violated("useless", f"{stored} chunks stored and {len(said)} served at the end")
             last.do("close")
         told = self.result.log or self.result.refusals or set(self.result.reasons) - {str(Reason.ABSENT)}
@@ -396,7 +401,11 @@ class Run:
             self._violated("silent", "chunks were lost, with no line in the log and no reason but `absent`")
 
     def _engine(self, other_boot: bool = False) -> Engine:
-        return Engine(self.result, self.case.kind, self.root, other_boot)
+        return Engine(self.result, self.case, self.root, other_boot)
+
+    @property
+    def _admits_all(self) -> bool:
+        return self.case.policy == "lru"
 
     def _prepare(self, engine: Engine) -> None:
         """Leave chunks of earlier weights, cleared ones, and those that are right."""
@@ -415,7 +424,7 @@ class Run:
         said, _ = engine.read(KEPT)
         self._judge("before the harm", said)
         self.result.kept = len(said)
-        if len(said) < len(KEPT) * CHUNKS:
+        if self._admits_all and len(said) < len(KEPT) * CHUNKS:
             self._violated("useless", f"{len(said)} chunks before the harm")
 
     def _beside(self, engine: Engine) -> None:
@@ -538,15 +547,15 @@ class Run:
         if self.case.harm == "removed":
             path.unlink()
         elif self.case.harm == "cut":
-            os.truncate(path, path.stat().st_size // 2)
+            os.truncate(path, min(path.stat().st_size // 2, CUT_BYTES))
         elif copy.exists():  # else there was no such file at that time
             shutil.copy2(copy, path.with_name(".put-back"))
             os.replace(path.with_name(".put-back"), path)
 
 
-def files_of(kind: Kind, directory: Path) -> list[str]:
-    """Return the files of a store and of its root, as an engine that is stopped leaves them."""
-    run = Run(Case(kind, "none", "untouched", False), directory, 0.0)
+def files_of(kind: Kind, policy: str, directory: Path) -> list[str]:
+    """Return the files of a store and of its root, as an engine has them while it runs and leaves them."""
+    run = Run(Case(kind, "none", "untouched", False, policy=policy), directory, 0.0)
     with run._engine() as engine:
         run._prepare(engine)
         found = {path for path in run.root.rglob("*") if path.is_file()}
@@ -564,15 +573,19 @@ def files_of(kind: Kind, directory: Path) -> list[str]:
 def cases_of(kind: Kind, directory: Path) -> list[Case]:
     """Return all cases of a kind of tier; the directory is used and removed."""
     found: list[Case] = []
+    policies: dict[str, str] = {}
+    for policy in POLICIES:
+        for file in files_of(kind, policy, directory):
+            policies.setdefault(file, policy)
     for running in (False, True):
         found.append(Case(kind, "none", "untouched", running))
-        for file in files_of(kind, directory):
+        for file, policy in sorted(policies.items()):
             for harm in HARMS:
-                found.append(Case(kind, file, harm, running))
+                found.append(Case(kind, file, harm, running, policy=policy))
                 if (
                     running
                 ):  # in one case the race evicts what later checks look for, in the other one it comes late
-                    found.append(Case(kind, file, harm, running, races_first=True))
+                    found.append(Case(kind, file, harm, running, races_first=True, policy=policy))
     return found
 
 
