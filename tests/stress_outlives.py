@@ -4,7 +4,8 @@ Run as a program it is one process of the run: it opens caches of two layouts ov
 sizes that change each time, for many tenants, and drops some of them in reference cycles. Meanwhile a signal handler
 raises in the middle of calls, one thread start in a hundred fails, `locks` is opened and closed, directories are
 removed and created again while others use them, and the process forks. The parent kills some of these processes and
-fills the disk. All of it happens after a number of operations, not after a time.
+fills the disk. The surroundings change as well (`stress_surroundings`). All of it happens after a number of operations,
+not after a time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +45,7 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, admin
 from pagoda.transfer import BlockKV
 from tests.interrupts import Interrupted, release_logging
+from tests.stress_surroundings import Identities, Mounts, SpoiledFiles, WallClock
 
 CHUNK = 16
 LAYOUTS = [KVLayout.opaque(CHUNK, 8192, "one"), KVLayout.opaque(CHUNK, 12288, "two")]
@@ -55,7 +58,8 @@ CHILD_SECONDS = 60  # for the few operations of a forked child
 SILENT_SECONDS = 240.0  # without a report: a hang
 LEASED_SECONDS = 90.0  # leases of dead processes last a minute at most
 DISK_BYTES = 32 << 20
-COUNTS = ("operations", "stored", "served", "wrong", "interrupted", "refused", "forks", "removed")
+MOUNTED = 0.03  # after this share of the reports a mount changes
+COUNTS = ("operations", "stored", "served", "wrong", "interrupted", "refused", "forks", "removed", "spoiled")
 FAILURES = ("wrong", "hangs", "leaks", "dead")
 
 
@@ -103,13 +107,18 @@ class Worker:
         self.counts = Counter[str]()
         self.children: list[tuple[int, int]] = []
         self.armed = False
+        self.files = SpoiledFiles(root, self.places.host, self.places.disk, self.random)
+        self.clock = WallClock(self.random)
 
     def run(self, operations: int) -> None:
         """Open caches and use them until the given number of operations is done."""
         self.arm()
+        self.clock.install()
         while self.counts["operations"] < operations:
             if self.random.random() < 0.2:
                 self.remove()
+            if self.random.random() < 0.2:
+                self.clock.set()
             layout = self.random.choice(LAYOUTS)
             sizes = self.random.choice(HOST_SLOTS), self.random.choice(DISK_SLOTS)
             try:
@@ -152,6 +161,9 @@ class Worker:
         """Do one operation, interrupted one time in five."""
         if self.random.random() < 0.05:
             self.touch_locks()
+        if self.random.random() < 0.02 and (how := self.files.spoil()):
+            self.did("spoiled")
+            self.counts[f"files: {how}"] += 1
         if self.random.random() < 0.01:
             self.fork(cache, layout)
         try:
@@ -171,6 +183,10 @@ class Worker:
     def use(self, cache: Cache, layout: KVLayout) -> None:
         """Store or retrieve a prompt of a random tenant."""
         salt = f"tenant {self.random.randrange(TENANTS if self.random.random() < 0.2 else 3)}"
+        if self.random.random() < 0.005:
+            cache.clear(salt=salt)
+            self.counts["clears"] += 1
+            return
         tokens = np.random.default_rng(self.random.randrange(12)).integers(
             0, 50_000, 4 * CHUNK, dtype=np.int32
         )
@@ -309,13 +325,16 @@ def main(root: str, seed: str, operations: str) -> None:
 class Running:
     """A process of the run, and the thread that reads its reports."""
 
-    def __init__(self, root: Path, seed: int, operations: int, heard: queue.SimpleQueue[Running]) -> None:
+    def __init__(
+        self, root: Path, seed: int, operations: int, heard: queue.SimpleQueue[Running], before: Sequence[str]
+    ) -> None:
+        """`before`: the words before the command."""
         self.operations, self.counts, self.leaks = operations, Counter[str](), None
         self.heard_at = time.monotonic()
         self.log = root / f"{seed}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", __file__, str(root), str(seed), str(operations)],
+                [*before, sys.executable, "-X", "faulthandler", __file__, str(root), str(seed), str(operations)],
                 stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
                 env={**os.environ, "XDG_STATE_HOME": str(root / "registers")},
             )  # fmt: skip
@@ -350,6 +369,9 @@ class Run:
         self.heard: queue.SimpleQueue[Running] = queue.SimpleQueue()
         self.running: list[Running] = []
         self.groups: list[int] = []
+        places = self.places
+        self.mounts = Mounts(root, places.host, places.disk, places.small, self.random)
+        self.identities = Identities(root, self.random)
 
     def go(self, operations: int, workers: int, killed: float) -> Outcome:
         """Run operations in parallel processes; after a share `killed` of the reports the process is killed."""
@@ -359,11 +381,14 @@ class Run:
                 self.start(-(-operations // workers))
             while self.running and self.hear(killed):
                 pass
+            self.mounts.end()
             self.end()
             self.judge()
         finally:
             for group in self.groups:
                 _kill_group(group)
+            self.mounts.end()
+            self.outcome.counts.update(self.mounts.counts)
             if mounted:
                 subprocess.run(["umount", "-l", str(self.places.small)], check=False)
         return self.outcome
@@ -382,7 +407,9 @@ class Run:
 
     def start(self, operations: int) -> None:
         self.seed += 1
-        one = Running(self.places.root, self.seed, operations, self.heard)
+        name, words = self.identities.choose()
+        self.outcome.counts[name or "the machine as it is"] += 1
+        one = Running(self.places.root, self.seed, operations, self.heard, words)
         self.running.append(one)
         self.groups.append(one.process.pid)
 
@@ -407,17 +434,24 @@ class Run:
             self.start(one.operations - one.counts["operations"])
         if not self.outcome.full_disk:
             self.fill()
+        if self.random.random() < MOUNTED:
+            self.mounts.change()
         return time.monotonic() < self.until
 
     def fill(self) -> None:
         """Fill the disk, or free it again."""
         filler = self.places.small / "filler"
+        with contextlib.suppress(OSError):  # it is read-only now
+            self.fill_with(filler)
+
+    def fill_with(self, filler: Path) -> None:
+        """Write a file until the disk is full, or remove it."""
         if filler.exists():
             if self.random.random() < 0.4:
                 filler.unlink()
         elif self.random.random() < 0.1:
-            self.outcome.counts["full disks"] += 1
             with filler.open("wb", buffering=0) as file:
+                self.outcome.counts["full disks"] += 1
                 for piece in (1 << 20, 4096):
                     try:
                         while file.write(bytes(piece)) == piece:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -54,6 +55,25 @@ def test_work_that_was_refused_never_runs() -> None:
             pool.submit(ran.append, 1)
         assert pool.submit(ran.append, 2).result(SECONDS) is None
     assert ran == [2]
+
+
+def test_a_deferred_call_is_not_made_again_without_a_request() -> None:
+    class Counter:
+        number = 0
+
+        def add(self) -> None:
+            self.number += 1
+
+    counter = Counter()
+    call = DeferredCall(counter.add, "deferred", 0.001)
+    for number in (1, 2):
+        call.request()
+        until = time.monotonic() + SECONDS
+        while counter.number < number and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(0.1)  # a hundred pauses
+        assert counter.number == number
+    call.close(SECONDS)
 
 
 def test_a_deferred_call_is_done_once_for_all_requests_and_when_it_is_closed() -> None:

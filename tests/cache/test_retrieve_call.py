@@ -316,6 +316,23 @@ def test_the_rest_of_a_hit_is_undefined_but_never_claimed(shm_root: Path, tmp_pa
         assert int(np.count_nonzero(hit.mask)) == hit.num_tokens < 128
 
 
+def test_chunks_that_arrive_after_their_call_has_failed_count_with_their_bytes(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    on_disk(shm_root, tmp_path, 24)
+    with cache_at(shm_root, tmp_path) as cache:
+
+        class Failing(Watching):
+            def before(self) -> None:
+                raise RuntimeError("the engine's memory is gone")
+
+        assert cache.retrieve(prompt(24), Failing(blank(prompt(24)).transfer)).num_tokens == 0
+        wait_until(lambda: cache.stats()["tiers"]["host"]["reserved"] == 0)  # type: ignore[index]
+        host = cache.stats()["tiers"]["host"]  # type: ignore[index]
+        assert host["stored_chunks"] == host["ready"] > 0
+        assert host["stored_bytes"] == host["stored_chunks"] * LAYOUT.chunk_bytes
+
+
 @pytest.mark.parametrize("host_slots", [0, 16, 512])
 def test_on_the_disk_too_the_tail_of_a_run_stays_older_than_its_head(
     shm_root: Path, tmp_path: Path, host_slots: int

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -16,6 +17,7 @@ import pytest
 import zmq
 
 from pagoda.cache import Cache
+from pagoda.cache.request_events import _note_of
 from pagoda.errors import ClosedError, ConfigError
 from pagoda.keys import Item, Namespace
 from pagoda.kv_events.event_types import BlockRemoved
@@ -294,6 +296,26 @@ def test_what_was_asked_before_the_weights_changed_is_not_told_afterwards(cache:
     cache._resources.events.heard(asked, None)
     stored(cache, later)
     wait_until(lambda: router.believes(later, "CPU") == 2)
+    assert router.believes(tokens, "CPU") == 0
+    router.close()
+
+
+def test_what_is_noted_after_the_weights_changed_is_not_told(cache: Cache) -> None:
+    """Its namespace was found before, on another thread, and the reporting thread has followed the weights since."""
+    tokens, later, last = prompt(3, 1), prompt(2, 2), prompt(2, 3)
+    router = Router(cache.publish_events(ANY))
+    stored(cache, tokens)
+    wait_until(lambda: router.believes(tokens, "CPU") == 3)
+    events = cache._resources.events
+    assert events is not None and events._stored is not None
+    asked, present = cache._checked(tokens, {}), events._scope()[0].root
+    cache.weights_changed()
+    stored(cache, later)
+    wait_until(lambda: router.believes(later, "CPU") == 2 and not router.believes(tokens, "CPU"))
+    keys = [*asked.head, *asked.keys]
+    events._stored.found(partial(_note_of, asked, keys), asked.namespace.root, present, 0, keys)
+    stored(cache, last)
+    wait_until(lambda: router.believes(last, "CPU") == 2)
     assert router.believes(tokens, "CPU") == 0
     router.close()
 

@@ -463,4 +463,6 @@ def test_a_store_that_does_not_say_in_time_is_no_store_that_lacks_it(shm_root: P
         server.stop()
         hit, _ = served(cache, prompt(2, 1))
         assert hit.reason is Reason.DEADLINE and "redis" in hit.detail
+        explained = cache.explain(prompt(2, 1))
+        assert explained.reason is Reason.DEADLINE and "redis did not answer" in explained.detail
         server.cont()

@@ -305,6 +305,21 @@ def test_a_node_that_refuses_to_be_read_is_left_out(servers: list[Server]) -> No
         wait_until(lambda: f"127.0.0.1:{odd.port}" in {node.place for node in shares(pool, keys)})
 
 
+def test_a_node_that_refuses_loads_alone_is_left_out(servers: list[Server]) -> None:
+    """It still says which chunks it has; so only the loads can find out, and the other nodes are used as before."""
+    keys, pool = keys_of(60), on(servers, look_seconds=PATIENT_SECONDS)
+    saved(pool, keys)
+    here, odd = of(servers, keys), servers[0]
+    with tier_on(pool, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS) as tier:
+        healthy(tier, keys)
+        odd.call("ACL", "SETUSER", "default", "-hget")
+        for key in here[odd][:6]:
+            assert load(tier, [key]) == [Reason.IO_ERROR] or len(shares(pool, keys)) == 2
+            assert not tier.resting
+        wait_until(lambda: len(shares(pool, keys)) == 2)
+        healthy(tier, keys, [key for key in keys if key not in here[odd]])
+
+
 def test_a_node_that_refuses_touches_keeps_none_from_the_others(
     servers: list[Server], caplog: pytest.LogCaptureFixture
 ) -> None:

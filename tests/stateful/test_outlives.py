@@ -20,6 +20,7 @@ def test_caches_in_trouble_of_every_kind(shm_root: Path) -> None:
     assert outcome.counts["operations"] >= OPERATIONS
     assert outcome.counts["served"] > 50 and outcome.counts["interrupted"] > 50
     assert outcome.counts["killed"] and outcome.counts["forks"] and outcome.counts["removed"]
+    assert outcome.counts["spoiled"]
     if outcome.full_disk:
         warnings.warn(f"the disk was never full, for none can be mounted: {outcome.full_disk}", stacklevel=1)
     else:

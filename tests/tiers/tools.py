@@ -82,6 +82,7 @@ def disk_spec(path: Path, slots: int) -> StoreSpec:
         kind="file",
         slots=slots,
         slot_bytes=STRIDE,
+        chunk_bytes=LAYOUT.chunk_bytes,
     )
 
 

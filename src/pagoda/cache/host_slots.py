@@ -256,7 +256,6 @@ class HostSlots:
             good.extend(map(bool, results))
             # Not PART: a reserved slot already has its generation, so a chunk with missing parts would count as valid.
             visible = [one for one, how in zip(reserved, results, strict=True) if how is CommitResult.WHOLE]
-            self._resources.counters.add({"stored_bytes": len(visible) * self._host.chunk_bytes})
             kept = {(one.slot, one.generation) for one in visible}
             lower = self._weights.scope()[1].written
             for namespace, refs in written.items():

@@ -544,7 +544,6 @@ class HostDestination:
         """Commit the slots; a lease keeps other calls from evicting a chunk that is about to be copied."""
         reserved = _reserved(buffers)
         committed = self._host.ledger.commit(reserved, deadline_seconds=self._deadline.last())
-        self._host.ledger.count({"stored_bytes": sum(map(bool, committed)) * self._host.chunk_bytes})
         good = [*map(bool, committed), False].index(False)
         if self._lease_seconds and good:
             self._host.ledger.lease(*columns_of(reserved[:good]), self._lease_seconds)

@@ -53,7 +53,6 @@ class StoreCall:
         self._fate = bytearray(len(request.keys))
         self._sent: list[tuple[int, StagedChunk]] = []
         self._not_cleared: Callable[[], bool]  # since the call began to stage chunks
-        self._on_host = 0  # chunks that were put into host slots
 
     def run(self) -> Stored:
         """Store as much as fits before the deadline."""
@@ -72,8 +71,6 @@ class StoreCall:
             reason = self._store_below() if host is None else self._store(host)
             if self._sent:
                 reason = self._collect_refused() or reason
-        if host is not None:
-            host.ledger.count({"stored_bytes": self._on_host * host.chunk_bytes})
         prompts, tokens, text_alone = self._resources.prompt_log, request.tokens, not request.items
         if prompts is not None and tokens is not None and text_alone and len(request.head) == request.first:
             keys, kept = [*request.head, *request.keys], self._fate.find(_LEFT)
@@ -173,7 +170,6 @@ class StoreCall:
                 self._fate[i] = _PRESENT
             elif isinstance(item, Reserved) and next(results):
                 self._fate[i] = _NEW
-                self._on_host += 1
             else:
                 continue
             if self._lower and not isinstance(item, Busy):

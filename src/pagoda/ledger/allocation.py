@@ -118,9 +118,15 @@ def reserve(
 
 
 def commit(transaction: Transaction, reserved: Sequence[Reserved], part: int) -> list[CommitResult]:
-    """Record that one part of each chunk is stored; a chunk is visible when all parts are."""
+    """Record that one part of each chunk is stored; a chunk is visible when all parts are.
+
+    Counts what becomes visible, and what was superseded, each chunk once: by its last part and by its first one.
+    """
     watermarks: dict[int, int] = {}  # read once for each namespace, since a commit clears nothing
-    return [_commit_one(transaction, item, part, watermarks) for item in reserved]
+    results = [_commit_one(transaction, item, part, watermarks) for item in reserved]
+    if part == 0:
+        transaction.counts["drop_superseded"] += results.count(CommitResult.LOST)
+    return results
 
 
 def abort(transaction: Transaction, reserved: Sequence[Reserved]) -> None:
@@ -233,7 +239,7 @@ def _commit_one(
     transaction.meta.ready += 1
     transaction.add_to_namespace(reservation.namespace, chunks=1)
     transaction.ready[item.slot] = reservation.stamp
-    transaction.counts["stored_chunks"] += 1
+    transaction.count_stored()
     return CommitResult.WHOLE
 
 

@@ -129,24 +129,25 @@ class Session:
         step = self._free if frees else self._transact
         try:
             self._require_usable()
-            transaction, result = gate.run(partial(step, work), deadline_seconds, exclusive=True)
+            result = gate.run(partial(step, work), deadline_seconds, exclusive=True)
         except Exception as error:
             self._raise_unavailable("changed", error, gate)
             raise
-        self.count(transaction.counts)
         if self.page_guards is not None:
             self.page_guards.clear_ended()
         return result
 
-    def _transact(self, work: Callable[[Transaction], T]) -> tuple[Transaction, T]:
-        """Run deferred work, then `work`; commit and publish. Called inside the gate, held exclusively."""
+    def _transact(self, work: Callable[[Transaction], T]) -> T:
+        """Run deferred work, then `work`; commit, publish and count. Called inside the gate, held exclusively."""
         self._require_readable()
         tables = self._open()
         transaction: Transaction | None = None
         begun: list[Callable[[Transaction], object]] = []
         try:
             with tables.begin(write=True) as txn:
-                transaction = Transaction(txn, tables, self.member, self.is_alive, self.clock.monotonic_ns())
+                now = self.clock.monotonic_ns()
+                chunk_bytes = self.store.state.chunk_bytes
+                transaction = Transaction(txn, tables, self.member, self.is_alive, now, chunk_bytes)
                 while self._deferred:
                     begun.append(self._deferred[0])
                     self._deferred.popleft()
@@ -154,7 +155,7 @@ class Session:
                 result = work(transaction)
                 transaction.save()
             transaction.committed = True
-            self._publish_columns(transaction)
+            self._publish_and_count(transaction)
         except BaseException as error:
             if isinstance(error, lmdb.Error | OSError) and not isinstance(error, lmdb.MapFullError):
                 self._suspect = self._pages is not None
@@ -168,7 +169,14 @@ class Session:
             ):
                 self._shut()  # LMDB refuses to continue after a failed write: the next call opens it again
             raise
-        return transaction, result
+        return result
+
+    def _publish_and_count(self, transaction: Transaction) -> None:
+        """Publish and count what was committed. It may be repeated after an exception."""
+        transaction.publish(self.columns, self.stamp(transaction.now))
+        self.count(transaction.take_counts())
+        if self.published is not None:  # last: a process that is killed before has not published it
+            self.published.add(transaction.id)
 
     def _publish_or_undo(
         self, tables: Tables, transaction: Transaction | None, begun: list[Callable[[Transaction], object]]
@@ -176,17 +184,12 @@ class Session:
         """Handle an exception at any point of a transaction: publish what was committed, else undo everything."""
         if transaction is not None and self._committed(tables, transaction):
             transaction.committed = True
-            self._publish_columns(transaction)
+            self._publish_and_count(transaction)
             return
         while begun:  # put deferred work back, each item once
             if not (self._deferred and self._deferred[0] is begun[-1]):
                 self._deferred.appendleft(begun[-1])
             begun.pop()
-
-    def _publish_columns(self, transaction: Transaction) -> None:
-        transaction.publish(self.columns, self.stamp(transaction.now))
-        if self.published is not None:  # last: a process that is killed before has not published it
-            self.published.add(transaction.id)
 
     def _committed(self, tables: Tables, transaction: Transaction | None) -> bool:
         """Whether a transaction that ended in an exception was committed. Called before the gate is released."""
@@ -198,7 +201,7 @@ class Session:
             return False
         return bool(tables.env.info()["last_txnid"] == transaction.id)
 
-    def _free(self, work: Callable[[Transaction], T]) -> tuple[Transaction, T]:
+    def _free(self, work: Callable[[Transaction], T]) -> T:
         """Run one transaction that frees slots; if the map is full, it may use the spare part."""
         with contextlib.suppress(lmdb.MapFullError):
             return self._transact(work)

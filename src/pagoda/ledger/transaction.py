@@ -52,14 +52,24 @@ def window(slots: int) -> int:
 class Transaction:
     """The state of one write transaction. Used inside the gate, on one thread, and not after `publish`."""
 
-    def __init__(self, txn: Txn, tables: Tables, member: int, alive: Callable[[int], bool], now: int) -> None:
+    def __init__(
+        self,
+        txn: Txn,
+        tables: Tables,
+        member: int,
+        alive: Callable[[int], bool],
+        now: int,
+        chunk_bytes: int = 0,
+    ) -> None:
+        """`chunk_bytes`: the size of a payload, to count what is stored; 0: unknown, so no bytes are counted."""
         self.txn, self.tables, self.member, self.now = txn, tables, member, now
+        self._chunk_bytes = chunk_bytes
         self.get, self.put, self.pop, self.delete = txn.get, txn.put, txn.pop, txn.delete
         self.id: int = txn.id()
         self._pid = os.getpid()
         self.committed = False
         self.meta: Meta = tables.load_meta(txn)
-        self.counts: defaultdict[str, int] = defaultdict(int)  # counters, added after the commit
+        self.counts: defaultdict[str, int] = defaultdict(int)  # see `take_counts`
         self.owed: defaultdict[int, int] = defaultdict(int)  # member -> change of the slots it has reserved
         # to be published: `links`: slot -> parent slot and its generation; `ready`: slot -> recency stamp of a complete
         # chunk
@@ -227,6 +237,11 @@ class Transaction:
         row = self.get(reservation.key, db=self.tables.pending)
         return row is not None and bool(PLACE.unpack_from(row)[1] == reservation.generation)
 
+    def count_stored(self) -> None:
+        """Count one chunk that this transaction makes visible, and its bytes."""
+        self.counts["stored_chunks"] += 1
+        self.counts["stored_bytes"] += self._chunk_bytes
+
     # ---- namespaces
 
     def namespace(self, root: bytes) -> int:
@@ -303,6 +318,14 @@ class Transaction:
                 self.delete(NUMBER.pack(namespace), db=self.tables.namespaces)
                 self.delete(root, db=self.tables.roots)
         self.put(META_ROW, self.meta.pack(), db=self.tables.meta)
+
+    def take_counts(self) -> dict[str, int]:
+        """Return what was counted, and forget it, so that no repetition counts twice; a forked child gets nothing."""
+        counts: dict[str, int] = {}
+        if os.getpid() == self._pid:
+            counts.update(self.counts)
+            self.counts.clear()
+        return counts
 
     def publish(self, columns: Columns, stamp: int) -> None:
         """Assign to the columns what was committed: after the commit, before the gate is released."""

@@ -676,14 +676,12 @@ class DiskWorker(IoWorker):
         for write, ok in zip(written, kept, strict=True):
             del reserved[write]
             if not ok:
-                results[write] = self._dropped(Reason.SUPERSEDED)
+                results[write] = Done(False, Reason.SUPERSEDED)  # counted by the ledger
             elif write.cancelled is not None:  # its key was removed or cleared while it was being committed
                 admin.remove(ledger, [write.chunk.key], write.cancelled)
                 results[write] = self._dropped(write.cancelled)
             else:
                 results[write] = Done(True)
-        stored = sum(results[write].ok for write in written)
-        ledger.count({"stored_bytes": stored * self._store.chunk_bytes})
 
     def _dropped(self, reason: Reason) -> Done:
         self._store.ledger.count({f"drop_{reason}": 1})

@@ -297,8 +297,7 @@ class HostTier(BlockingCalls):
             if copied:
                 kept = self.ledger.commit(list(copied.values()), deadline_seconds=self.deadline_seconds)
                 for n, ok in zip(copied, kept, strict=True):
-                    ends[n] = completed_future(True) if ok else self._dropped(Reason.SUPERSEDED)
-                self.ledger.count({"stored_bytes": sum(map(bool, kept)) * self.chunk_bytes})
+                    ends[n] = completed_future(True) if ok else completed_future(False, Reason.SUPERSEDED)
             if stale:
                 self.ledger.abort(stale)
             return [ends[n] for n in range(len(run))]

@@ -1,0 +1,34 @@
+"""The upkeep thread of a ledger that ends before its thread does."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+
+from pagoda.ledger.stores_under_root import root_locked
+from tests.ledger.support import PATIENT_SECONDS, opened
+
+
+def test_a_ledger_that_is_dropped_while_its_thread_waits_for_space_is_no_error(
+    shm_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = opened(shm_root)
+    gone = weakref.ref(ledger)
+    upkeep = ledger.upkeep_thread
+    with caplog.at_level(logging.ERROR), root_locked(shm_root, PATIENT_SECONDS):
+        upkeep.wake(lacks=True)
+        thread = upkeep._thread
+        until = time.monotonic() + PATIENT_SECONDS
+        while upkeep._lacks and time.monotonic() < until:  # until the thread asks for space
+            time.sleep(0.001)
+        ledger.close()
+        del ledger
+        gc.collect()
+        assert gone() is None
+    thread.join(PATIENT_SECONDS)
+    assert not thread.is_alive() and not caplog.records
