@@ -200,7 +200,8 @@ class Ledger:
         except BaseException as error:
             ledger.close()
             if isinstance(error, NoRoomError):
-                discard_idle(ledger.directory, 1.0)
+                with contextlib.suppress(OSError, StoreError):  # the root was removed meanwhile
+                    discard_idle(ledger.directory, 1.0)
             raise
         return ledger
 

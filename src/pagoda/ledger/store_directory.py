@@ -124,6 +124,7 @@ class OpenStore:
             self.locks.are_at(self.directory)
             and state is not None
             and (state.store_id, state.incarnation) == (self.state.store_id, self.state.incarnation)
+            and mismatch(self.directory, self.state) is None
         )
 
     def replaced(self) -> str | None:

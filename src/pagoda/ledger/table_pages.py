@@ -40,7 +40,10 @@ class TablePages:
     def __init__(self, path: Path, map_bytes: int) -> None:
         """Map the file, of `map_bytes` bytes. OSError."""
         with opened(path, os.O_RDONLY) as fd:
-            self._map = mmap.mmap(fd, map_bytes, prot=mmap.PROT_READ)
+            try:
+                self._map = mmap.mmap(fd, map_bytes, prot=mmap.PROT_READ)
+            except ValueError as error:  # it was cut since it was looked at
+                raise OSError(errno.EIO, f"{error}", str(path)) from error
             self._file = os.fdopen(os.dup(fd), "rb", buffering=0)
         self._address = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
         self._fd = self._file.fileno()
