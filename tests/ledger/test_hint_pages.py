@@ -261,7 +261,7 @@ def test_a_chunk_whose_process_died_before_it_was_published_is_ranked(
         (one,) = other.reserve(keys(50), namespace=TENANT)
         assert isinstance(one, Reserved)
         monkeypatch.setattr(
-            session.Session, "_publish_columns", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            session.Session, "_publish_and_count", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         )
         other.commit([one])
 
