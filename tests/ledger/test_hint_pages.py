@@ -522,3 +522,20 @@ def test_tables_that_are_cut_while_they_are_open_are_not_read(tmp_path: Path) ->
         os._exit(0)
 
     assert wait(child(cut)) == 0
+
+
+def test_a_chunk_is_known_to_be_there_until_anybody_commits(
+    ledger: Ledger, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each read from a disk it is asked whether the slot still has the chunk: without a lock if nobody wrote."""
+    found = ledger.match_prefix(keys(0))
+    slot, generation = int(found.slots[0]), int(found.generations[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(session.Session, "read", lambda *_: pytest.fail("the tables are locked"))
+        assert ledger.is_valid(slot, generation)
+    assert not ledger.is_valid(slot, generation + 1)
+    assert other_process(memory, tmp_path, "put(other, keys(61)); other.close()") == 0
+    assert ledger.is_valid(slot, generation), "the chunk is still there"
+    found = ledger.match_prefix(keys(0))
+    assert other_process(memory, tmp_path, "admin.remove(other, keys(0)); other.close()") == 0
+    assert not ledger.is_valid(slot, generation)

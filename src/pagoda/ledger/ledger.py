@@ -57,6 +57,7 @@ from pagoda.store_place import free_bytes, require_own
 
 log = guarded_logger("pagoda")
 
+_MOST_MATCHED = 4096  # chunks that are known to be there as long as no transaction is committed
 _VALID_SECONDS = 1.0  # the wait for the tables' answer whether a chunk that was read is still there
 T = TypeVar("T")
 
@@ -94,6 +95,8 @@ class Ledger:
         self.page_guards: PageGuards | None = session.page_guards
         self.namespaces = NamespaceRegistry(session)
         self.clearing = Clearing(session, self.namespaces)
+        # for a store on disk: the transaction after which these chunks were there, each as slot and generation
+        self._matched: tuple[int, dict[int, int]] = (-1, {})
         self.requests = RequestRing(session.hints.page(REQUESTS, RING_BYTES))
         self._uses = 1
         self._asked = set[int | None]()  # sizes that users in this process asked for
@@ -517,7 +520,14 @@ class Ledger:
             start=start,
         )
         try:
-            slots, generations, intact, reason = self.session.read(find, deadline_seconds)
+            if self.on_disk:
+                found, transaction = self.session.read(
+                    lambda txn, tables: (find(txn, tables), txn.id()), deadline_seconds
+                )
+                self._note_matched(transaction, found[0], found[1])
+            else:
+                found = self.session.read(find, deadline_seconds)
+            slots, generations, intact, reason = found
         except UnavailableError as error:
             self.count({f"miss_{error.reason}": 1})
             return Match(np.empty(0, np.int64), np.empty(0, np.uint64), error.reason)
@@ -595,9 +605,23 @@ class Ledger:
         barrier()
         return np.asarray(self.columns.generation[slots] == generations)
 
+    def _note_matched(
+        self, transaction: int, slots: NDArray[np.int64], generations: NDArray[np.uint64]
+    ) -> None:
+        """Note for `is_valid` that these chunks were there after that transaction."""
+        matched_at, matched = self._matched
+        if matched_at != transaction or len(matched) > _MOST_MATCHED:
+            matched = {}
+        matched.update(zip(slots.tolist(), generations.tolist(), strict=True))
+        self._matched = transaction, matched
+
     def is_valid(self, slot: int, generation: int) -> bool:
         """Return for one slot what `still_valid` returns for many."""
         if self.on_disk:
+            matched_at, matched = self._matched
+            # no transaction since the chunk was found: nothing has changed
+            if matched.get(slot) == generation and self.session.last_transaction() == matched_at:
+                return True
             try:
                 return self.session.read(
                     lambda txn, tables: queries.is_current(txn, tables, slot, generation), _VALID_SECONDS

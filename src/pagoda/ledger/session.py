@@ -305,6 +305,15 @@ class Session:
                 self._rest(error)
                 raise
 
+    def last_transaction(self) -> int:
+        """Return the number of the last transaction of any process; -1: unknown. Takes no lock; for a store on disk."""
+        if self._pages is None or self.lost or self.closed:
+            return -1
+        try:
+            return self._pages.last_transaction()
+        except (OSError, ValueError):  # ValueError: closed meanwhile
+            return -1
+
     def _rest(self, error: OSError) -> None:
         if not self._rests_until:
             log.warning("the files of %s cannot be read (%s): nothing is found or stored there, and it is tried again "

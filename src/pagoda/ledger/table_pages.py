@@ -27,6 +27,7 @@ _POPULATE_READ = 22  # of madvise, since Linux 5.14
 _META_PAGES = 2
 # of LMDB's format 1: the header of the page, then magic, version, size of a page, number of the last page in use
 _META = Struct("<16xII16xI92xQ")
+_TRANSACTION = Struct(f"<{_META.size}xQ")  # the number of a page's transaction follows
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -55,6 +56,18 @@ class TablePages:
         """Raise OSError if the file system does not answer, or the file was cut. Takes about a microsecond."""
         if not os.pread(self._fd, 1, len(self._map) - 1):
             raise OSError(errno.EIO, "the file of tables was truncated")
+
+    def last_transaction(self) -> int:
+        """Return the number of the last transaction of any process, read without the mapping; -1: unknown. OSError.
+
+        Takes about two microseconds and no lock.
+        """
+        metas = os.pread(self._fd, _META_PAGES * _PAGE_BYTES, 0)
+        if len(metas) < _META_PAGES * _PAGE_BYTES:
+            return -1
+        first: int = _TRANSACTION.unpack_from(metas)[0]
+        second: int = _TRANSACTION.unpack_from(metas, _PAGE_BYTES)[0]
+        return max(first, second)
 
     def load(self) -> None:
         """Bring all pages in use into memory, and lock the first of them. OSError if one cannot be read."""
