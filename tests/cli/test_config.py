@@ -13,6 +13,7 @@ from typing import cast
 
 import pagoda as package
 from pagoda.config import option_names
+from pagoda.store_place import is_in_memory
 from tests.cli.shelf import answer, done_here, one_line, pagoda, refused
 
 
@@ -33,6 +34,9 @@ def test_check_says_what_would_not_work(tmp_path: Path) -> None:
     assert answer("config", "check", PAGODA_HOST_SIZE="64MiB")["ok"] is True
     done = pagoda("config", "check", PAGODA_HOST_SIZE="4000TiB")
     assert done.returncode == 1 and "smaller size" in done.stderr and done.stderr.count("\n") == 1
+    if not is_in_memory(tmp_path):
+        done = pagoda("config", "check", PAGODA_HOST_SIZE="64MiB", PAGODA_HOST_PATH=str(tmp_path))
+        assert done.returncode == 1 and "host memory must be in memory" in done.stderr
     (tmp_path / "bad.toml").write_text("chunk_token = 1\n")
     assert "did you mean chunk_tokens?" in refused("config", "check", tmp_path / "bad.toml")
     assert "no such configuration file" in refused("config", "check", tmp_path / "none.toml")

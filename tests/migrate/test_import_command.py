@@ -23,7 +23,8 @@ def lmcache(tmp_path: Path) -> Path:
 def test_what_comes_out_goes_in(lmcache: Path, tmp_path: Path) -> None:
     made = tmp_path / "pagoda.toml"
     done = pagoda("config", "import", lmcache, "-o", made)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert f"pagoda config allow {made}" in done.stderr
     assert stat.S_IMODE(made.stat().st_mode) == 0o600
     options = answer("config", "show", "--config", made)["options"]
     assert options["chunk_tokens"] == {"value": 128, "origin": f"file {made}"}  # type: ignore[index]
@@ -32,6 +33,12 @@ def test_what_comes_out_goes_in(lmcache: Path, tmp_path: Path) -> None:
     assert done_here("config", "import", lmcache).stdout == made.read_text()
     assert "exists already" in refused("config", "import", lmcache, "-o", made)
     assert "cannot be written" in refused("config", "import", lmcache, "-o", tmp_path / "no" / "a.toml")
+
+
+def test_only_a_file_that_would_be_refused_needs_a_remark(lmcache: Path, tmp_path: Path) -> None:
+    assert pagoda("config", "import", lmcache, "-o", tmp_path / "kv.toml").stderr == ""
+    lmcache.write_text("chunk_size: 128\nmax_local_cpu_size: 0.5\n")
+    assert pagoda("config", "import", lmcache, "-o", tmp_path / "pagoda.toml").stderr == ""
 
 
 def test_what_is_not_needed_is_a_remark(lmcache: Path) -> None:

@@ -95,6 +95,19 @@ def test_what_a_request_stores_is_on_one_node_and_requests_are_on_all(servers: l
         assert tier.find(longer, namespace=ROOT) == 3 * CHUNKS
 
 
+def test_the_mark_is_no_key_of_others(servers: list[Server]) -> None:
+    with patient_tier(servers) as tier:
+        stored(tier, prompts()[0], stamp=1)
+    assert [server.call("EXISTS", MARK) for server in servers] == [":1\r\n"] * 3
+    places = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    spec = parse(f"redis+pool://{places}?prefix=p")
+    (asked,) = pinged([spec])
+    assert not [text for text in asked.warnings if "keys of others" in text]
+    servers[0].call("SET", "p:1:runs:theirs", "1")
+    (asked,) = pinged([spec])
+    assert any("keys of others" in text for text in asked.warnings)
+
+
 def test_a_lost_node_takes_whole_requests_and_is_no_second_loss_when_it_is_back(
     servers: list[Server],
 ) -> None:

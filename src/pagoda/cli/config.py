@@ -70,8 +70,9 @@ def allow(
 ) -> int:
     """Let the pagoda.toml of a directory set every option, until it changes; show what that permits.
 
-    The path and a digest of the content are noted in your configuration directory. After an edit the file must be
-    allowed again. Without this, a file that is only found in the working directory sets sizes and limits only.
+    Its path and a digest of its content are noted in your configuration directory.
+    After an edit the file must be allowed again.
+    Without this, a file that is only found in the working directory sets sizes and limits only.
 
     Args:
         file: The pagoda.toml of a directory; default: that of the working directory.
@@ -96,7 +97,7 @@ def allow(
         printing.print_json({"file": read.path, "allowed": True, "options": options})
         return 0
     rows = [
-        (name, "always" if name in FOUND_OPTIONS else "now", _listed(value))
+        (name, "always" if name in FOUND_OPTIONS else "now", _listed(name, value))
         for name, value in options.items()
     ]
     if rows:
@@ -179,6 +180,11 @@ def import_lmcache(
             printing.note(f"{one.field}: {one.verdict}: {one.text}")
     if output:
         _write_new(output, toml)
+        if output.name == FOUND_NAME and not made.options.keys() <= FOUND_OPTIONS:
+            printing.note(
+                f"{output}: is refused where it is only found: name it (--config FILE or PAGODA_CONFIG), or "
+                f"pagoda config allow {output}"
+            )
     elif not as_json:
         print(toml, end="")
     return 0
@@ -225,8 +231,10 @@ def _without_secrets(name: str, value: object) -> object:
     return value
 
 
-def _listed(value: object) -> str:
-    """Return a value for a table: those of a list are on a line each."""
+def _listed(name: str, value: object) -> str:
+    """Return the value of an option for a table: those of a list are on a line each."""
+    if name in ("host_size", "disk_size") and isinstance(value, int) and value:
+        return printing.size(value)
     if isinstance(value, list):
         return "\n".join(map(one_line, value)) or "none"
     return one_line(str(value).lower() if isinstance(value, bool) else str(value))
@@ -234,17 +242,25 @@ def _listed(value: object) -> str:
 
 def _troubles(config: Config) -> list[str]:
     """Return why this configuration cannot work on this machine. Changes nothing."""
+    from pagoda import store_place
     from pagoda.cgroup_memory import memory_limit_bytes
     from pagoda.config.sizes import nearest_existing
+    from pagoda.errors import StoreError
 
     found, shown = [], printing.size
     for tier, root in config.roots().items():
         place = nearest_existing(root)
         if not os.access(place, os.W_OK):
             found.append(f"{tier}_path = {root}: {place} cannot be written; choose another directory")
+        try:
+            store_place.require_local(place)
+            if tier == "host":
+                store_place.require_memory(root)
+        except StoreError as refusal:
+            found.append(f"{tier}_path: {refusal}")
         room = os.statvfs(place)
         wanted, held = getattr(config, f"{tier}_bytes"), room.f_blocks * room.f_frsize
-        if wanted > held:
+        if wanted > held > 0:  # a tmpfs without a limit says 0
             text = f"{tier}_size = {shown(wanted)}: {place} holds only {shown(held)}; write a smaller size"
             found.append(text)
     if config.host_bytes > (limit := memory_limit_bytes()):

@@ -57,7 +57,7 @@ def _translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]
     if scheme == "azure":
         return _azure(url)
     if scheme in _NOT_LMCACHES:
-        raise Untranslated(f'LMCache has no {scheme}://; if you want it here: remote = "URL" in pagoda.toml')
+        raise Untranslated(f'LMCache has no {scheme}://; if you want it here: remote = "URL" in the new file')
     if scheme == "lm":
         return f"http://{split_url(url).netloc}?server=pagoda", []
     if scheme in _SAME:

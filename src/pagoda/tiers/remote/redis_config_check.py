@@ -17,8 +17,8 @@ QUESTIONS = (
 _OWN_SERVER = (
     "start one for chunks: redis-server --port 6380 --save '' --maxmemory-policy volatile-ttl --maxmemory"
 )
-# names with any prefix, of chunks or of a directory of machines
-_CHUNK = re.compile(rb".*:(\d+:[0-9a-f]{64}:\{|at:\d+:)")
+# names with any prefix: of chunks, the mark of a pool, a directory of machines
+_OURS = re.compile(rb".*:(\d+:([0-9a-f]{64}:\{|runs\Z)|at:\d+:)")
 _MOST_SHARE = 0.9  # share of the machine's memory
 
 
@@ -73,9 +73,7 @@ def _of_others(said: dict[str, str], names: Reply, db: int) -> Iterator[str]:
         if count is not None and name != f"db{db}" and int(count[2 if by_life else 1])
     ]
     sample = names[1] if isinstance(names, list) and len(names) == 2 else None
-    if isinstance(sample, list) and any(
-        isinstance(name, bytes) and not _CHUNK.match(name) for name in sample
-    ):
+    if isinstance(sample, list) and any(isinstance(name, bytes) and not _OURS.match(name) for name in sample):
         places.append(f"database {db}")
     if places:
         fate = "those with a life (TTL) are evicted before chunks" if by_life else "chunks take their memory"
