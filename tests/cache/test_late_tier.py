@@ -122,6 +122,25 @@ def test_weights_that_changed_meanwhile_are_recorded_before_the_tier_takes_part(
         assert cache.lookup(tokens).num_tokens == 0
 
 
+def test_a_tier_that_comes_late_with_more_changes_does_not_know_the_present_weights(
+    shm_root: Path, drive: Drive
+) -> None:
+    """Its count is higher, but what it counted was before the change that it missed."""
+    tokens = prompt(2, seed=1)
+    with cache_at(shm_root, drive.path) as cache:
+        for _ in range(3):
+            cache.weights_changed()
+        stored(cache, tokens)
+    shutil.rmtree(shm_root / "host")  # a reboot
+    with without_disk(shm_root, drive) as cache:
+        with pytest.raises(StoreError, match="left out could not record"):
+            cache.weights_changed()
+        comes_back(drive, cache)
+        assert cache.lookup(tokens).num_tokens == 0
+    with cache_at(shm_root, drive.path) as cache:
+        assert cache.lookup(tokens).num_tokens == 0
+
+
 def test_weights_that_changed_while_only_the_root_answers_are_recorded_there(
     shm_root: Path, drive: Drive
 ) -> None:
