@@ -20,7 +20,7 @@ from pathlib import Path
 
 from harness import machine, say
 
-SUBJECTS = ("cache", "local", "blocks")
+SUBJECTS = ("cache", "local", "blocks", "model_calls")
 
 
 @dataclass(frozen=True)

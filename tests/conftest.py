@@ -77,6 +77,16 @@ def shm_root() -> Iterator[Path]:
         shutil.rmtree(root, ignore_errors=True)
 
 
+@pytest.fixture(scope="module")
+def shm_module_root() -> Iterator[Path]:
+    """Create a directory in shared memory for the tests of one module, and remove it afterwards."""
+    root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
 @pytest.fixture(scope="session")
 def registers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create the directory of all registers of tiers: `mktemp` for each would look through all that it made before."""

@@ -105,7 +105,8 @@ def test_the_names_of_loggers_are_pinned() -> None:
     named = re.compile(r'(?:getLogger|guarded_logger)\("(.*?)"\)')
     found = {name for path in source.rglob("*.py") for name in named.findall(path.read_text())}
     assert found == {
-        "pagoda", "pagoda.cache", "pagoda.connectors", "pagoda.events", "pagoda.ledger.clears", "pagoda.ledger.spaces",
+        "pagoda", "pagoda.cache", "pagoda.connectors", "pagoda.events", "pagoda.ledger.clears", "pagoda.ledger.epochs",
+        "pagoda.ledger.spaces",
         "pagoda.ledger.store_directory", "pagoda.serve", "pagoda.slab", "pagoda.tiers.disk", "pagoda.tiers.register",
         "pagoda.quality", "pagoda.sglang", "pagoda.tiers.remote", "pagoda.transfer", "pagoda.vllm", "vllm",
     }  # fmt: skip

@@ -296,7 +296,7 @@ FOREIGN = b'{"timestamp": 27482, "input_length": 6955, "output_length": 52, "has
 )
 @pytest.mark.parametrize("through_link", [False, True])
 def test_a_file_that_is_no_trace_is_refused_and_left_as_it_is(
-    tmp_path: Path, trace: Path, content: bytes, through_link: bool
+    tmp_path: Path, shm_root: Path, trace: Path, content: bytes, through_link: bool
 ) -> None:
     kept = tmp_path / "kept" if through_link else trace
     kept.write_bytes(content)
@@ -304,7 +304,7 @@ def test_a_file_that_is_no_trace_is_refused_and_left_as_it_is(
         trace.symlink_to(kept)
     with (
         pytest.raises(ConfigError, match=r"record = .*trace\.jsonl.*name a new file"),
-        cache_at(tmp_path, None, record=str(trace)) as cache,
+        cache_at(shm_root, None, record=str(trace)) as cache,
     ):
         ask_and_store(cache, prompt(2))
     assert kept.read_bytes() == content
@@ -312,12 +312,12 @@ def test_a_file_that_is_no_trace_is_refused_and_left_as_it_is(
 
 @pytest.mark.parametrize("content", [b"", WHOLE, FOREIGN, WHOLE * 2000, FOREIGN * 900])
 def test_a_trace_is_continued_with_any_part_of_a_last_line(
-    tmp_path: Path, trace: Path, content: bytes
+    shm_root: Path, trace: Path, content: bytes
 ) -> None:
     for length in range(len(WHOLE)):
         trace.write_bytes(content + WHOLE[:length])
         assert require_trace(trace) is not None
-    with cache_at(tmp_path, None, record=str(trace)) as cache:
+    with cache_at(shm_root, None, record=str(trace)) as cache:
         ask_and_store(cache, prompt(2))
     kept = trace.read_bytes()
     assert kept.startswith(content) and kept.count(b"\n") == content.count(b"\n") + 1
@@ -333,9 +333,9 @@ def test_a_very_long_line_is_a_trace_however_much_of_it_is_there(trace: Path) ->
 
 
 def test_a_file_that_takes_the_place_of_the_trace_is_not_written_to(
-    tmp_path: Path, trace: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, shm_root: Path, trace: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), cache_at(tmp_path, None, record=str(trace)) as cache:
+    with caplog.at_level(logging.WARNING), cache_at(shm_root, None, record=str(trace)) as cache:
         ask_and_store(cache, prompt(2, 1))
         wait_until(trace.exists)
         other = tmp_path / "other"

@@ -323,7 +323,7 @@ def test_an_object_store(shm_root: Path) -> None:
         share(url, LLAMA, 2)
         assert answer("config", "check", **where)["ok"] is True
         assert answer("check", **where)["remotes"] == [
-            {"tier": "webdav", "address": url, "trouble": "", "nodes": "", "warnings": []}
+            {"tier": "webdav", "address": url, "trouble": "", "nodes": "", "warnings": [], "in_part": False}
         ]
         found = answer("clear", "-y", **where)
         assert found["cleared"] + len(found["failed"]) > 0  # type: ignore[operator,arg-type]

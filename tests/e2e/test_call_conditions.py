@@ -267,6 +267,20 @@ def test_edits_have_their_own_keys(name: str, house: House) -> None:
     assert texts(house.open(llama(seed=7, **SETTINGS)), ids) == plain
 
 
+def test_a_second_edit_has_its_own_key(house: House) -> None:
+    model = llama(seed=7, **SETTINGS)
+    ids = prompt(96)
+    cached = house.open(model)
+    scaled(model)
+    first = texts(cached, ids)
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 0.25
+    theirs = texts(model, ids)
+    assert first != theirs
+    assert texts(cached, ids) == theirs
+    assert cached.last.hit.num_tokens == 0
+
+
 def test_modules_without_chance_may_be_in_training_mode(house: House) -> None:
     """Such as those that an adapter adds."""
     model = llama(seed=7, **SETTINGS)

@@ -85,7 +85,7 @@ def test_the_command_is_interrupted_cleanly(tmp_path: Path) -> None:
         (["--disk", "1q"], None, "'q' is not a unit"),
         (["--device", "nowhere"], None, "--device nowhere"),
         (["--model", "/nowhere/at/all"], None, "/nowhere/at/all"),
-        (["--host-path", "/proc/none"], None, "cannot be made"),
+        (["--host-path", "/proc/none"], None, "host memory must be in memory"),
         (["--blocks", "4"], {"id": "a", "prompt": "x" * 100}, "100 + 32 tokens; at least 1 + 1, at most 64"),
         ([], {"id": "a"}, "line 1: "),
         ([], {"id": 1, "tokens": [1]}, "line 1: 'id'"),

@@ -18,7 +18,7 @@ from pagoda.ledger import Ledger, Present, Reserved, StoreSpec, admin, hint_page
 from pagoda.ledger.chunk_notes import ChunkNotes
 from pagoda.ledger.columns import NOT_READY, Columns, bounded_ghosts, columns_bytes
 from pagoda.ledger.hint_pages import Published
-from pagoda.ledger.store_state import COLUMNS
+from pagoda.ledger.store_state import COLUMNS, TABLES
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.children import child, wait
@@ -262,7 +262,7 @@ def test_a_chunk_whose_process_died_before_it_was_published_is_ranked(
         (one,) = other.reserve(keys(50), namespace=TENANT)
         assert isinstance(one, Reserved)
         monkeypatch.setattr(
-            session.Session, "_publish_columns", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            session.Session, "_publish_and_count", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         )
         other.commit([one])
 
@@ -560,3 +560,19 @@ def test_a_forked_child_shares_it(ledger: Ledger) -> None:
 
     assert wait(child(asks)) == 0
     assert hits(ledger, *range(10), 70) == 11
+
+
+def test_tables_that_are_cut_while_they_are_open_are_not_read(tmp_path: Path) -> None:
+    """A read beyond the end of a mapped file is SIGBUS."""
+
+    def cut() -> None:
+        ledger = opened(tmp_path, 64, kind="file")
+        put(ledger, keys(*range(10)))
+        ledger.session.tend()
+        os.truncate(ledger.directory / TABLES, 8192)
+        for _ in range(3):
+            assert ledger.match_prefix(keys(*range(10))).reason is Reason.IO_ERROR
+            assert not any(isinstance(one, Reserved) for one in ledger.reserve(keys(90), namespace=TENANT))
+        os._exit(0)
+
+    assert wait(child(cut)) == 0

@@ -97,7 +97,8 @@ def test_a_short_prompt_is_exact(server: Server, db: client.Redis) -> None:
 def test_several_nodes_find_a_long_run(server: Server, db: client.Redis) -> None:
     keys = chain_of(2 * LONG)
     with redis_server() as second, client.Redis(port=second.port) as other:
-        pool = RedisPoolClient(f"redis+pool://127.0.0.1:{server.port},127.0.0.1:{second.port}")
+        places = f"127.0.0.1:{server.port},127.0.0.1:{second.port}"
+        pool = RedisPoolClient(f"redis+pool://{places}", look_seconds=PATIENT_SECONDS)
         for node, share in pool.shares(keys).items():
             present(
                 db if str(server.port) in node.place else other, [keys[at] for at in share if at < LONG + 9]

@@ -19,9 +19,9 @@ AUTH = f"Authorization: Bearer {TOKEN}\r\n"
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Engine, list[bytes]]]:
+def running(shm_module_root: Path) -> Iterator[tuple[Server, Engine, list[bytes]]]:
     """Run one engine with large chunks and one server, for the tests of this module."""
-    root = tmp_path_factory.mktemp("host")
+    root = shm_module_root
     with engine("LARGE", host_path=str(root), host_size=64 << 20) as made:
         keys = made.store(1, 4)
         limits = {

@@ -20,11 +20,12 @@ VALUES = [value_of(ROOT, key, n, payload_of(1, n)) for n, key in enumerate(KEYS)
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def shelf(shm_module_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Run one server that makes stores, for the tests of this module."""
-    root = tmp_path_factory.mktemp("host")
     state = str(tmp_path_factory.mktemp("state"))
-    with server("--host-size", "4MiB", PAGODA_HOST_PATH=str(root), XDG_STATE_HOME=state) as running:
+    with server(
+        "--host-size", "4MiB", PAGODA_HOST_PATH=str(shm_module_root), XDG_STATE_HOME=state
+    ) as running:
         yield running
 
 

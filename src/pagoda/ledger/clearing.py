@@ -27,7 +27,7 @@ from pagoda.ledger.store_state import NOTES, OLD_PROMPTS, PROMPTS
 from pagoda.ledger.transaction import BATCH, batches
 from pagoda.metrics import guarded_logger
 
-log = guarded_logger("pagoda.ledger.clearing")
+log = guarded_logger("pagoda.ledger.clears")
 
 
 class Clearing:

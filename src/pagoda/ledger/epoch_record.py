@@ -76,7 +76,7 @@ def new_epoch(above: int) -> Epoch:
     return Epoch(above + 1, secrets.randbits(64) | 1)
 
 
-class _Record(NamedTuple):
+class _EpochHalf(NamedTuple):
     """What a record says. With a `floor` (not 0), each model that is not in `of` needs a new epoch.
 
     `of` also has rows for epochs that were left behind: see `_passed_row`.
@@ -174,7 +174,7 @@ class EpochRecord:
             if len(of) > _MOST_MODELS:  # the others get new epochs
                 of = {self._digest: epoch}
                 floor = secrets.randbits(64) | 1
-            record = _Record(record.record_id, record.sequence + 1, floor, of)
+            record = _EpochHalf(record.record_id, record.sequence + 1, floor, of)
             self._put(record)
         self._vouch(record)
         _grow(self.old_path, epoch.number)
@@ -195,7 +195,7 @@ class EpochRecord:
         key = blake3(self._digest + _EPOCH.pack(*epoch), derive_key_context="PagodaKV passed epoch").digest(8)
         return key, Epoch(epoch.number | _PASSED, epoch.nonce)
 
-    def _current(self) -> _Record:
+    def _current(self) -> _EpochHalf:
         """Return the record; if it is gone or not the one that the stores vouch for, begin another."""
         record = self._newest()
         vouched = self._vouchers()
@@ -213,7 +213,7 @@ class EpochRecord:
                 "machines, name the weights in `weights_changed`",
                 self.path,
             )
-        record = _Record(secrets.token_bytes(16), int(bool(floor)), floor, {})
+        record = _EpochHalf(secrets.token_bytes(16), int(bool(floor)), floor, {})
         self._put(record)
         self._vouch(record)
         if floor:  # tell the processes that have the root open: see `WeightsEpoch.epoch`
@@ -230,7 +230,7 @@ class EpochRecord:
                     found.append(voucher)
         return found
 
-    def _vouch(self, record: _Record) -> None:
+    def _vouch(self, record: _EpochHalf) -> None:
         """Let every store of the root vouch for this state of the record, synced."""
         voucher = Voucher(record.record_id, record.sequence)
         for store in stores(self.root):
@@ -244,7 +244,7 @@ class EpochRecord:
         except FileNotFoundError:
             return 0
 
-    def _newest(self) -> _Record | None:
+    def _newest(self) -> _EpochHalf | None:
         try:
             with open(self.path, "rb") as file:
                 content = file.read(2 * _HALF_BYTES)
@@ -254,7 +254,7 @@ class EpochRecord:
         found = [record for half in halves if (record := _parsed(half)) is not None]
         return max(found, key=lambda record: record.sequence, default=None)
 
-    def _put(self, record: _Record) -> None:
+    def _put(self, record: _EpochHalf) -> None:
         """Write a record over the older half, synced; a new one over both. OSError."""
         sealed = _sealed(record)
         with opened(self.path, os.O_RDWR | os.O_CREAT) as fd:
@@ -271,19 +271,19 @@ class EpochRecord:
             os.fsync(fd)
 
 
-def _keeps(record: _Record | None, voucher: Voucher) -> bool:
+def _keeps(record: _EpochHalf | None, voucher: Voucher) -> bool:
     """Whether a record is the one that a store vouches for, or a later state of it."""
     return record is not None and record.record_id == voucher.record_id and record.sequence >= voucher.first
 
 
-def _sealed(record: _Record) -> bytes:
+def _sealed(record: _EpochHalf) -> bytes:
     head = _HEAD.pack(_MAGIC, record.record_id, record.sequence, record.floor, len(record.of))
     rows = b"".join(_MODEL.pack(digest, *epoch) for digest, epoch in record.of.items())
     text = (head + rows).ljust(_HALF_BYTES - _CHECK.size, b"\0")
     return xxhash.xxh3_128_digest(text) + text
 
 
-def _parsed(half: bytes) -> _Record | None:
+def _parsed(half: bytes) -> _EpochHalf | None:
     if len(half) != _HALF_BYTES or xxhash.xxh3_128_digest(half[_CHECK.size :]) != half[: _CHECK.size]:
         return None
     magic, record_id, sequence, floor, count = _HEAD.unpack_from(half, _CHECK.size)
@@ -291,7 +291,7 @@ def _parsed(half: bytes) -> _Record | None:
         return None
     first = _CHECK.size + _HEAD.size
     rows = _MODEL.iter_unpack(half[first : first + count * _MODEL.size])
-    return _Record(record_id, sequence, floor, {digest: Epoch(n, nonce) for digest, n, nonce in rows})
+    return _EpochHalf(record_id, sequence, floor, {digest: Epoch(n, nonce) for digest, n, nonce in rows})
 
 
 def _grow(path: Path, count: int) -> None:

@@ -6,8 +6,9 @@ stopped, or copies on write and is full. It is in
 
     /dev/shm/pagoda-<uid>/.hints/<store id>-<incarnation>-<device and inode of state>/<name>
 
-(a copy of a store has the same id), if that directory is this user's and has space, else in private memory of the process. Nothing that decides what is
-served is read from it, so it may be lost, removed or damaged at any time: `session` compares it with the tables.
+(a copy of a store has the same id), if that directory is this user's and has space, else in private memory of the
+process. Nothing that decides what is served is read from it, so it may be lost, removed or damaged at any time:
+`session` compares it with the tables.
 
 `save` writes it into the files of the store's directory by `pwrite`. These are read when the memory is made again. The
 last process that closes the store saves, and removes the memory; after a kill it stays until the store is opened

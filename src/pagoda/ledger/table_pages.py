@@ -52,9 +52,9 @@ class TablePages:
         self._may_lock = True
 
     def require(self) -> None:
-        """Raise OSError if the file system does not answer. Takes about a microsecond."""
-        if not os.pread(self._fd, 1, 0):
-            raise OSError(errno.EIO, "the file of tables is empty")
+        """Raise OSError if the file system does not answer, or the file was cut. Takes about a microsecond."""
+        if not os.pread(self._fd, 1, len(self._map) - 1):
+            raise OSError(errno.EIO, "the file of tables was truncated")
 
     def load(self) -> None:
         """Bring all pages in use into memory, and lock the first of them. OSError if one cannot be read."""

@@ -139,9 +139,7 @@ class UpkeepThread:
                     self._share(1.0)
                 self._prepare()
                 time.sleep(max(_PAUSE_SECONDS, _PAUSE_SHARE * (time.monotonic() - begun)))
-        except (
-            ReferenceError
-        ):  # the ledger was closed and dropped while this thread waited for the lock of its root
+        except ReferenceError:  # the ledger was closed and dropped while this thread waited for its root
             return
         except Exception:
             log.exception("learning which chunks to keep has stopped in %s", self._session.store.directory)

@@ -2,7 +2,12 @@
 
 In the order in which a call meets them:
     cached_model      CachedModel: generate, prefix, store
-    model_checks  which models and calls can be cached; the layout of a model's KV, from a forward pass
+    call_arguments    which arguments of a call are harmless; with any other, the call is not cached
+    numerics          what of the process decides the numbers, for the key: autocast, precision, kernels
+    model_walk        one walk over a model's modules, which the next two and the identity share
+    model_edits       edits of the model after it was opened, for the key
+    hook_watch        hooks that change what the model computes
+    model_checks      which models can be cached; the layout of a model's KV, from a forward pass
     model_identity    the namespace: digests of weights and adapters
     batch_rows        the rows of a batch as prompts, with their padding
     dynamic_cache     a DynamicCache over memory that the cache's transfers fill

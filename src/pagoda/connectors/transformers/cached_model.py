@@ -31,6 +31,7 @@ from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynami
 from pagoda.connectors.transformers.hook_watch import ForeignHook, HookChanges, HookWatch
 from pagoda.connectors.transformers.model_edits import ModelEdits, code_between, foreign_hooks
 from pagoda.connectors.transformers.model_identity import Stamp, adapters_digest, namespace_of, stamp_of
+from pagoda.connectors.transformers.model_walk import ModelWalk, walk_over
 from pagoda.connectors.transformers.numerics import numerics_of
 from pagoda.errors import ConfigError
 from pagoda.fork import reset_in_child
@@ -158,9 +159,11 @@ class CachedModel:
         self.last_stored: list[Stored] = []
         config = cache.config if cache is not None else _configured(config, options)
         self._seen = _looked_at(model, config.chunk_tokens)
+        walk = walk_over(model)
+        self._weights = walk.weights  # of the latest walk
         self._stamp, self._forms = stamp_of(model), model_checks.forms_of(model)
-        self._edits = ModelEdits(model)
-        self._probed_under = (numerics_of(model).autocast, "")
+        self._edits = ModelEdits(model, walk)
+        self._probed_under = (numerics_of(model, walk).autocast, "")
         self._changing: list[Any] = []  # hooks that were seen to change the KV
         self._layouts: dict[
             tuple[str, str], str
@@ -649,12 +652,15 @@ class CachedModel:
     def _ready(self, salt: str | None) -> _Ready:
         """Return the cache of the present weights, and the options for adapters, tenant and numerics."""
         with self._lock:
-            stamp = stamp_of(self.model)
-            if stamp != self._stamp:
-                self._weights_changed()
-                self._stamp = stamp
-            hooks = foreign_hooks(self.model)
-            why_not = code_between(self.model)
+            walk = walk_over(self.model)
+            if walk.weights != self._weights:
+                stamp = stamp_of(self.model)
+                if stamp != self._stamp:
+                    self._weights_changed(walk)
+                    self._stamp = stamp
+            self._weights = walk.weights
+            hooks = foreign_hooks(walk)
+            why_not = code_between(self.model, walk)
             changing = next(
                 (one for one in hooks if any(one.hook is known for known in self._changing)), None
             )
@@ -662,10 +668,10 @@ class CachedModel:
                 why_not = why_not or str(HookChanges(changing))
             lora = None
             try:
-                lora = adapters_digest(self.model) or None
+                lora = adapters_digest(self.model, walk) or None
             except ValueError as trouble:
                 why_not = why_not or str(trouble)
-            numerics, edits = numerics_of(self.model), self._edits.text()
+            numerics, edits = numerics_of(self.model, walk), self._edits.text(walk)
             why_not = why_not or self._layout_trouble(numerics.autocast, edits)
             space = {"lora": lora, "salt": salt, "numerics": ", ".join(filter(None, (numerics.text, edits)))}
             return _Ready(self.cache, space, self.cache.present_namespace(lora), why_not, hooks)
@@ -716,7 +722,7 @@ class CachedModel:
         if tokens >= self.layout.chunk_tokens:  # fewer tokens do not show the speed of computing chunks
             self.cache.observe_prefill(tokens, seconds)
 
-    def _weights_changed(self) -> None:
+    def _weights_changed(self, walk: ModelWalk) -> None:
         """Change to the namespace and the device of the present weights, after a weight was written to or moved."""
         forms = model_checks.forms_of(self.model)
         if self._named["weights"] is not None or self._config is None:
@@ -729,7 +735,7 @@ class CachedModel:
         if forms != self._forms:
             old.close()  # a store of another layout may need its space
             self._seen, self._forms = _looked_at(self.model, self.layout.chunk_tokens), forms
-            self._probed_under = (numerics_of(self.model).autocast, self._edits.text())
+            self._probed_under = (numerics_of(self.model, walk).autocast, self._edits.text(walk))
             self._layouts.clear()
         namespace = namespace_of(self.model, self._seen.layout, **self._named)
         try:

@@ -16,15 +16,10 @@ from blake3 import blake3
 
 from pagoda.connectors.identity.plain_values import stable
 from pagoda.connectors.transformers.hook_watch import ForeignHook
+from pagoda.connectors.transformers.model_walk import METHODS, ModelWalk, plain_settings
 
-_SCALARS = (bool, int, float, str)
-_OTHERWISE_NAMED = frozenset(
-    {"active_adapters", "disable_adapters", "gradient_checkpointing", "merged_adapters", "training"}
-)
 # hooks of these only observe, or compute a weight from other weights, which are named
 _HARMLESS_HOOKS = ("torch.nn.utils.", "torch.utils.", "transformers.", "pagoda.")
-# the methods of a model that decide which KV belongs to which token
-_METHODS = ("forward", "generate", "prepare_inputs_for_generation")
 
 _Facts = dict[str, Any]  # by name: plain values
 
@@ -32,14 +27,23 @@ _Facts = dict[str, Any]  # by name: plain values
 class ModelEdits:
     """The settings of one model when this was made, and how the present ones differ. As thread-safe as the model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, walk: ModelWalk) -> None:
+        """`walk` is that of this moment."""
         self._model = model
         self._modules = _modules_of(model)
         self._config = _config_of(model)
+        self._latest: _Facts = self._modules
+        self._seen = walk.settings  # when the latest were read
 
-    def text(self) -> str:
-        """Return a name of the differences, "" if there are none: the same edits have the same name everywhere."""
-        modules = _modules_of(self._model)
+    def text(self, walk: ModelWalk) -> str:
+        """Return a name of the differences, "" if there are none: the same edits have the same name everywhere.
+
+        `walk` is that of this moment.
+        """
+        if walk.settings != self._seen:
+            self._latest = _modules_of(self._model)
+            self._seen = walk.settings
+        modules = self._latest
         config = _config_of(self._model)
         if modules == self._modules and config == self._config:
             return ""
@@ -48,16 +52,16 @@ class ModelEdits:
         return f"edited={digest.hexdigest(8)}"
 
 
-def code_between(model: Any) -> str:
+def code_between(model: Any, walk: ModelWalk) -> str:
     """Return a sentence on the first method that was replaced, or module whose dropout is on; "" if there is none.
 
     Changes nothing.
     """
-    for name, module in model.named_modules():
+    for name, module in walk.unusual:
         own = vars(module)
         if own.get("training") and (module is model or _is_random(module)):
             return f"{_place(name)} is in training mode, where dropout changes the KV: call model.eval()"
-        for method in _METHODS:
+        for method in METHODS:
             replaced = own.get(method)
             if replaced is not None and not _is_known_method(module, method, replaced):
                 return (
@@ -67,18 +71,15 @@ def code_between(model: Any) -> str:
     return ""
 
 
-def foreign_hooks(model: Any) -> list[ForeignHook]:
+def foreign_hooks(walk: ModelWalk) -> list[ForeignHook]:
     """Return the hooks on forward passes that may change them, in no certain order. Changes nothing."""
     from torch.nn.modules import module as torch_module
 
     found = []
     for registered in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
         found += _foreign_in(registered, "all modules")
-    for name, module in model.named_modules():
-        own = vars(module)
-        for registered in (own.get("_forward_hooks"), own.get("_forward_pre_hooks")):
-            if registered:
-                found += _foreign_in(registered, _place(name))
+    for name, registered in walk.hooked:
+        found += _foreign_in(registered, _place(name))
     return found
 
 
@@ -96,12 +97,10 @@ def _modules_of(model: Any) -> _Facts:
     for name, module in model.named_modules():
         if "_orig_mod" in module._modules:  # the shell of a compiled module, which computes the same
             continue
-        plain = {
-            attribute: value
-            for attribute, value in vars(module).items()
-            if type(value) in _SCALARS and attribute[0] != "_" and attribute not in _OTHERWISE_NAMED
-        }
-        found[name.replace("_orig_mod.", "").removesuffix("._orig_mod")] = (type(module), plain)
+        found[name.replace("_orig_mod.", "").removesuffix("._orig_mod")] = (
+            type(module),
+            plain_settings(module),
+        )
     return found
 
 

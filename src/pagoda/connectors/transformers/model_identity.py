@@ -17,13 +17,13 @@ import xxhash
 from blake3 import blake3
 
 from pagoda.connectors.identity.plain_values import VOLATILE
+from pagoda.connectors.transformers.model_walk import ModelWalk, walk_over
 from pagoda.connectors.transformers.numerics import numerics_of
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
 Stamp = tuple[tuple[int, int], ...]
 
-_MARKS_OF_ADAPTERS = ("active_adapters", "merged_adapters")
 _PIECE_BYTES = 256 << 20  # how much is copied from a device to the CPU at a time
 
 
@@ -74,8 +74,10 @@ def stamp_of(model: Any) -> Stamp:
     )
 
 
-def adapters_digest(model: Any) -> str:
+def adapters_digest(model: Any, walk: ModelWalk | None = None) -> str:
     """Return a name for the adapters (LoRA and the like) that are active in `model`, "" if there are none.
+
+    `walk`: that of this moment, if there is one.
 
     Their weights are parameters of the model and so part of `weights_digest`; this name says which of them are active,
     and how strongly. Raises ValueError for adapters that put virtual tokens before the prompt.
@@ -88,9 +90,7 @@ def adapters_digest(model: Any) -> str:
             "prompt and prefix tuning put virtual tokens into the KV: not supported, switch them off"
         )
     at_work = []
-    for name, module in model.named_modules():
-        if not _has_adapters(module):
-            continue
+    for name, module in (walk or walk_over(model)).adapted:
         merged = list(getattr(module, "merged_adapters", ()) or ())
         off = getattr(module, "disable_adapters", False)
         active = [] if off else _names(getattr(module, "active_adapters", ()))
@@ -101,12 +101,6 @@ def adapters_digest(model: Any) -> str:
     if not at_work:
         return ""
     return str(blake3(json.dumps(at_work, sort_keys=True, default=str).encode()).hexdigest(16))
-
-
-def _has_adapters(module: Any) -> bool:
-    own = vars(module)  # `getattr` of a missing attribute is slow on a module
-    kind = type(module)
-    return any(mark in own or hasattr(kind, mark) for mark in _MARKS_OF_ADAPTERS)
 
 
 def _names(active: Any) -> list[str]:

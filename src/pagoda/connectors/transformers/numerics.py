@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from pagoda.connectors.transformers.model_walk import ModelWalk, walk_over
+
 # libraries read these when they are first used
 _VARIABLES = {
     "cpu": ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
@@ -31,11 +33,14 @@ class Numerics(NamedTuple):
         return ", ".join(filter(None, self))
 
 
-def numerics_of(model: Any) -> Numerics:
-    """Return how `model` would be computed on this thread now. Changes nothing."""
+def numerics_of(model: Any, walk: ModelWalk | None = None) -> Numerics:
+    """Return how `model` would be computed on this thread now. Changes nothing.
+
+    `walk`: that of this moment, if there is one.
+    """
     import torch
 
-    kinds = sorted({weight.device.type for weight in model.parameters()})
+    kinds = (walk or walk_over(model)).kinds
     others = [*_precisions(kinds), *_attention_kernels(kinds), *_implementations(model)]
     if torch.get_default_dtype() is not torch.float32:
         others.append(f"default_dtype={_name(torch.get_default_dtype())}")

@@ -11,7 +11,7 @@ Modules, in the order in which a save reaches them:
 - `store_client`: the protocol of a store's client and of its connections
 - `redis`, `redis_address`, `resp`: Redis, how it is connected to, and its wire protocol
 - `redis_ttl`, `redis_config_check`: how long chunks stay in a Redis, and a check of its configuration
-- `redis_nodes`, `redis_cluster`: several Redis as one store: a pool, a cluster
+- `redis_nodes`, `redis_pool`, `redis_cluster`: several Redis as one store: a pool, a cluster
 - `object_store`: object stores (S3, GCS, Azure, WebDAV)
 - `indexed_store`: an object store below a Redis that knows which chunks it has
 - `obstore_runner`: runs obstore, which signs, lists, deletes, and moves bytes where our HTTP connections cannot
