@@ -64,6 +64,8 @@ class PresentWeights:
             )
         else:
             self._epoch = of._epoch
+            for tier in self._epoch.unread.keys() - resources.left_out().keys():
+                self._epoch.compare_root(tier)  # the other cache has left it out, this one has it open
         self._epoch.share(resources)
         self._base = namespace
         # by adapter, salt, version, numerics and epoch: the namespace, and whether tiers are left out
@@ -113,8 +115,8 @@ class PresentWeights:
         # only the root of a tier that was left out may know that the weights were changed
         known = not epoch.number and not self._epoch.unread
         tiers = self._resources.tiers if known else self._resources.tiers.local()
-        if self._epoch.unrecorded:
-            tiers = tiers.without(self._epoch.unrecorded)
+        if unusable := self._epoch.unusable():
+            tiers = tiers.without(unusable)
         return namespace, tiers.exact() if is_left_out else tiers
 
     def quality(self) -> list[QualityState]:
@@ -285,6 +287,10 @@ class WeightsEpoch:
                 self.unread.pop(tier, None)
             self._compare_all(self.unrecorded)
         return "its root cannot record that the weights were changed" if tier in self.unrecorded else None
+
+    def unusable(self) -> frozenset[str]:
+        """Return the tiers whose root has not recorded the present epoch, or was not read yet."""
+        return self.unrecorded.union(self.unread) if self.unread else self.unrecorded
 
     def share(self, resources: Resources) -> None:
         """Note that a cache with these resources uses this object. Keeps only a weak reference."""
