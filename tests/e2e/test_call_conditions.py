@@ -561,8 +561,12 @@ def test_nothing_is_raised_after_a_text_is_complete(house: House) -> None:
     theirs = texts(model, ids)
     cached = house.open(model, weights="a name")  # changed weights are refused
 
+    weight = model.model.layers[0].mlp.up_proj.weight
+    kept = []  # so that no later copy gets an address again
+
     def touch() -> None:
-        model.model.layers[0].mlp.up_proj.weight.data = model.model.layers[0].mlp.up_proj.weight.data.clone()
+        kept.append(weight.data)
+        weight.data = weight.data.clone()
 
     assert texts(cached, ids, logits_processor=[Meddling(touch)]) == theirs
     assert (cached.last_stored, counted(cached, "drop")) == ([], 1)
