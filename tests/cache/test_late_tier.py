@@ -122,6 +122,45 @@ def test_weights_that_changed_meanwhile_are_recorded_before_the_tier_takes_part(
         assert cache.lookup(tokens).num_tokens == 0
 
 
+def test_a_tier_that_comes_late_with_more_changes_does_not_know_the_present_weights(
+    shm_root: Path, drive: Drive
+) -> None:
+    """Its count is higher, but what it counted was before the change that it missed."""
+    tokens = prompt(2, seed=1)
+    with cache_at(shm_root, drive.path) as cache:
+        for _ in range(3):
+            cache.weights_changed()
+        stored(cache, tokens)
+    shutil.rmtree(shm_root / "host")  # a reboot
+    with without_disk(shm_root, drive) as cache:
+        with pytest.raises(StoreError, match="left out could not record"):
+            cache.weights_changed()
+        comes_back(drive, cache)
+        assert cache.lookup(tokens).num_tokens == 0
+    with cache_at(shm_root, drive.path) as cache:
+        assert cache.lookup(tokens).num_tokens == 0
+
+
+def test_a_cache_of_the_same_weights_that_has_the_tier_compares_its_root(
+    shm_root: Path, drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shares the epoch with a cache that has left the tier out, so nobody has read that root yet."""
+    tokens = prompt(2, seed=1)
+    with cache_at(shm_root, drive.path) as cache:
+        stored(cache, tokens)
+    with cache_at(shm_root, drive.path) as cache:
+        assert cache.lookup(tokens, tiers=["disk"]).num_tokens == len(tokens)
+        cache.weights_changed()
+    monkeypatch.setattr(late_tier, "start_thread", lambda *_: None)  # no second attempt comes in between
+    shutil.rmtree(shm_root / "host")  # a reboot
+    with without_disk(shm_root, drive) as cache:
+        drive.comes_back()
+        config = config_of(shm_root, drive.path, start_without="lower")
+        with Cache(config, namespace=NAMESPACE, layout=LAYOUT, weights_of=cache) as other:
+            assert other.tiers == ("host", "disk") and cache.tiers == ("host",)
+            assert other.lookup(tokens).num_tokens == 0
+
+
 def test_weights_that_changed_while_only_the_root_answers_are_recorded_there(
     shm_root: Path, drive: Drive
 ) -> None:

@@ -79,6 +79,42 @@ def test_two_roots_with_different_epochs_of_one_count_leave_both(tmp_path: Path)
     assert WeightsEpoch(roots, "m").epoch() == together
 
 
+def test_of_roots_that_changed_apart_the_higher_count_is_not_known_to_be_later(tmp_path: Path) -> None:
+    """After a reboot the weights were changed while only the host tier was open: the disk counted more, before."""
+    host = {"host": tmp_path / "host"}
+    disk = {"disk": tmp_path / "disk"}
+    before = [raised(WeightsEpoch(disk, "m")) for _ in range(4)]
+    present = raised(WeightsEpoch(host, "m"))
+    together = WeightsEpoch(host | disk, "m").epoch()
+    assert together.number == 5 and together not in (*before, present)
+    assert WeightsEpoch(host | disk, "m").epoch() == together
+    assert WeightsEpoch(host, "m").epoch() == WeightsEpoch(disk, "m").epoch() == together
+
+
+def test_a_root_that_is_only_behind_costs_no_epoch(tmp_path: Path) -> None:
+    """Two engines share the host tier, each has a disk of its own."""
+    roots = {name: tmp_path / name for name in ("host", "disk")}
+    other = {"host": tmp_path / "host", "disk": tmp_path / "other disk"}
+    raised(WeightsEpoch(roots, "m"))
+    second = raised(WeightsEpoch(other, "m"))
+    assert WeightsEpoch(roots, "m").epoch() == second
+    third = raised(WeightsEpoch(roots, "m"))
+    shutil.rmtree(tmp_path / "host")  # a reboot: the disks are compared, and one knows what it left behind
+    apart = {"host": tmp_path / "disk", "disk": tmp_path / "other disk"}
+    assert WeightsEpoch(apart, "m").epoch() == third
+
+
+def test_a_record_forgets_the_first_of_many_epochs(tmp_path: Path) -> None:
+    """It has a fixed size."""
+    roots = {"host": tmp_path / "host"}
+    first = raised(WeightsEpoch(roots, "m"))
+    weights = WeightsEpoch(roots, "m")
+    passed = [raised(weights) for _ in range(260)]
+    record = weights._records["host"]
+    with record.locked():
+        assert record.passed({first, *passed}) == set(passed[3:-1])
+
+
 def test_two_changes_of_one_number_have_different_keys(shm_root: Path) -> None:
     names = []
     for root in ("one", "two"):

@@ -2,8 +2,9 @@
 
 Each local root keeps a record of the epochs (`pagoda.ledger.epoch_record`). An epoch is a number and a random nonce, so
 that one epoch is never given out twice, whichever roots were open at that time. Whoever opens roots compares them and
-raises those that are behind; of two epochs with one number, neither is known to be the later one, so both are left
-behind. A process stores and serves under an epoch only in the tiers whose root has recorded it.
+raises those that are behind. A record also knows the epochs that were left behind. Of two epochs of which none is known
+to come after the other one, whatever their numbers, neither is known to be the present one: both are left behind, by a
+new epoch. A process stores and serves under an epoch only in the tiers whose root has recorded it.
 
 A process notices a change by one `stat` per root: the file that older versions keep for the model grows with each one.
 """
@@ -63,6 +64,8 @@ class PresentWeights:
             )
         else:
             self._epoch = of._epoch
+            for tier in self._epoch.unread.keys() - resources.left_out().keys():
+                self._epoch.compare_root(tier)  # the other cache has left it out, this one has it open
         self._epoch.share(resources)
         self._base = namespace
         # by adapter, salt, version, numerics and epoch: the namespace, and whether tiers are left out
@@ -112,8 +115,8 @@ class PresentWeights:
         # only the root of a tier that was left out may know that the weights were changed
         known = not epoch.number and not self._epoch.unread
         tiers = self._resources.tiers if known else self._resources.tiers.local()
-        if self._epoch.unrecorded:
-            tiers = tiers.without(self._epoch.unrecorded)
+        if unusable := self._epoch.unusable():
+            tiers = tiers.without(unusable)
         return namespace, tiers.exact() if is_left_out else tiers
 
     def quality(self) -> list[QualityState]:
@@ -285,6 +288,10 @@ class WeightsEpoch:
             self._compare_all(self.unrecorded)
         return "its root cannot record that the weights were changed" if tier in self.unrecorded else None
 
+    def unusable(self) -> frozenset[str]:
+        """Return the tiers whose root has not recorded the present epoch, or was not read yet."""
+        return self.unrecorded.union(self.unread) if self.unread else self.unrecorded
+
     def share(self, resources: Resources) -> None:
         """Note that a cache with these resources uses this object. Keeps only a weak reference."""
         self._sharing = [weakref.ref(one) for one in (*self.sharing(), resources)]
@@ -332,6 +339,7 @@ class WeightsEpoch:
         """
         errors: dict[str, Exception] = {}
         found: dict[str, Epoch | None] = {}
+        passed: set[Epoch] = set()  # epochs that are known to be followed by another one
         least = self._known.number
         with contextlib.ExitStack() as held:
             for tier, record in sorted(self._records.items(), key=lambda item: str(item[1].path)):
@@ -343,12 +351,16 @@ class WeightsEpoch:
                     errors[tier] = error
                     if self._known == NEVER_CHANGED and record.has_promised():
                         found[tier] = None
-            epoch = _agreed(found, self._known, least, is_new)
+            every = {epoch for epoch in (*found.values(), self._known) if epoch is not None} - {NEVER_CHANGED}
+            for tier in found.keys() - errors.keys():
+                with contextlib.suppress(OSError, StoreError):  # then they are not known to be followed
+                    passed |= self._records[tier].passed(every)
+            epoch = _agreed(found, self._known, passed, least, is_new)
             for tier in found.keys() - errors.keys():
                 record = self._records[tier]
                 try:
                     if found[tier] != epoch:
-                        record.write(epoch)
+                        record.write(epoch, passed=every)
                     else:
                         record.tell_older_versions(epoch)
                 except (OSError, StoreError) as error:
@@ -362,13 +374,20 @@ def _reserve(record: EpochRecord) -> None:
         record.reserve()
 
 
-def _agreed(found: Mapping[str, Epoch | None], known: Epoch, least: int, is_new: bool) -> Epoch:
-    """Return the epoch that is valid when roots say this, and this process `known`. See the module's docstring."""
-    epochs = {epoch for epoch in (*found.values(), known) if epoch is not None}
-    last = [epoch for epoch in epochs if epoch.number == least]
-    if is_new or None in found.values() or len(last) != 1:
+def _agreed(
+    found: Mapping[str, Epoch | None], known: Epoch, passed: Collection[Epoch], least: int, is_new: bool
+) -> Epoch:
+    """Return the epoch that is valid when roots say this, and this process `known`. See the module's docstring.
+
+    `passed`: those of them that are known to be followed by another one.
+    """
+    if is_new or None in found.values():
         return new_epoch(above=least)
-    return last[0]
+    last = {epoch for epoch in (*found.values(), known) if epoch is not None} - {NEVER_CHANGED, *passed}
+    present = max(last, default=NEVER_CHANGED)
+    if len(last) > 1 or present.number < least:
+        return new_epoch(above=least)
+    return present
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -20,12 +20,13 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from struct import Struct
 from typing import NamedTuple
 
 import xxhash
+from blake3 import blake3
 
 from pagoda.errors import StoreError
 from pagoda.file_space import make_directory, opened, reserve_beyond
@@ -48,10 +49,13 @@ _HALF_BYTES = 32 << 10
 _CHECK = Struct("<16s")
 _HEAD = Struct("<8s16sQQQ")  # magic, id, sequence, floor, number of models
 _MODEL = Struct("<8sQQ")  # digest, count, nonce
+_EPOCH = Struct("<QQ")  # count, nonce
 _MAGIC = b"PAGODAEP"
 _MOST_MODELS = (_HALF_BYTES - _CHECK.size - _HEAD.size) // _MODEL.size
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _RESERVED_BYTES = 1024  # space for this many epochs of a model, in its file for older versions
+_PASSED = 1 << 63  # in the count of a row: an epoch that a model of this root had before, see `_passed_row`
+_MOST_PASSED = 256  # of all models together, the last ones
 
 
 class Epoch(NamedTuple):
@@ -73,7 +77,10 @@ def new_epoch(above: int) -> Epoch:
 
 
 class _EpochHalf(NamedTuple):
-    """What a record says. With a `floor` (not 0), each model that is not in `of` needs a new epoch."""
+    """What a record says. With a `floor` (not 0), each model that is not in `of` needs a new epoch.
+
+    `of` also has rows for epochs that were left behind: see `_passed_row`.
+    """
 
     record_id: bytes
     sequence: int
@@ -125,6 +132,18 @@ class EpochRecord:
         epoch = self._current().of.get(self._digest, NEVER_CHANGED)
         return max(epoch.number, self._old_count())
 
+    def passed(self, epochs: Collection[Epoch]) -> set[Epoch]:
+        """Return those of these epochs that the root left behind, for the one it has now. Under `locked`. OSError."""
+        of = self._current().of
+        counted = self._old_count()
+        left_behind = set()
+        for epoch in epochs:
+            key, row = self._passed_row(epoch)
+            is_followed_by_count = of.get(self._digest) == epoch and counted > epoch.number
+            if of.get(key) == row or is_followed_by_count:
+                left_behind.add(epoch)
+        return left_behind
+
     def has_promised(self) -> bool:
         """Whether an epoch may have been recorded here, when the record cannot be read."""
         try:
@@ -134,13 +153,23 @@ class EpochRecord:
         except (OSError, StoreError):
             return True
 
-    def write(self, epoch: Epoch) -> None:
-        """Record the epoch of the model, on the medium when this returns. Under `locked`. OSError."""
+    def write(self, epoch: Epoch, passed: Collection[Epoch] = ()) -> None:
+        """Record the epoch of the model, on the medium when this returns. Under `locked`. OSError.
+
+        `passed`: epochs of other roots that this one leaves behind.
+        """
         record = self._current()
         if record.of.get(self._digest, NEVER_CHANGED) != epoch or (
             record.floor and self._digest not in record.of
         ):
-            of = record.of | {self._digest: epoch}
+            of = dict(record.of)
+            for before in (of.get(self._digest, NEVER_CHANGED), *passed):
+                if before not in (NEVER_CHANGED, epoch):
+                    of.update([self._passed_row(before)])
+            left_behind = [key for key, row in of.items() if row.number & _PASSED]
+            for key in left_behind[:-_MOST_PASSED]:
+                del of[key]
+            of[self._digest] = epoch
             floor = record.floor
             if len(of) > _MOST_MODELS:  # the others get new epochs
                 of = {self._digest: epoch}
@@ -160,6 +189,11 @@ class EpochRecord:
         if self.root.is_dir():
             with opened(self.old_path, _APPEND) as fd:
                 reserve_beyond(fd, os.fstat(fd).st_size + _RESERVED_BYTES)
+
+    def _passed_row(self, epoch: Epoch) -> tuple[bytes, Epoch]:
+        """Return the row, and its key, that says that the model had this epoch before."""
+        key = blake3(self._digest + _EPOCH.pack(*epoch), derive_key_context="PagodaKV passed epoch").digest(8)
+        return key, Epoch(epoch.number | _PASSED, epoch.nonce)
 
     def _current(self) -> _EpochHalf:
         """Return the record; if it is gone or not the one that the stores vouch for, begin another."""

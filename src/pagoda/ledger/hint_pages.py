@@ -4,10 +4,11 @@ All processes that have a store open share it. A store in host memory has it in 
 it in memory too, never in a mapped file of its disk: a write to a mapped page kills the process if the file system has
 stopped, or copies on write and is full. It is in
 
-    /dev/shm/pagoda-<uid>/.hints/<store id>-<incarnation>/<name>
+    /dev/shm/pagoda-<uid>/.hints/<store id>-<incarnation>-<device and inode of state>/<name>
 
-if that directory is this user's and has space, else in private memory of the process. Nothing that decides what is
-served is read from it, so it may be lost, removed or damaged at any time: `session` compares it with the tables.
+(a copy of a store has the same id), if that directory is this user's and has space, else in private memory of the
+process. Nothing that decides what is served is read from it, so it may be lost, removed or damaged at any time:
+`session` compares it with the tables.
 
 `save` writes it into the files of the store's directory by `pwrite`. These are read when the memory is made again. The
 last process that closes the store saves, and removes the memory; after a kill it stays until the store is opened
@@ -32,7 +33,7 @@ from pagoda.errors import NoRoomError
 from pagoda.file_space import allocate, opened
 from pagoda.ledger.columns import LAST_STAMP, NOT_READY, Columns, bounded_ghosts, columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES
-from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, StoreState, read_state
+from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, STATE, StoreState, read_state
 from pagoda.store_place import is_in_memory, require_free
 
 _PUBLISHED = "published"
@@ -189,6 +190,14 @@ class Published:
         """Write the record of columns that were never compared."""
         memoryview(memory)[:24].cast("Q")[2] = _NEVER
 
+    def forget(self) -> None:
+        """Begin anew: the tables may be older than what was published, as after a backup was restored.
+
+        Only while no other process has the store open.
+        """
+        self._words[0] = 0
+        self._words[2] = _NEVER
+
     def add(self, transaction: int) -> None:
         """Record that a transaction was published."""
         words = self._words
@@ -228,7 +237,7 @@ def coldest_stamp(directory: Path, state: StoreState) -> int:
         columns: Columns | None = Columns(directory / COLUMNS, state.slots)
     else:
         ghosts = bounded_ghosts(state.slots)
-        made = _home(state)
+        made = _home(directory, state)
         memory = _map_own(made / COLUMNS, columns_bytes(state.slots, ghosts)) if _is_own(made) else None
         columns = (
             _saved_columns(directory, state.store_id)
@@ -249,7 +258,10 @@ def sweep() -> None:
             except OSError:
                 continue  # being made
             state = read_state(store)
-            if state is None or made.name != _name(state):
+            name = ""
+            with contextlib.suppress(OSError):
+                name = "" if state is None else _name(store, state)
+            if made.name != name:
                 shutil.rmtree(made, ignore_errors=True)
 
 
@@ -260,19 +272,22 @@ def _root() -> Path:
     return Path(f"/dev/shm/pagoda-{os.getuid()}", ".hints")
 
 
-def _name(state: StoreState) -> str:
-    return f"{state.store_id}-{state.incarnation}"
+def _name(directory: Path, state: StoreState) -> str:
+    """Return the name of the memory of a store. OSError. A copy of the store has another: its tables differ soon."""
+    status = os.stat(directory / STATE)
+    return f"{state.store_id}-{state.incarnation}-{status.st_dev:x}-{status.st_ino:x}"
 
 
-def _home(state: StoreState) -> Path:
-    return _root() / _name(state)
+def _home(directory: Path, state: StoreState) -> Path:
+    return _root() / _name(directory, state)
 
 
 def _make(directory: Path, state: StoreState) -> Path | None:
     """Make the directory in memory for a store; None if this user cannot have one."""
     sweep()
-    root, made = _root(), _home(state)
     with contextlib.suppress(OSError):
+        root = _root()
+        made = _home(directory, state)
         if not is_in_memory(root.parent.parent):
             return None
         for path in (root.parent, root, made):

@@ -84,6 +84,8 @@ class Session:
         self.columns: Columns = self.hints.columns()
         on_disk = store.state.kind == "file"
         self.published: Published | None = self.hints.published() if on_disk else None
+        if self.published is not None and store.sole:
+            self.published.forget()
         self._pages: TablePages | None = None  # of a store on disk, once its tables were opened
         self._suspect = (
             False  # a file of the store could not be read or written: test all pages of the tables
