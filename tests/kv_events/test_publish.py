@@ -256,7 +256,7 @@ def test_weights_that_another_process_has_changed_take_all_back_without_a_reques
 
 @pytest.mark.slow
 def test_a_store_that_was_replaced_under_the_cache_is_credited_as_it_hits(shm_root: Path) -> None:
-    """An open store is used on until its tables are opened again, here after a fork: then nothing of it hits."""
+    """A process whose store was replaced leaves it within a second or so: then nothing of it hits."""
     tokens = prompt(3)
     with cache_at(shm_root, None) as cache:
         router = Router(cache.publish_events(ANY))
@@ -268,12 +268,7 @@ def test_a_store_that_was_replaced_under_the_cache_is_credited_as_it_hits(shm_ro
         shutil.rmtree(shm_root / "host")
         with SPAWN.Pool(1) as pool:
             pool.apply(other_store, (shm_root, 8))
-        assert cache.lookup(tokens).num_tokens == 3 * CHUNK
-        assert router.believes(tokens, "CPU") == 3
-        if not (child := os.fork()):
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert cache.lookup(tokens).num_tokens == 0
+        wait_until(lambda: cache.lookup(tokens).num_tokens == 0)
         assert not ledger.is_ready(found.slots, found.generations).any()
         wait_until(lambda: router.believes(tokens, "CPU") == 0)
         all_is_taken_back(router, tokens)

@@ -32,9 +32,9 @@ def requests() -> list[Request]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "most"), [("lru", 700), ("hindsight", 2000)])
 def test_the_cache_hits_what_the_simulator_says(
-    tmp_path: Path, requests: list[Request], policy: str, most: int
+    shm_root: Path, requests: list[Request], policy: str, most: int
 ) -> None:
-    live = Live(tmp_path, policy, host=CHUNKS)
+    live = Live(shm_root, policy, host=CHUNKS)
     rate = live.play(requests[:most])
     live.close()
     assert rate.share == pytest.approx(simulated(requests[:most], CHUNKS, policy), abs=0.005)
@@ -44,10 +44,10 @@ def test_the_cache_hits_what_the_simulator_says(
 @pytest.mark.parametrize("policy", ["lru", "hindsight"])
 @pytest.mark.parametrize("host", [40, 200])
 def test_two_tiers_hit_what_the_simulator_says(
-    tmp_path: Path, requests: list[Request], policy: str, host: int
+    shm_root: Path, requests: list[Request], policy: str, host: int
 ) -> None:
     """Also where many prompts are longer than the host tier, and its policy keeps chunks out."""
-    live, few = Live(tmp_path, policy, host=host, disk=1000), requests[:300]
+    live, few = Live(shm_root, policy, host=host, disk=1000), requests[:300]
     rate = live.play(few)
     counters = admin.counters(live.ledgers[0])
     live.close()
@@ -68,11 +68,11 @@ def _watched(root: Path, requests: list[Request], host: int) -> tuple[float, flo
 
 
 @pytest.mark.slow
-def test_a_disk_below_learns_what_it_would_learn_alone(tmp_path: Path) -> None:
+def test_a_disk_below_learns_what_it_would_learn_alone(shm_root: Path) -> None:
     """Also of prompts that are longer than the host tier, and kept out."""
     prompts = streams.scan_zipf(1, 300, 60, 0.9, 40, chunks=24)
-    share, watched = _watched(tmp_path / "alone", prompts, 0)
-    share_of_pair, watched_of_pair = _watched(tmp_path / "below", prompts, 16)
+    share, watched = _watched(shm_root / "alone", prompts, 0)
+    share_of_pair, watched_of_pair = _watched(shm_root / "below", prompts, 16)
     assert watched_of_pair == pytest.approx(watched, rel=0.05)
     assert share_of_pair > share - 0.02
 
@@ -125,16 +125,16 @@ def _one_of_two(root: Path, number: int, barrier: Barrier) -> Rate:
 
 
 @pytest.mark.slow
-def test_two_processes_share_what_they_learn(tmp_path: Path, requests: list[Request]) -> None:
+def test_two_processes_share_what_they_learn(shm_root: Path, requests: list[Request]) -> None:
     requests = requests[:SHARED]
     with SPAWN.Manager() as manager, ProcessPoolExecutor(2, mp_context=SPAWN) as pool:
         barrier = manager.Barrier(2)
-        both = [pool.submit(_one_of_two, tmp_path, number, barrier) for number in (0, 1)]
+        both = [pool.submit(_one_of_two, shm_root, number, barrier) for number in (0, 1)]
         rates = [one.result(PATIENT_SECONDS) for one in both]
     total = Rate(sum(rate.accesses for rate in rates), sum(rate.hits for rate in rates))
     assert total.accesses == sum(len(request.hash_ids) for request in requests)
     assert total.share == pytest.approx(simulated(requests, CHUNKS, "hindsight"), abs=0.02)
-    live = Live(tmp_path, "hindsight", host=CHUNKS, at_ms=requests[-1].timestamp_ms)
+    live = Live(shm_root, "hindsight", host=CHUNKS, at_ms=requests[-1].timestamp_ms)
     report = admin.check(live.ledgers[0])
     assert report.stale_hints == 0
     assert report.gauges["reserved"] == 0 and report.gauges["ready"] + report.gauges["free"] == CHUNKS

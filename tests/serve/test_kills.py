@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.ledger import Ledger, admin
+from pagoda.ledger.store_state import FORMAT
 from tests.serve import kit
 from tests.serve.kit import TOKEN, engine, keys_of, payload_of, server, verified
 
@@ -48,7 +49,7 @@ def test_a_server_that_ends_or_stops_during_a_get_stops_no_engine(number: int, s
             assert time.monotonic() - begun < 30.0
         served.process.send_signal(signal.SIGKILL)
         served.process.wait(kit.SECONDS)
-        with contextlib.closing(Ledger.attach(next(shm_root.glob("*.4")))) as ledger:
+        with contextlib.closing(Ledger.attach(next(shm_root.glob(f"*.{FORMAT}")))) as ledger:
             admin.check(ledger)
             numbers = admin.gauges(ledger)
             assert numbers["ready"] + numbers["free"] == numbers["slots"]
@@ -159,7 +160,7 @@ def test_a_store_that_is_removed_or_made_again_is_noticed(shm_root: Path) -> Non
                 keys = running.store(chain, 3)
                 kit.wait_until(lambda: served.find(running.root, keys) == 3)  # noqa: B023
                 root = running.root
-            os.rename(next(shm_root.glob("*.4")), shm_root / f".gone-{chain}")
+            os.rename(next(shm_root.glob(f"*.{FORMAT}")), shm_root / f".gone-{chain}")
             kit.wait_until(lambda: served.find(root, keys) == 0)  # noqa: B023
 
 
@@ -168,7 +169,7 @@ def held(root: Path) -> Iterator[None]:
     """Hold the ledgers of all stores of a root, as a stopped process does."""
     leave = threading.Event()
     with contextlib.ExitStack() as stack:
-        for store in root.glob("*.4"):
+        for store in root.glob(f"*.{FORMAT}"):
             ledger = stack.enter_context(contextlib.closing(Ledger.attach(store)))
             holding = threading.Event()
 

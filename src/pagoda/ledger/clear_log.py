@@ -105,9 +105,12 @@ class ClearLog:
             return vouched is not None and not vouched.first
         return False
 
-    def vouch(self) -> None:
-        """Let `state` vouch for what is in the log now, synced. OSError, also if the log cannot be read."""
-        found = self._records()
+    def vouch(self, begun: bool) -> None:
+        """Let `state` vouch for what is in the log now, synced. OSError, also if the log cannot be read.
+
+        `begun`: `replace` has just begun it, so what `state` vouched for before does not count.
+        """
+        found = self._records(compares=not begun)
         if found is not None:
             run, records = found
             set_voucher(self._directory, Vouched.CLEARS, Voucher(_LOG_ID, run.number, len(records)))
@@ -128,9 +131,12 @@ class ClearLog:
             watermarks[root] = max(watermark, watermarks.get(root, 0))
         return Watermarks(run.floor, watermarks)
 
-    def _records(self) -> tuple[_ActiveFile, list[tuple[bytes, int]]] | None:
-        """Return the active file and its records; None if nothing was ever written. OSError if something is lost."""
-        vouched = read_voucher(self._directory, Vouched.CLEARS)
+    def _records(self, compares: bool = True) -> tuple[_ActiveFile, list[tuple[bytes, int]]] | None:
+        """Return the active file and its records; None if nothing was ever written. OSError if something is lost.
+
+        `compares`: with what `state` vouches for.
+        """
+        vouched = read_voucher(self._directory, Vouched.CLEARS) if compares else None
         run = self._in_force()
         if run is None:
             if vouched is not None and vouched.first:

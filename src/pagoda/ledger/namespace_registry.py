@@ -58,12 +58,13 @@ class NamespaceRegistry:
             return
         with self._file_lock():
             try:
-                if namespace is None or not self._clear_log.add(
+                begins = namespace is None or not self._clear_log.add(
                     namespace, self._session.read(partial(queries.watermark_of, root=namespace))
-                ):
+                )
+                if begins:
                     self._clear_log.allocate(self._slots)
                     self._clear_log.replace(self._watermarks())
-                self._clear_log.vouch()
+                self._clear_log.vouch(begun=begins)
             except (OSError, StoreError) as error:
                 raise StoreError(
                     f"{self._directory} is cleared, but a power cut may bring it back: that it was cleared could not "
@@ -82,7 +83,7 @@ class NamespaceRegistry:
                 if not is_there:
                     self._clear_log.replace(self._watermarks())
                 if not never:
-                    self._clear_log.vouch()
+                    self._clear_log.vouch(begun=not is_there)
         except (OSError, StoreError) as error:
             log.warning("cannot prepare %s for being cleared: %s", self._directory, error)
 
