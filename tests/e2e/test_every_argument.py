@@ -144,7 +144,7 @@ def test_a_sample_of_arguments(part: int, house: House) -> None:
     assert list(wrong_after(opened(house, model), cases, prompt_of(model))) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_argument_of_one_type(house: House) -> None:
     model = llama(seed=7, initializer_range=0.3)
     assert list(wrong_after(opened(house, model), cases_of(model), prompt_of(model))) == []

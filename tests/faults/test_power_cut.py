@@ -19,6 +19,7 @@ from tests.faults.support import (
     STRIDE,
     TENANT,
     AfterReboot,
+    apart,
     disk,
     keys,
     load_from,
@@ -146,6 +147,15 @@ def test_a_ledger_that_is_not_trusted_is_deleted_unopened(images: tuple[Path, Pa
     root = shutil.copytree(images[1], tmp_path / "root")
     watch = OpenWatch(root / LAYOUT.fingerprint / "data.mdb")
     tier = disk(root, clock=AfterReboot())
+    assert watch.events() == ["deleted"]
+    tier.close()
+
+
+def test_a_ledger_in_its_place_is_not_trusted_after_a_power_cut(tmp_path: Path) -> None:
+    """All files are those that they were: only the boot says that what was not synced may be lost."""
+    apart(lambda: save_to(disk(tmp_path), keys(range(8))))  # it is not closed
+    watch = OpenWatch(tmp_path / LAYOUT.fingerprint / "data.mdb")
+    tier = disk(tmp_path, clock=AfterReboot())
     assert watch.events() == ["deleted"]
     tier.close()
 

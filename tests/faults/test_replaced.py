@@ -17,6 +17,7 @@ from pagoda.ledger import Ledger, Refused, admin, session
 from pagoda.ledger import ledger as ledger_module
 from pagoda.ledger.clears_and_labels import read_labels
 from pagoda.ledger.eviction_policy import Evictor
+from pagoda.ledger.guard_watch import unwatch
 from pagoda.ledger.lmdb_tables import Tables
 from pagoda.ledger.session import UnavailableError
 from pagoda.ledger.store_state import Kind
@@ -90,6 +91,7 @@ def test_what_took_the_place_of_a_store_is_neither_read_nor_written(
 ) -> None:  # fmt: skip
     ledger = opened(shm_root, kind=kind)
     put(ledger, keys(1))
+    unwatch(ledger.session)  # else the thread that looks for replaced files may be first
     replaced(shm_root)
     before = {path: path.read_bytes() for path in (shm_root / "store").rglob("*")}
     assert len(ledger.match_prefix(keys(1)).slots) == 1, "open files continue to work"

@@ -203,5 +203,7 @@ def test_the_thread_that_looks_ends_with_the_last_store(tmp_path: Path) -> None:
     thread = guard_watch._thread
     assert thread.is_alive()
     ledger.close()
-    thread.join(60)
+    until = time.monotonic() + 60
+    while thread.is_alive() and not guard_watch._watched and time.monotonic() < until:
+        time.sleep(0.05)
     assert not thread.is_alive() or guard_watch._watched

@@ -129,7 +129,7 @@ def test_it_listens_where_it_is_told(endpoint: str, tmp_path: Path) -> None:
         b"\xff" + bytes(8) + b"\x7f\x01\x01",  # a version before 3
         GREETING.replace(b"NULL", b"PLAIN").ljust(64, b"\0")[:64],
         GREETING + READY.replace(b"SUB", b"REQ"),
-        GREETING + b"\x04\x0a\x05READY\xff\x00\x00",
+        GREETING + b"\x04\x09\x05READY\xff\x00\x00",
         GREETING + b"\x00\x02\x01k",  # a subscription before the handshake
         GREETING + READY + b"\x02" + (4 << 20).to_bytes(8, "big") + b"\x01",
         GREETING + READY + b"\x00\x01\x01" * 1000,

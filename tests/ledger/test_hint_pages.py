@@ -528,6 +528,9 @@ def test_pages_that_are_gone_are_noticed_without_a_signal(
         ledger = opened(tmp_path, kind="file")
         put(ledger, keys(*range(10)))
         os.truncate(ledger.directory / "data.mdb", 8192)
+        assert ledger.session._pages is not None
+        with pytest.raises(OSError):
+            ledger.session._pages.load()
         ledger.session.suspect()  # as after an error of the slab
         assert ledger.resting and not hits(ledger, *range(10))
         os._exit(0)
