@@ -44,6 +44,18 @@ def wait_until_left(ledger: Ledger) -> None:
         time.sleep(0.01)
 
 
+def wait_until_told(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
+    """Return the one line about it. The thread that looks writes it just after the process has left."""
+    until = time.monotonic() + 60
+    while True:
+        told = [one for one in caplog.records if "was removed or replaced while it was in use" in one.message]
+        if told:
+            assert len(told) == 1
+            return told[0]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def found(ledger: Ledger, *numbers: int) -> int:
     return sum(len(ledger.match_prefix([key], start=None).slots) for key in keys(*numbers))
 
@@ -67,9 +79,9 @@ def test_a_process_leaves_a_store_whose_files_are_not_those_it_opened(
     wait_until_left(ledger)
     match = ledger.match_prefix(keys(1))
     assert not len(match.slots) and match.reason is Reason.IO_ERROR
-    told = [one for one in caplog.records if "was removed or replaced while it was in use" in one.message]
-    assert len(told) == 1 and told[0].levelno == logging.WARNING
+    assert wait_until_told(caplog).levelno == logging.WARNING
     ledger.close()
+    assert wait_until_told(caplog)  # still one
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
