@@ -67,8 +67,13 @@ def fio_beside(plan: Plan) -> dict[str, object]:
         return {f"fio_{kind}": fio(Path(directory), kind, 512 * MIB) for kind in ("write", "read")}
 
 
-def main(description: str | None, parts: Mapping[str, Part], beside: Mapping[str, Part]) -> None:
-    """Read the command line, measure and print. `beside`: parts whose figures have no target."""
+def main(
+    description: str | None, parts: Mapping[str, Part], beside: Mapping[str, Part], with_fio: bool = True
+) -> None:
+    """Read the command line, measure and print. `beside`: parts whose figures have no target.
+
+    `with_fio`: if all parts are measured, print what fio reaches on the same file system.
+    """
     names = [*parts, *beside]
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -83,4 +88,4 @@ def main(description: str | None, parts: Mapping[str, Part], beside: Mapping[str
         parser.error(f"--only accepts {', '.join(names)}")
     plan = Plan(3 if options.quick else 9, options.quick, options.threads, options.shm_dir, options.disk_dir)
     figures, others = measure(plan, parts, wanted), measure(plan, beside, wanted)
-    report(figures, options.json, others, {} if wanted else fio_beside(plan))
+    report(figures, options.json, others, fio_beside(plan) if with_fio and not wanted else {})

@@ -73,4 +73,4 @@ def _quickest(call: Callable[[], object]) -> float:
 PARTS: dict[str, Part] = {"prefix": prefix_figure, "generate": generate_figure}
 
 if __name__ == "__main__":
-    main(__doc__, PARTS, {})
+    main(__doc__, PARTS, {}, with_fio=False)
