@@ -93,7 +93,6 @@ def opened(directory: Path, tier: str, size_bytes: int, chunk_bytes: int) -> Ite
             namespace=Namespace("calls"),
             layout=layout_of(chunk_bytes),
             chunk_tokens=CHUNK_TOKENS,
-            worth_it=False,
             **tiers,
         ) as cache:
             yield cache

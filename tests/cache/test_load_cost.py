@@ -130,6 +130,17 @@ def test_what_cannot_be_read_of_the_table_is_not_known(tmp_path: Path) -> None:
     assert SpeedTable(Path("/nowhere/speeds")).read("disk") == Speed()
 
 
+def test_what_another_process_measures_first_is_known_at_once(tmp_path: Path) -> None:
+    """That there is no row of a name is remembered only as long as the page has not changed."""
+    table = SpeedTable(tmp_path / "speeds")
+    another = SpeedTable(tmp_path / "speeds")
+    assert table.read("disk").number == 0 and table.read("disk").number == 0
+    speed = Speed()
+    speed.add(MB, 0.1, 1)
+    another.write("disk", speed)
+    assert table.read("disk").rate == pytest.approx(10 * MB)
+
+
 def test_what_an_earlier_release_measured_is_not_believed(tmp_path: Path) -> None:
     """It measured 30 million tokens a second. Its rows are left alone: an engine of that release may still run."""
     engine = "ab"

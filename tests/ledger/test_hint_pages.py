@@ -480,7 +480,7 @@ def test_tables_that_cannot_be_read_are_not_touched(
     directory = os.open(ledger.directory, os.O_RDONLY)
     os.dup2(directory, pages._fd)  # each `pread` is an error now
     monkeypatch.setattr(session.Session, "_open", lambda _: pytest.fail("the tables are used"))
-    assert ledger.match_prefix(keys(0)).reason is Reason.IO_ERROR and ledger.resting
+    assert ledger.match_prefix(keys(0)).reason is Reason.IO_ERROR and ledger.session.resting
     assert [one.reason for one in ledger.reserve(keys(90), namespace=TENANT)] == [Reason.IO_ERROR]  # type: ignore[union-attr]
     ledger.session.tend()
     monkeypatch.undo()
@@ -488,7 +488,7 @@ def test_tables_that_cannot_be_read_are_not_touched(
     until = time.monotonic() + 60
     while not hits(ledger, 0) and time.monotonic() < until:
         time.sleep(0.05)
-    assert hits(ledger, *range(10)) == 10 and not ledger.resting
+    assert hits(ledger, *range(10)) == 10 and not ledger.session.resting
     assert "cannot be read" in caplog.text and "can be read again" in caplog.text
     os.close(kept)
     os.close(directory)
@@ -532,7 +532,7 @@ def test_pages_that_are_gone_are_noticed_without_a_signal(
         with pytest.raises(OSError):
             ledger.session._pages.load()
         ledger.session.suspect()  # as after an error of the slab
-        assert ledger.resting and not hits(ledger, *range(10))
+        assert ledger.session.resting and not hits(ledger, *range(10))
         os._exit(0)
 
     assert wait(child(cut)) == 0
@@ -587,9 +587,11 @@ def test_a_chunk_is_known_to_be_there_until_anybody_commits(
     """After each read from a disk it is asked whether the slot still has the chunk: without a lock if nobody wrote."""
     found = ledger.match_prefix(keys(0))
     slot, generation = int(found.slots[0]), int(found.generations[0])
+    second = ledger.match_prefix(keys(1))
     with monkeypatch.context() as patched:
         patched.setattr(session.Session, "read", lambda *_: pytest.fail("the tables are locked"))
         assert ledger.is_valid(slot, generation)
+        assert ledger.is_valid(int(second.slots[0]), int(second.generations[0]))
     assert not ledger.is_valid(slot, generation + 1)
     assert other_process(memory, tmp_path, "put(other, keys(61)); other.close()") == 0
     assert ledger.is_valid(slot, generation), "the chunk is still there"

@@ -253,14 +253,19 @@ class SpeedTable:
         self._page = map_or_private(source, SPEEDS_BYTES)
         # by name: the offset of its row, its bytes and their content
         self._known: dict[str, tuple[int, bytes, Speed]] = {}
+        self._absent: dict[str, bytes] = {}  # by name: a content of the page that has no row of it
 
     def read(self, name: str) -> Speed:
         """Return what is known of that name: a `Speed` without measurements if nothing is. Takes less than 1 us."""
         known = self._known.get(name)
         if known is not None and self._page[known[0] : known[0] + _USED_BYTES] == known[1]:
             return known[2]
-        at = bytes(self._page).find(_row_name(name))
+        page = bytes(self._page)
+        if self._absent.get(name) == page:
+            return Speed()
+        at = page.find(_row_name(name))
         if at % _ROW_BYTES or self._measured(at) < 0:
+            self._absent[name] = page
             return Speed()
         row = bytes(self._page[at : at + _USED_BYTES])
         _, number, measured_ns, slow, *values = _ROW.unpack_from(row)

@@ -118,7 +118,7 @@ class MissExplainer:
     def _in_other_namespace(self, request: CacheRequest, thorough: bool) -> Explanation | None:
         """Find the same first chunk under another namespace, and name the fields in which that one differs."""
         assert request.tokens is not None
-        mine, deadline = request.namespace.fields(), request.deadline
+        deadline = request.deadline
         head = request.tokens[: self._chunk_tokens]
         items = [item for item in request.items if item.start < self._chunk_tokens]
         known = self._list(deadline.remaining()) if thorough else self._recent(deadline)
@@ -130,7 +130,8 @@ class MissExplainer:
                 key = self._scheme(head, root, self._chunk_tokens, items)[0]
                 seconds = deadline.remaining()
                 if len(ledger.match_prefix([key], touch=False, deadline_seconds=seconds).slots):
-                    fields = ", ".join(Namespace.differing(mine, labels)) or "format"
+                    differing = Namespace.differing(request.namespace.fields(), labels)
+                    fields = ", ".join(differing) or "format"
                     return Explanation(Reason.OTHER_NAMESPACE, f"{tier} has it under another {fields}")
         return None
 

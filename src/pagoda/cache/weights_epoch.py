@@ -115,8 +115,8 @@ class PresentWeights:
         # only the root of a tier that was left out may know that the weights were changed
         known = not epoch.number and not self._epoch.unread
         tiers = self._resources.tiers if known else self._resources.tiers.local()
-        if unusable := self._epoch.unusable():
-            tiers = tiers.without(unusable)
+        if self._epoch.unrecorded or self._epoch.unread:
+            tiers = tiers.without(self._epoch.unusable())
         return namespace, tiers.exact() if is_left_out else tiers
 
     def quality(self) -> list[QualityState]:
@@ -256,7 +256,7 @@ class WeightsEpoch:
 
         Costs one stat per root as long as nothing has changed, and once a second another one.
         """
-        seen = [_identity(path) for path in self._old_paths]
+        seen = list(map(_identity, self._old_paths))
         if seen != self._seen or time.monotonic() >= self._look_at:
             self._look(seen)
         return self._known

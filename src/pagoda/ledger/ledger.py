@@ -73,6 +73,36 @@ _opening: dict[object, str] = {}  # directories of stores, by the call that open
 _changed = Condition()  # guards these two; never held while a store is opened or closed
 
 
+class MatchedChunks:
+    """Chunks of a store on disk that were there after a transaction, and are as long as no other one is committed.
+
+    A look-up only adds its arrays; they are put in order when the first chunk of them is read. Any thread may call.
+    """
+
+    def __init__(self, transaction: int) -> None:
+        self.transaction = transaction
+        self.is_full = False
+        self._count = 0
+        self._added: list[tuple[NDArray[np.int64], NDArray[np.uint64]]] = []
+        self._generations: dict[int, int] = {}  # by slot
+
+    def add(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
+        """Add what a look-up found after the transaction."""
+        self._count += len(slots)
+        self.is_full = self._count > _MOST_MATCHED
+        self._added.append((slots, generations))
+
+    def holds(self, slot: int, generation: int) -> bool:
+        """Whether this chunk is one of them."""
+        while self._added:
+            try:
+                slots, generations = self._added.pop()
+            except IndexError:  # another thread took it, and will have put it in order at the next call
+                break
+            self._generations.update(zip(slots.tolist(), generations.tolist(), strict=True))
+        return self._generations.get(slot) == generation
+
+
 class Ledger:
     """One store's ledger in this process. Thread-safe and fork-safe; `open` returns one shared object per store.
 
@@ -95,8 +125,7 @@ class Ledger:
         self.page_guards: PageGuards | None = session.page_guards
         self.namespaces = NamespaceRegistry(session)
         self.clearing = Clearing(session, self.namespaces)
-        # for a store on disk: the transaction after which these chunks were there, each as slot and generation
-        self._matched: tuple[int, dict[int, int]] = (-1, {})
+        self._matched = MatchedChunks(-1)
         self.requests = RequestRing(session.hints.page(REQUESTS, RING_BYTES))
         self._uses = 1
         self._asked = set[int | None]()  # sizes that users in this process asked for
@@ -111,11 +140,6 @@ class Ledger:
         # free slots, and whether some have no pages, after the last reserve
         self._room, self._lacks_pages = 0, False
         self.window = window(self.slots)
-
-    @property
-    def resting(self) -> bool:
-        """Whether the files of this store could not be read a short while ago. Then nothing is found or stored."""
-        return self.session.resting
 
     @property
     def tier(self) -> str:
@@ -543,7 +567,7 @@ class Ledger:
         if lease_seconds and len(slots):
             self.lease(slots, generations, lease_seconds)
         if self.on_disk:
-            self.upkeep_thread.wake()
+            self.upkeep_thread.read()
         return Match(slots, generations, reason)
 
     def touch(
@@ -609,18 +633,18 @@ class Ledger:
         self, transaction: int, slots: NDArray[np.int64], generations: NDArray[np.uint64]
     ) -> None:
         """Note for `is_valid` that these chunks were there after that transaction."""
-        matched_at, matched = self._matched
-        if matched_at != transaction or len(matched) > _MOST_MATCHED:
-            matched = {}
-        matched.update(zip(slots.tolist(), generations.tolist(), strict=True))
-        self._matched = transaction, matched
+        matched = self._matched
+        if matched.transaction != transaction or matched.is_full:
+            matched = MatchedChunks(transaction)
+            self._matched = matched
+        matched.add(slots, generations)
 
     def is_valid(self, slot: int, generation: int) -> bool:
         """Return for one slot what `still_valid` returns for many."""
         if self.on_disk:
-            matched_at, matched = self._matched
+            matched = self._matched
             # no transaction since the chunk was found: nothing has changed
-            if matched.get(slot) == generation and self.session.last_transaction() == matched_at:
+            if matched.holds(slot, generation) and self.session.last_transaction() == matched.transaction:
                 return True
             try:
                 return self.session.read(

@@ -133,8 +133,8 @@ def find_entries(txn: Txn, tables: Tables, keys: Sequence[bytes]) -> tuple[list[
 
 def _leading_below(slots: int, rows: NDArray[np.int64]) -> int:
     """Return how many leading rows are of slots that exist: LMDB has no checksums."""
-    if len(rows) <= FEW:
-        return next((at for at, row in enumerate(rows.tolist()) if row >= slots), len(rows))
+    if len(rows) <= FEW and max(rows.tolist(), default=0) < slots:
+        return len(rows)
     return _leading(rows < slots)
 
 

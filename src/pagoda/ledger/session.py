@@ -219,7 +219,8 @@ class Session:
         """Run `work` as one read transaction. UnavailableError if it cannot be run."""
         until, gate = time.monotonic() + deadline_seconds, self.gate
         try:
-            self._require_usable()
+            if self.lost or self._suspect or self._rests_until:
+                self._require_usable()
             found = gate.run(partial(self._run_read, work), deadline_seconds)
             if not found:  # the first call after a fork: become a new member
                 read = partial(self._run_read, work, opens=True)
@@ -247,7 +248,8 @@ class Session:
 
     def _run_read(self, work: Callable[[Txn, Tables], T], opens: bool = False) -> list[T]:
         """Run `work` as one read transaction, if the tables are open or this `opens` them. Called inside the gate."""
-        self._require_readable()
+        if self._pages is not None:
+            self._require_readable()
         tables = self._open() if opens else self._tables
         if tables is None:
             return []
@@ -264,7 +266,7 @@ class Session:
     @property
     def resting(self) -> bool:
         """Whether the files of the store could not be read a short while ago; its tables are not read meanwhile."""
-        return self._rests_until > time.monotonic()
+        return bool(self._rests_until) and self._rests_until > time.monotonic()
 
     @property
     def locked_bytes(self) -> int:

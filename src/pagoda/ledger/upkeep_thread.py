@@ -61,6 +61,7 @@ class UpkeepThread:
         self._lacks = self._closed = False
         self._on_disk = session.published is not None
         self._tended = 0.0
+        self._reported = 0.0
         self._saved = time.monotonic()
         self._unsaved = False
         self._woken = Event()
@@ -75,6 +76,13 @@ class UpkeepThread:
         if idle or (self._woken.is_set() and self._thread.is_alive()):
             return
         if_free(self._starting, self._start)
+
+    def read(self) -> None:
+        """Report that chunks of a store on disk were looked for, so that its tables stay in memory. Cheap."""
+        now = time.monotonic()
+        if now - self._reported > _TEND_SECONDS:
+            self._reported = now
+            self.wake()
 
     def _start(self) -> None:
         self._woken.set()

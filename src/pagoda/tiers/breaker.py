@@ -36,6 +36,8 @@ class CircuitBreaker:
     @property
     def resting(self) -> bool:
         """Whether the device must not be used now; changes nothing."""
+        if self._failures < self._limit:  # asked at each look-up, so without the lock
+            return False
         with self._lock:
             return self._failures >= self._limit and self._clock.monotonic_ns() < self._retry_ns
 

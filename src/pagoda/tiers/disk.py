@@ -382,7 +382,7 @@ class DiskStore(WorkerBackend):
     @property
     def resting(self) -> bool:
         """Whether the disk must not be used now."""
-        return self.breaker.resting or self.ledger.resting
+        return self.breaker.resting or self.ledger.session.resting
 
     def record_error(self, error: Exception, what: str) -> Reason:
         """Log that I/O or a background job failed and return the reason to report. OSErrors count for the breaker.
