@@ -239,7 +239,7 @@ def _commit_one(
     transaction.meta.ready += 1
     transaction.add_to_namespace(reservation.namespace, chunks=1)
     transaction.ready[item.slot] = reservation.stamp
-    transaction.count_stored()
+    transaction.stored += 1
     return CommitResult.WHOLE
 
 

@@ -130,7 +130,8 @@ class Session:
         gate = self.gate
         step = self._free if frees else self._transact
         try:
-            self._require_usable()
+            if self.lost or self._suspect or self._rests_until:
+                self._require_usable()
             result = gate.run(partial(step, work), deadline_seconds, exclusive=True)
         except Exception as error:
             self._raise_unavailable("changed", error, gate)
@@ -141,7 +142,8 @@ class Session:
 
     def _transact(self, work: Callable[[Transaction], T]) -> T:
         """Run deferred work, then `work`; commit, publish and count. Called inside the gate, held exclusively."""
-        self._require_readable()
+        if self._pages is not None:
+            self._require_readable()
         tables = self._open()
         transaction: Transaction | None = None
         begun: list[Callable[[Transaction], object]] = []

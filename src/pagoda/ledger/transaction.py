@@ -67,6 +67,7 @@ class Transaction:
         self.get, self.put, self.pop, self.delete = txn.get, txn.put, txn.pop, txn.delete
         self.id: int = txn.id()
         self._pid = os.getpid()
+        self.stored = 0  # chunks that this transaction makes visible
         self.committed = False
         self.meta: Meta = tables.load_meta(txn)
         self.counts: defaultdict[str, int] = defaultdict(int)  # see `take_counts`
@@ -237,11 +238,6 @@ class Transaction:
         row = self.get(reservation.key, db=self.tables.pending)
         return row is not None and bool(PLACE.unpack_from(row)[1] == reservation.generation)
 
-    def count_stored(self) -> None:
-        """Count one chunk that this transaction makes visible, and its bytes."""
-        self.counts["stored_chunks"] += 1
-        self.counts["stored_bytes"] += self._chunk_bytes
-
     # ---- namespaces
 
     def namespace(self, root: bytes) -> int:
@@ -324,7 +320,11 @@ class Transaction:
         counts: dict[str, int] = {}
         if os.getpid() == self._pid:
             counts.update(self.counts)
+            if self.stored:
+                counts["stored_chunks"] = self.stored
+                counts["stored_bytes"] = self.stored * self._chunk_bytes
             self.counts.clear()
+            self.stored = 0
         return counts
 
     def publish(self, columns: Columns, stamp: int) -> None:
