@@ -41,7 +41,8 @@ def test_a_cache_that_cannot_have_its_threads_says_what_to_do_and_opens_later(
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(4))
         assert served(cache, prompt(4), tiers=["disk"])[0].num_tokens == 64
-    assert threading.active_count() <= before + 1  # the thread that closes dropped caches
+    # the thread that closes dropped caches may stay; those of the cache end soon
+    wait_until(lambda: threading.active_count() <= before + 1)
 
 
 def test_a_cache_of_host_memory_alone_needs_none(shm_root: Path) -> None:

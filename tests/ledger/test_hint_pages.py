@@ -128,9 +128,7 @@ def test_memory_of_stores_that_are_gone_is_removed(memory: Path, tmp_path: Path)
     ledger.close()
 
 
-@pytest.mark.parametrize(
-    "squat", ["link", "directory", "short", "readable", "no directory", "open directory"]
-)
+@pytest.mark.parametrize("squat", ["link", "directory", "long", "readable", "no directory", "open directory"])
 def test_a_name_that_another_took_is_not_used(
     squat: str, memory: Path, tmp_path: Path, shm_root: Path
 ) -> None:
@@ -139,28 +137,33 @@ def test_a_name_that_another_took_is_not_used(
     (made,) = memory.iterdir()
     first.close()
     victim = shm_root / "victim"
-    victim.write_bytes(b"untouched")
+    nbytes = columns_bytes(32, bounded_ghosts(32))
+    victim.write_bytes(bytes(nbytes))  # of the right size, and of this user alone
+    victim.chmod(0o600)
     if squat == "no directory":
         made.write_bytes(b"a file")
     else:
         made.mkdir(mode=0o700)
     columns = made / COLUMNS
-    nbytes = columns_bytes(32, bounded_ghosts(32))
     if squat == "link":
         columns.symlink_to(victim)
     elif squat == "directory":
         columns.mkdir()
-    elif squat == "short":
-        columns.write_bytes(b"short")
+    elif squat == "long":
+        columns.write_bytes(bytes(2 * nbytes))
+        columns.chmod(0o600)
     elif squat == "readable":
         columns.write_bytes(bytes(nbytes))
         columns.chmod(0o666)
     elif squat == "open directory":
         made.chmod(0o777)
     again = opened(tmp_path, kind="file")
-    assert hits(again, *range(10)) == 10 and victim.read_bytes() == b"untouched"
+    assert hits(again, *range(10)) == 10
     assert again.session.hints.is_shared == (squat not in ("no directory", "open directory"))
     again.columns.last_use[:] = 5  # it can be written, wherever it is
+    assert victim.read_bytes() == bytes(nbytes)
+    if squat == "long":
+        assert columns.stat().st_size == nbytes, "it was made anew"
     again.close()
 
 

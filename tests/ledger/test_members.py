@@ -102,13 +102,31 @@ def test_who_leaves_keeps_the_slots_into_which_another_member_copies(ledger: Led
         os.close(end)
 
 
-def test_all_that_was_not_published_is_published_by_the_next_who_is_alone(tmp_path: Path) -> None:
-    ledger = opened(tmp_path, slots=4096, kind="file")
+def test_a_chunk_in_memory_whose_member_died_right_after_the_commit_is_found(shm_root: Path) -> None:
+    ledger = opened(shm_root)
+    stored = put(ledger, keys(1, 2))
+    slots, _ = places(stored)
+    ledger.columns.last_use[slots] = NOT_READY
+    ledger.columns.generation[slots] = 0
+    ledger.columns.keys[slots] = 0
+    ledger.close()
+    ledger = opened(shm_root)
+    admin.reap(ledger)
+    assert len(ledger.match_prefix(keys(1, 2)).slots) == 2
+    ledger.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_all_that_was_not_published_is_published_by_the_next_who_is_alone(
+    shm_root: Path, tmp_path: Path, kind: str
+) -> None:
+    root = shm_root if kind == "memory" else tmp_path
+    ledger = opened(root, slots=4096, kind=kind)
     stored = put(ledger, keys(*range(3000)))
     slots, _ = places(stored)
     ledger.columns.last_use[slots] = NOT_READY
     ledger.close()
-    ledger = opened(tmp_path, slots=4096, kind="file")
+    ledger = opened(root, slots=4096, kind=kind)
     admin.reap(ledger)
     assert (ledger.columns.last_use[slots] != NOT_READY).all(), "what is not published is never evicted"
     ledger.close()

@@ -491,9 +491,12 @@ def test_a_writer_waits_for_a_slow_node(shared: list[Server], monkeypatch: pytes
                 proxy.heal()
             wait(futures, seconds)
 
-        monkeypatch.setattr(redis_nodes, "wait", answering)
-        proxy.both(STALLED)
         with tier_on(pool, deadline_seconds=deadline_seconds, look_seconds=0.01) as tier:
+            assert all(
+                end.ok for end in ends(tier.save(chunks_of(keys_of(2)), ROOT))
+            )  # it knows the mark now
+            monkeypatch.setattr(redis_nodes, "wait", answering)
+            proxy.both(STALLED)
             saving = tier.save(chunks_of(keys), ROOT)
             wait_until(lambda: slow.trusted_since or all(end.done() for end in saving), deadline_seconds)
             assert slow.trusted_since == 0.0, "it did not count as failed"

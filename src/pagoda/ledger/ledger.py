@@ -27,7 +27,6 @@ from pagoda.errors import ClosedError, NoRoomError, StoreError
 from pagoda.finalizers import close_dropped
 from pagoda.fork import call_in_child
 from pagoda.ledger import allocation, hold_pin_remove, queries
-from pagoda.ledger.clear_log import FILES
 from pagoda.ledger.clearing import Clearing
 from pagoda.ledger.columns import KEY_BYTES, LONGEST_LEASE_NS, NOT_READY, Columns, marks_of
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
@@ -669,13 +668,10 @@ class Ledger:
     def last_clear(self) -> int:
         """Return a number that changes when chunks are cleared, of whatever namespace, by any process. Takes no lock.
 
-        It is for chunks that wait without a slot: nothing in the tables says that they were cleared. A process of an
-        older version does not mark its clear, but it writes it to the files of a store on disk.
+        It is for chunks that wait without a slot: nothing in the tables says that they were cleared. Versions that do
+        not mark their clears cannot have a store of this format open.
         """
-        number = self.session.store.locks.marked()
-        with contextlib.suppress(OSError):  # a store in memory has no such files
-            number += sum(os.stat(self.directory / name).st_mtime_ns for name in FILES)
-        return number
+        return self.session.store.locks.marked()
 
     def last_change(self) -> int | None:
         """Return the published number of the last change; None if it is not known now. Never waits.
