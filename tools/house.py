@@ -1,122 +1,152 @@
 #!/usr/bin/env python3
-"""How large is each package of src/pagoda, and which class names are used twice? Standard library only.
+"""How much there is to read, and how dense it is. Prints, never fails; standard library only.
 
-    python tools/house.py [src/pagoda] [--json]
+    python tools/house.py [TREE ...] [--json]
 
-`code` is lines without blank lines, comments and docstrings. `core` adds up what a store to the local tiers needs:
-keys, layout, metrics, errors, clock, ledger, policy, slab, codec, cache, config, the local tiers and CPU transfers.
+By default of `src/pagoda`, `tests` and `benchmarks`. Lines of code are without blank lines, comments and docstrings.
+What counts is tokens: they stay the same however the lines are broken. Per 1,000 lines of code: packed assignments
+(`a, b = x, y`), conditional expressions, comprehensions, and lines over 100 columns. The rooms are the packages of the
+first tree.
 """
 
 import argparse
 import ast
-import collections
 import io
 import json
 import statistics
 import tokenize
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-OUTSIDE = {"cli", "connectors", "blocks", "replay", "testing", "migrate", "serve", "quality", "blend"}
-OUTSIDE_FILES = (
-    "remote", "redis", "resp", "objects", "courier", "buckets", "wire", "link", "memo.py", "asks.py", "lmcache",
-    "gpu", "cuda", "kernels", "driver", "pinned", "places", "ring.py", "ports", "gate", "beside", "device_pages", "measure",
-)  # fmt: skip  # present names of modules that may move, so that a move alone changes nothing
+TREES = ("src/pagoda", "tests", "benchmarks")
+LONG = 100
+WITHOUT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def code_lines(path):
-    source = path.read_text()
-    tree, skip = ast.parse(source), set()
+@dataclass
+class Size:
+    """What was counted in some files."""
+
+    files: int = 0
+    lines: int = 0
+    tokens: int = 0
+    packed: int = 0
+    conditional: int = 0
+    comprehensions: int = 0
+    long: int = 0
+    functions: list[int] = field(default_factory=list)  # their lines
+
+    def add(self, other):
+        """Add what was counted in another file."""
+        self.files += other.files
+        self.lines += other.lines
+        self.tokens += other.tokens
+        self.packed += other.packed
+        self.conditional += other.conditional
+        self.comprehensions += other.comprehensions
+        self.long += other.long
+        self.functions += other.functions
+
+    def figures(self):
+        """Return what is printed."""
+        found = asdict(self)
+        lengths = found.pop("functions") or [0]
+        lines = max(1, self.lines)
+        found["tokens_a_line"] = round(self.tokens / lines, 2)
+        for name in ("packed", "conditional", "comprehensions", "long"):
+            found[name] = round(1000 * found[name] / lines, 1)
+        found["function_median"] = statistics.median(lengths)
+        found["function_max"] = max(lengths)
+        return found
+
+
+def docstring_lines(tree):
+    """Return the numbers of the lines that are docstrings."""
+    found = set()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         for part in body if isinstance(body, list) else ():
-            if (
-                isinstance(part, ast.Expr)
-                and isinstance(part.value, ast.Constant)
-                and isinstance(part.value.value, str)
-            ):
-                skip.update(range(part.lineno, part.end_lineno + 1))
-    blank = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
-    lines = set()
+            value = getattr(part, "value", None)
+            is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+            if isinstance(part, ast.Expr) and is_text:
+                found.update(range(part.lineno, part.end_lineno + 1))
+    return found
+
+
+def is_packed(node):
+    """Return whether a node is an assignment such as `a, b = x, y`."""
+    if not isinstance(node, ast.Assign):
+        return False
+    return isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
+
+
+def size_of(path):
+    """Count one file."""
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    documented = docstring_lines(tree)
+    code = set()
+    found = Size(files=1)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in blank:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - skip), tree
+        if token.type not in WITHOUT_CODE and token.start[0] not in documented:
+            code.update(range(token.start[0], token.end[0] + 1))
+            found.tokens += 1
+    found.lines = len(code)
+    found.long = sum(len(line) > LONG for line in source.splitlines())
+    for node in ast.walk(tree):
+        found.packed += is_packed(node)
+        found.conditional += isinstance(node, ast.IfExp)
+        found.comprehensions += isinstance(node, COMPREHENSIONS)
+        if isinstance(node, FUNCTIONS):
+            found.functions.append(node.end_lineno - node.lineno + 1)
+    return found
 
 
-def themes(tree):
-    """Return the lines of each group of connected top-level definitions (40 lines or more), and the public names."""
-    defs = {
-        n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-    }
-    group = {name: {name} for name in defs}
-    for name, node in defs.items():
-        for other in {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} & set(defs):
-            both = group[name] | group[other]
-            for member in both:
-                group[member] = both
-    groups = {id(g): sum(defs[n].end_lineno - defs[n].lineno + 1 for n in g) for g in group.values()}
-    return sum(lines >= 40 for lines in groups.values()), sum(not n.startswith("_") for n in defs)
+def sizes(root):
+    """Count a tree; return it whole and room by room."""
+    whole = Size()
+    rooms = defaultdict(Size)
+    for path in sorted(root.rglob("*.py")):
+        one = size_of(path)
+        inside = path.relative_to(root).parts
+        rooms[inside[0] if len(inside) > 1 else "."].add(one)
+        whole.add(one)
+    return whole, rooms
 
 
 def main():
+    """Read the command line and print."""
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("root", nargs="?", default="src/pagoda")
+    ask.add_argument("trees", nargs="*", type=Path, default=[Path(tree) for tree in TREES])
     ask.add_argument("--json", action="store_true")
     want = ask.parse_args()
-    root, rooms, classes, lengths = (
-        Path(want.root),
-        collections.defaultdict(lambda: [0, 0]),
-        collections.defaultdict(list),
-        [],
-    )
-    core, mixed, two = 0, [], 0
-    for path in sorted(root.rglob("*.py")):
-        inside = path.relative_to(root)
-        code, tree = code_lines(path)
-        room = inside.parts[0] if len(inside.parts) > 1 else "."
-        rooms[room][0] += 1
-        rooms[room][1] += code
-        if room not in OUTSIDE and not any(
-            word in part for part in inside.parts[1:] for word in OUTSIDE_FILES
-        ):
-            core += code
-        groups, public = themes(tree)
-        length = len(path.read_text().splitlines())
-        if groups > 2 or public > 12 or length > 900:
-            mixed.append(f"{inside} ({groups} themes, {public} public, {length} lines)")
-        two += groups == 2
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].append(str(inside))
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                lengths.append(node.end_lineno - node.lineno + 1)
-    twice = {name: places for name, places in sorted(classes.items()) if len(places) > 1}
-    found = {
-        "files": sum(files for files, _ in rooms.values()), "code": sum(code for _, code in rooms.values()), "core": core,
-        "rooms": {room: {"files": files, "code": code} for room, (files, code) in sorted(rooms.items())},
-        "function_median": statistics.median(lengths), "function_max": max(lengths), "class_names_used_twice": twice,
-        "mixed": mixed, "two_themes": two,
-    }  # fmt: skip
+    trees = {}
+    rooms = {}
+    for root in want.trees:
+        whole, of_root = sizes(root)
+        trees[str(root)] = whole.figures()
+        rooms[str(root)] = {name: size.figures() for name, size in of_root.items()}
     if want.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps({"trees": trees, "rooms": rooms}, indent=1))
         return
-    for room, at in found["rooms"].items():
-        print(f"{room:12} {at['files']:4} files {at['code']:6} lines of code")
-    print(
-        f"all {found['files']} files {found['code']} lines; core {core}; functions: median {found['function_median']}, max {found['function_max']}"
-    )
-    print(f"{two} modules with two themes; mixed: {', '.join(mixed) or 'none'}")
-    print(
-        f"{len(twice)} class names used twice: "
-        + ", ".join(f"{name} x{len(places)}" for name, places in twice.items())
-    )
+    head = f"{'':14} {'files':>5} {'lines':>6} {'tokens':>7} {'a line':>6} {'packed':>6} {'cond.':>6} {'compr.':>6} {'>100':>5}"
+    print(head)
+    first = next(iter(rooms))
+    for name, at in {**dict(sorted(rooms[first].items())), **trees}.items():
+        print(
+            f"{name:14} {at['files']:5} {at['lines']:6} {at['tokens']:7} {at['tokens_a_line']:6.2f} "
+            f"{at['packed']:6.1f} {at['conditional']:6.1f} {at['comprehensions']:6.1f} {at['long']:5.1f}"
+        )
 
 
 main()
