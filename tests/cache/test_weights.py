@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from pagoda.cache import Cache, miss_explainer
 from pagoda.cache.weights_epoch import WeightsEpoch
 from pagoda.errors import StoreError
 from pagoda.layout import KVLayout
-from pagoda.ledger.epoch_record import NEVER_CHANGED, Epoch
+from pagoda.ledger.epoch_record import NEVER_CHANGED, Epoch, EpochRecord
 from pagoda.metrics import Reason
 from pagoda.tiers import DiskTier
 from tests.cache.kit import (
@@ -168,6 +169,26 @@ def test_two_that_raise_it_at_once_both_raise_it(tmp_path: Path) -> None:
     assert one.epoch() == two.epoch() == NEVER_CHANGED
     assert raised(one).number < raised(two).number
     assert one.epoch() == two.epoch()
+
+
+def test_who_reads_a_record_waits_for_who_has_it(tmp_path: Path) -> None:
+    """Two who read the same record, and write what they read plus one, would be one change instead of two."""
+    record = EpochRecord(tmp_path, "0" * 16)
+    began = threading.Event()
+    inside = threading.Event()
+
+    def come() -> None:
+        began.set()
+        with EpochRecord(tmp_path, "0" * 16).locked():
+            inside.set()
+
+    other = threading.Thread(target=come)
+    with record.locked():
+        other.start()
+        began.wait()
+        assert not inside.wait(0.3)
+    other.join()
+    assert inside.is_set()
 
 
 def test_an_epoch_that_cannot_be_kept_is_nobody_elses(tmp_path: Path) -> None:
