@@ -12,6 +12,7 @@ A container may have a monotonic clock of its own (a time namespace). The kernel
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -31,19 +32,28 @@ _NIL = "00000000-0000-0000-0000-000000000000"
 _NUMBER = re.compile(r"[0-9a-f]{32}\n")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _LOCK_SECONDS = 2.0
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @cache
 def boot_id() -> str:
-    """Return a name of this boot of the machine, the same in all processes of this user that can see the same."""
+    """Return a name of this boot of the machine, the same in all processes of this user that can see the same.
+
+    OSError if this process has no files or memory left to ask.
+    """
     return kernel_boot_id(_BOOT_ID) or stand_in(_MEMORY / f"pagoda-{os.getuid()}") or _own_boot()
 
 
 def kernel_boot_id(file: Path) -> str | None:
-    """Return the kernel's id of this boot; None if the file is absent, or is not the kernel's. Changes nothing."""
+    """Return the kernel's id of this boot; None if the file is absent, or is not the kernel's. Changes nothing.
+
+    OSError if this process cannot ask now: that is no other boot, after which host memory would be discarded.
+    """
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
+    except OSError as error:
+        if error.errno in _SHORTAGES:
+            raise
         return None
     try:
         found = os.read(fd, 64).decode("ascii", "replace").strip()
@@ -58,13 +68,15 @@ def kernel_boot_id(file: Path) -> str | None:
 def stand_in(directory: Path) -> str | None:
     """Return the name of the stand-in in a directory of this user in memory, making it if there is none.
 
-    None if the directory is not in memory, is not only this user's, or cannot be written.
+    None if the directory is not in memory, is not only this user's, or cannot be written. OSError as `kernel_boot_id`.
     """
     try:
         with contextlib.suppress(FileExistsError):
             directory.mkdir(0o700)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if error.errno in _SHORTAGES:
+            raise
         return None
     try:
         status = os.fstat(fd)
@@ -75,7 +87,9 @@ def stand_in(directory: Path) -> str | None:
         known = _read_stand_in(fd)
         if known is None:
             known = _made_stand_in(fd)
-    except OSError:
+    except OSError as error:
+        if error.errno in _SHORTAGES:
+            raise
         return None
     finally:
         os.close(fd)

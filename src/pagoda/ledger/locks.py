@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pagoda.errors import StoreError
+from pagoda.file_space import is_gone
 from pagoda.fork import call_in_child
 
 GATE, INTENT, OPEN, SCAN, LABELS = 0, 1, 2, 3, 4
@@ -110,11 +111,16 @@ class LockFile:
             self._file.close()
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` still names this very file (one that was removed or replaced does not)."""
+        """Whether `path` still names this very file (one that was removed or replaced does not, nor a closed one).
+
+        OSError if that cannot be told.
+        """
         try:
-            return os.path.samestat(os.stat(path), os.fstat(self._fd))
-        except OSError:
-            return False
+            return self._fd >= 0 and os.path.samestat(os.stat(path), os.fstat(self._fd))
+        except OSError as error:
+            if is_gone(error):
+                return False
+            raise
 
     def mark(self) -> None:
         """Change what `marked` returns, in every process that has the file open. OSError."""
@@ -223,7 +229,7 @@ class StoreLocks(LockFile):
         super().close()
 
     def are_at(self, directory: Path) -> bool:
-        """Whether a directory still has both of these very files."""
+        """Whether a directory still has both of these very files. OSError if that cannot be told."""
         state, locks = self._paths
         in_place = self._old is not None and self._old.is_at(directory / locks.name)
         return in_place and self.is_at(directory / state.name)
