@@ -12,7 +12,6 @@ A container may have a monotonic clock of its own (a time namespace). The kernel
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -21,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from pagoda.file_lock import lock_file
+from pagoda.file_space import is_shortage
 from pagoda.file_systems import filesystem_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -32,7 +32,6 @@ _NIL = "00000000-0000-0000-0000-000000000000"
 _NUMBER = re.compile(r"[0-9a-f]{32}\n")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _LOCK_SECONDS = 2.0
-_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @cache
@@ -52,7 +51,7 @@ def kernel_boot_id(file: Path) -> str | None:
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno in _SHORTAGES:
+        if is_shortage(error):
             raise
         return None
     try:
@@ -75,7 +74,7 @@ def stand_in(directory: Path) -> str | None:
             directory.mkdir(0o700)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno in _SHORTAGES:
+        if is_shortage(error):
             raise
         return None
     try:
@@ -88,7 +87,7 @@ def stand_in(directory: Path) -> str | None:
         if known is None:
             known = _made_stand_in(fd)
     except OSError as error:
-        if error.errno in _SHORTAGES:
+        if is_shortage(error):
             raise
         return None
     finally:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pagoda import boot_identity
 from pagoda.errors import StoreError
-from pagoda.ledger import rebuild
+from pagoda.ledger import admin, rebuild
+from pagoda.ledger.clear_log import ClearLog
+from pagoda.ledger.clears_and_labels import read_labels
 from pagoda.ledger.store_state import Kind
 from tests.children import in_child
 from tests.faults.support import open_files_left
-from tests.ledger.support import keys, opened, put, there
+from tests.ledger.support import TENANT, keys, opened, put, there
 
 CHUNKS = keys(*range(10))
 ENOUGH = 24  # files, for a store to be opened
@@ -49,6 +52,34 @@ def test_a_start_with_too_few_open_files_loses_nothing(shm_root: Path, tmp_path:
         assert 8 < refused < ENOUGH
 
     in_child(all_starts)
+
+
+def test_what_was_cleared_is_not_guessed_without_open_files(tmp_path: Path) -> None:
+    """A rebuild would take back nothing if all counted as cleared, and too much if nothing did."""
+    ledger = opened(tmp_path, kind="file")
+    put(ledger, CHUNKS)
+    admin.clear(ledger, TENANT)
+    ledger.close()
+
+    def ask() -> None:
+        before = ClearLog(ledger.directory).read()
+        with open_files_left(0):
+            for question in (ClearLog(ledger.directory).read, partial(read_labels, ledger.directory)):
+                with pytest.raises(OSError, match="Too many open files"):
+                    question()
+        assert ClearLog(ledger.directory).read() == before and before is not None
+
+    in_child(ask)
+
+
+def test_a_boot_is_no_other_one_without_open_files(tmp_path: Path) -> None:
+    def ask() -> None:
+        with open_files_left(0):
+            for question in (boot_identity.kernel_boot_id, boot_identity.stand_in):
+                with pytest.raises(OSError, match="Too many open files"):
+                    question(tmp_path)
+
+    in_child(ask)
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
