@@ -19,8 +19,8 @@ import stat
 from functools import cache
 from pathlib import Path
 
+from pagoda.errors import is_shortage
 from pagoda.file_lock import lock_file
-from pagoda.file_space import is_shortage
 from pagoda.file_systems import filesystem_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -39,20 +39,6 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def is_gone(error: OSError) -> bool:
-    """Whether an error says that a name is no file's any more.
-
-    Any other error leaves the question open: the process has too many open files, or the disk does not answer. What is
-    there must not be taken for lost then.
-    """
-    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ESTALE)
-
-
-def is_shortage(error: OSError) -> bool:
-    """Whether an error says that this process, or the machine, has no files or memory left: it is not the file's."""
-    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-
-
 def make_directory(path: Path, mode: int = 0o700) -> None:
     """Make a directory, and its parents for all to read, whatever the umask: others never write there. OSError."""
     try:

@@ -33,7 +33,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagoda.file_space import allocate, is_shortage
+from pagoda.errors import is_shortage
+from pagoda.file_space import allocate
 from pagoda.ledger.store_state import (
     DAMAGED_VOUCHER,
     INCARNATION_BITS,

@@ -29,8 +29,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from struct import Struct
 
-from pagoda.errors import NoRoomError
-from pagoda.file_space import allocate, is_gone, opened
+from pagoda.errors import NoRoomError, is_gone
+from pagoda.file_space import allocate, opened
 from pagoda.ledger.columns import LAST_STAMP, NOT_READY, Columns, bounded_ghosts, columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES
 from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, STATE, StoreState, read_state

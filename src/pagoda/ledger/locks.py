@@ -43,8 +43,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
-from pagoda.errors import StoreError
-from pagoda.file_space import is_gone
+from pagoda.errors import StoreError, is_gone
 from pagoda.fork import call_in_child
 
 GATE, INTENT, OPEN, SCAN, LABELS = 0, 1, 2, 3, 4

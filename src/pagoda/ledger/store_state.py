@@ -28,7 +28,8 @@ from typing import Literal, NamedTuple
 import msgspec
 import xxhash
 
-from pagoda.file_space import is_gone, opened
+from pagoda.errors import is_gone
+from pagoda.file_space import opened
 from pagoda.ledger.columns import columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
 
