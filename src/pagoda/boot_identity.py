@@ -19,6 +19,7 @@ import stat
 from functools import cache
 from pathlib import Path
 
+from pagoda.errors import is_shortage
 from pagoda.file_lock import lock_file
 from pagoda.file_systems import filesystem_of
 
@@ -35,15 +36,23 @@ _LOCK_SECONDS = 2.0
 
 @cache
 def boot_id() -> str:
-    """Return a name of this boot of the machine, the same in all processes of this user that can see the same."""
+    """Return a name of this boot of the machine, the same in all processes of this user that can see the same.
+
+    OSError if this process has no files or memory left to ask.
+    """
     return kernel_boot_id(_BOOT_ID) or stand_in(_MEMORY / f"pagoda-{os.getuid()}") or _own_boot()
 
 
 def kernel_boot_id(file: Path) -> str | None:
-    """Return the kernel's id of this boot; None if the file is absent, or is not the kernel's. Changes nothing."""
+    """Return the kernel's id of this boot; None if the file is absent, or is not the kernel's. Changes nothing.
+
+    OSError if this process cannot ask now: that is no other boot, after which host memory would be discarded.
+    """
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
+    except OSError as error:
+        if is_shortage(error):
+            raise
         return None
     try:
         found = os.read(fd, 64).decode("ascii", "replace").strip()
@@ -58,13 +67,15 @@ def kernel_boot_id(file: Path) -> str | None:
 def stand_in(directory: Path) -> str | None:
     """Return the name of the stand-in in a directory of this user in memory, making it if there is none.
 
-    None if the directory is not in memory, is not only this user's, or cannot be written.
+    None if the directory is not in memory, is not only this user's, or cannot be written. OSError as `kernel_boot_id`.
     """
     try:
         with contextlib.suppress(FileExistsError):
             directory.mkdir(0o700)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if is_shortage(error):
+            raise
         return None
     try:
         status = os.fstat(fd)
@@ -75,7 +86,9 @@ def stand_in(directory: Path) -> str | None:
         known = _read_stand_in(fd)
         if known is None:
             known = _made_stand_in(fd)
-    except OSError:
+    except OSError as error:
+        if is_shortage(error):
+            raise
         return None
     finally:
         os.close(fd)

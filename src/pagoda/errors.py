@@ -1,4 +1,4 @@
-"""The exceptions of PagodaKV. They are for wrong use and for stores that cannot be opened.
+"""The exceptions of PagodaKV, for wrong use and for stores that cannot be opened; and what an OSError says of a file.
 
     PagodaError
      ├── StoreError            a store cannot be opened or used; the message says what to do
@@ -12,6 +12,8 @@ busy, corrupt, late) is never an exception: it is a miss or a drop with a `pagod
 """
 
 from __future__ import annotations
+
+import errno
 
 __all__ = ["ClosedError", "ConfigError", "LedgerCorrupt", "NoRoomError", "PagodaError", "StoreError"]
 
@@ -38,3 +40,17 @@ class ClosedError(PagodaError):
 
 class ConfigError(PagodaError, ValueError):
     """A setting is unknown, malformed or contradicts another."""
+
+
+def is_gone(error: OSError) -> bool:
+    """Whether an error says that a name is no file's any more.
+
+    Any other error leaves the question open: the process has too many open files, or the disk does not answer. What is
+    there must not be taken for lost then.
+    """
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ESTALE)
+
+
+def is_shortage(error: OSError) -> bool:
+    """Whether an error says that this process, or the machine, has no files or memory left: it is not the file's."""
+    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from pagoda.cache import Cache, miss_explainer
 from pagoda.cache.weights_epoch import WeightsEpoch
 from pagoda.errors import StoreError
 from pagoda.layout import KVLayout
-from pagoda.ledger.epoch_record import NEVER_CHANGED, Epoch
+from pagoda.ledger import admin
+from pagoda.ledger.epoch_record import NEVER_CHANGED, Epoch, EpochRecord
 from pagoda.metrics import Reason
 from pagoda.tiers import DiskTier
 from tests.cache.kit import (
@@ -170,6 +172,26 @@ def test_two_that_raise_it_at_once_both_raise_it(tmp_path: Path) -> None:
     assert one.epoch() == two.epoch()
 
 
+def test_who_reads_a_record_waits_for_who_has_it(tmp_path: Path) -> None:
+    """Two who read the same record, and write what they read plus one, would be one change instead of two."""
+    record = EpochRecord(tmp_path, "0" * 16)
+    began = threading.Event()
+    inside = threading.Event()
+
+    def come() -> None:
+        began.set()
+        with EpochRecord(tmp_path, "0" * 16).locked():
+            inside.set()
+
+    other = threading.Thread(target=come)
+    with record.locked():
+        other.start()
+        began.wait()
+        assert not inside.wait(0.3)
+    other.join()
+    assert inside.is_set()
+
+
 def test_an_epoch_that_cannot_be_kept_is_nobody_elses(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     weights = WeightsEpoch({"disk": tmp_path / "file"}, "m")
@@ -279,9 +301,30 @@ def test_a_record_that_cannot_be_read_is_no_promise_kept(tmp_path: Path) -> None
         assert served(cache, tokens)[0].num_tokens == 0
 
 
-def spoil(cache: Cache) -> None:
-    """Make the record of the disk tier's root one that cannot be written, as on a disk that may only be read."""
-    file = cache._weights._epoch._records["disk"].path
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_tier_that_can_neither_be_told_nor_cleared_is_an_error_with_the_remedy(
+    shm_root: Path, tmp_path: Path, tier: str
+) -> None:
+    """After a restart of the machine it would serve KV of the old weights. The other tiers are cleared all the same."""
+    tokens = prompt(4)
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, tokens)
+        spoil(cache, "host")
+        spoil(cache, "disk")
+        ledgers = {"host": cache._tiers.host.ledger, "disk": cache._tiers.lower[0].ledger}  # type: ignore[union-attr]
+        kept = ledgers.pop(tier)
+        [cleared] = ledgers.values()
+        shutil.rmtree(kept.directory)
+        kept.session.look()
+        with pytest.raises(StoreError, match=f"nor be cleared: .*with a name .*{tier}: .*"):
+            cache.weights_changed()
+        assert not list(admin.list_chunks(cleared))
+        assert served(cache, tokens)[0].num_tokens == 0
+
+
+def spoil(cache: Cache, tier: str = "disk") -> None:
+    """Make the record of a tier's root one that cannot be written, as on a disk that may only be read."""
+    file = cache._weights._epoch._records[tier].path
     file.unlink()
     file.symlink_to("/nowhere/epochs")
 

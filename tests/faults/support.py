@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +136,23 @@ def own_mounts() -> list[str]:
     ):
         pytest.skip("needs root (unshare --mount) for a file system of its own size")
     return words
+
+
+@contextlib.contextmanager
+def open_files_left(count: int) -> Iterator[None]:
+    """Let this process open only so many more files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    used = {
+        number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")
+    }  # not that of the list itself
+    free = (number for number in itertools.count() if number not in used)
+    least = next(itertools.islice(free, count, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (least, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def apart(work: Callable[[], object]) -> str:

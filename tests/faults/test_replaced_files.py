@@ -22,7 +22,7 @@ from pagoda.ledger import Ledger, admin, guard_watch, rebuild
 from pagoda.ledger.stores_under_root import in_use, stores_in
 from pagoda.metrics import Reason
 from tests.children import child
-from tests.ledger.support import Other, keys, opened, put
+from tests.ledger.support import Other, keys, opened, put, spec
 
 GUARDS = ["state", "locks", "data.mdb", "slab"]
 
@@ -191,23 +191,71 @@ def test_a_store_is_in_use_if_one_of_its_two_locks_is_held(tmp_path: Path, name:
     assert not in_use(ledger.directory)
 
 
-def test_an_open_store_is_locked_for_programs_that_remove_old_files(tmp_path: Path) -> None:
-    """systemd-tmpfiles leaves a directory alone on which somebody else has a lock of `flock`."""
+@pytest.mark.parametrize("name", ["state", "locks"])
+def test_who_asks_whether_a_store_is_in_use_makes_no_file(tmp_path: Path, name: str) -> None:
+    """An empty `state` or `locks` would be taken for a part of the store, which is gone."""
+    ledger = opened(tmp_path, kind="file")
+    ledger.close()
+    (ledger.directory / name).unlink()
+    before = sorted(os.listdir(ledger.directory))
+    assert not in_use(ledger.directory)
+    assert sorted(os.listdir(ledger.directory)) == before
+
+
+def is_left_alone(directory: Path) -> bool:
+    """Whether somebody has a lock of `flock` on a directory, so that systemd-tmpfiles leaves it alone."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def test_an_open_store_and_its_root_are_locked_for_programs_that_remove_old_files(tmp_path: Path) -> None:
+    ledger = opened(tmp_path, kind="file")
+    both = (ledger.directory, tmp_path)
+    assert [is_left_alone(one) for one in both] == [True, True]
+    ledger.close()
+    assert [is_left_alone(one) for one in both] == [False, False]
+
+
+def test_a_root_is_locked_as_long_as_one_store_is_open(tmp_path: Path) -> None:
+    """The root has the record of epochs, which vouches for the chunks of every store."""
+    one = Ledger.open(spec(tmp_path, name="one", kind="file"))
+    two = Ledger.open(spec(tmp_path, name="two", kind="file"))
+    one.close()
+    assert is_left_alone(tmp_path) and not is_left_alone(one.directory)
+    two.close()
+    assert not is_left_alone(tmp_path)
+
+
+def test_a_forked_process_that_uses_a_store_keeps_cleaners_away_alone(tmp_path: Path) -> None:
     ledger = opened(tmp_path, kind="file")
 
-    def is_free() -> bool:
-        fd = os.open(ledger.directory, os.O_RDONLY)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(fd)
-        return True
+    def work() -> None:
+        put(ledger, keys(1))
 
-    assert not is_free()
+    with Other(work):
+        ledger.close()
+        assert is_left_alone(tmp_path) and is_left_alone(ledger.directory)
+    assert not is_left_alone(tmp_path)
+
+
+def test_a_copy_of_a_descriptor_keeps_no_closed_store_locked_for_cleaners(tmp_path: Path) -> None:
+    """A child made in C has such copies."""
+    before = set(os.listdir("/proc/self/fd"))
+    ledger = opened(tmp_path, kind="file")
+    copies = []
+    for name in set(os.listdir("/proc/self/fd")) - before:
+        with contextlib.suppress(OSError):
+            copies.append(os.dup(int(name)))
     ledger.close()
-    assert is_free()
+    assert [is_left_alone(one) for one in (ledger.directory, tmp_path)] == [False, False]
+    for copy in copies:
+        os.close(copy)
 
 
 def test_the_thread_that_looks_ends_with_the_last_store(tmp_path: Path) -> None:

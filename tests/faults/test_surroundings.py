@@ -24,7 +24,15 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICK_CASES = 8  # of each kind, of which each takes half a second of processor
 SEED = int(os.environ.get("SURROUNDINGS_SEED", "32"))
 IMAGE_BYTES = 512 << 20  # sparse; xfs wants 300 MB
-SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "fuse")
+SYSTEMS = (
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "btrfs",
+    "tmpfs",
+    "overlay",
+)  # a store on FUSE is refused: `require_local`
 
 
 def run(root: Path, kind: Kind, *options: str, seconds: float) -> None:
@@ -89,11 +97,6 @@ def _mount_words(system: str, work: Path, where: Path) -> list[str | Path]:
             (work / name).mkdir()
         layers = f"lowerdir={work / 'lower'},upperdir={work / 'upper'},workdir={work / 'work'}"
         return ["mount", "-t", "overlay", "-o", layers, "overlay", where]
-    if system == "fuse":
-        if shutil.which("bindfs") is None:
-            pytest.skip("no bindfs here, which mounts a directory by FUSE")
-        (work / "below").mkdir()
-        return ["bindfs", work / "below", where]
     if shutil.which(f"mkfs.{system}") is None:
         pytest.skip(f"no mkfs.{system} here")
     image = work / "image"

@@ -155,6 +155,41 @@ def test_two_versions_at_once_never_share_a_disk_store(machine: Machine, tmp_pat
     assert machine.run(second, "served=0:1") == {"1": [4, 0]}
 
 
+@pytest.mark.parametrize("older", OLDER)
+def test_the_clear_of_an_older_version_names_the_stores_that_it_does_not_reach(
+    machine: Machine, trees: dict[str, Path], tmp_path: Path, older: str
+) -> None:
+    """Open or not, and the next engine of that version discards what is left in host memory."""
+    ready, go = tmp_path / "ready", tmp_path / "go"
+    engine = machine.start(NOW, "close", "store=0:1", f"ready={ready}", f"go={go}", "served=0:1")
+    until = time.monotonic() + 120
+    while not ready.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    for is_open in (True, False):
+        done = clear_from_terminal(trees[older], machine.host, tmp_path)
+        assert done.returncode == 1 and "not cleared" in done.stderr, done.stderr
+        assert all(str(store) in done.stderr for store in machine.host.glob("*/"))
+        if is_open:
+            go.touch()
+            assert told(engine) == {"1": [4, 0]}
+    shutil.rmtree(machine.disk)
+    machine.run(older, "store=0:2")
+    assert machine.run(NOW, "served=0:1") == {"1": [0, 0]}
+
+
+def clear_from_terminal(tree: Path, root: Path, state: Path) -> subprocess.CompletedProcess[str]:
+    """Run `pagoda clear` of a version."""
+    command = [sys.executable, "-c", "import sys; from pagoda.cli import main; sys.exit(main())"]
+    return subprocess.run(
+        [*command, "clear", str(root), "--yes"],
+        env={**os.environ, "PYTHONPATH": str(tree), "XDG_STATE_HOME": str(state), "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_versions_and_kills(machine: Machine, seed: int) -> None:

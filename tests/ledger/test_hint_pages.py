@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,8 @@ from pagoda.ledger.hint_pages import Published
 from pagoda.ledger.store_state import COLUMNS, TABLES
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
-from tests.children import child, wait
+from tests.children import child, in_child, wait
+from tests.faults.support import open_files_left
 from tests.ledger.support import TENANT, keys, opened, put
 
 
@@ -495,6 +496,33 @@ def test_tables_that_cannot_be_read_are_not_touched(
     assert "cannot be read" in caplog.text and "can be read again" in caplog.text
     os.close(kept)
     os.close(directory)
+
+
+def test_a_store_whose_tables_cannot_be_opened_again_rests_and_says_so(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their pages can be read: a disk that became read-only fails a transaction, and LMDB must be opened again."""
+    monkeypatch.setattr(session, "_REST_SECONDS", 0.2)
+
+    def work() -> None:
+        assert hits(ledger, 0) == 1
+        ledger.session._shut()
+        with open_files_left(1):  # for `state`, which is read first
+            for _ in range(3):  # each look after a rest is a new attempt
+                wait_until(lambda: not ledger.resting)
+                assert ledger.match_prefix(keys(0)).reason is Reason.IO_ERROR
+        wait_until(lambda: hits(ledger, 0) == 1)
+        assert hits(ledger, *range(10)) == 10 and not ledger.resting
+        assert caplog.text.count("cannot be opened") == 1 and caplog.text.count("can be read again") == 1
+
+    in_child(work)  # which has no other threads that open files
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_a_commit_does_not_read_tables_that_cannot_be_read(

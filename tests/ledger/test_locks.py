@@ -19,7 +19,17 @@ from typing import BinaryIO
 
 import pytest
 
-from pagoda.ledger.locks import GATE, INTENT, DeadlineMissedError, Gate, LockFile, barrier
+from pagoda.ledger.locks import (
+    BEYOND,
+    GATE,
+    INTENT,
+    OPEN,
+    DeadlineMissedError,
+    Gate,
+    LockFile,
+    StoreLocks,
+    barrier,
+)
 from tests.children import child, in_child, wait
 from tests.ledger.support import Other, holding
 
@@ -55,6 +65,67 @@ def test_two_who_open_a_file_in_one_process_are_two(path: Path) -> None:
     assert two.held_by_other(7) and not two.lock(7, exclusive=True) and not one.held_by_other(7)
     one.close()
     assert two.lock(7, exclusive=True)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    directory = tmp_path / "a store"
+    directory.mkdir()
+    (directory / "state").touch()
+    return directory
+
+
+def test_who_gets_one_of_the_two_locks_of_a_store_keeps_neither(store: Path) -> None:
+    locks = StoreLocks(store, "state", "locks")
+    with contextlib.closing(LockFile(store / "state", first=BEYOND)) as other:
+        assert other.lock(OPEN, exclusive=True)
+        assert not locks.lock(OPEN, exclusive=False)
+    with contextlib.closing(LockFile(store / "locks")) as older:
+        assert not older.held_by_other(OPEN)
+    locks.close()
+
+
+def test_who_has_a_store_open_and_cannot_get_it_alone_still_has_it_open(store: Path) -> None:
+    locks = StoreLocks(store, "state", "locks")
+    assert locks.lock(OPEN, exclusive=False)
+    with contextlib.closing(LockFile(store / "state", first=BEYOND)) as other:
+        assert other.lock(OPEN, exclusive=False)
+        assert not locks.lock(OPEN, exclusive=True)
+    with contextlib.closing(LockFile(store / "locks")) as older:
+        assert not older.lock(OPEN, exclusive=True), "an older version takes the store for its own"
+        assert older.lock(OPEN, exclusive=False), "others may no longer open the store"
+    locks.close()
+
+
+def test_a_child_does_not_have_open_what_its_parent_has(store: Path) -> None:
+    locks = StoreLocks(store, "state", "locks")
+    assert locks.lock(OPEN, exclusive=False)
+
+    def act() -> None:
+        with contextlib.closing(LockFile(store / "state", first=BEYOND)) as other:
+            assert other.lock(OPEN, exclusive=False)
+            assert not locks.lock(OPEN, exclusive=True)  # the parent has both
+        with contextlib.closing(LockFile(store / "locks")) as older:
+            assert older.held_by_other(OPEN), "by the parent"
+        os.write(told, b"!")
+        os.read(ended, 1)
+        # the parent has left, and another process has `state` to itself
+        with contextlib.closing(LockFile(store / "state", first=BEYOND)) as other:
+            assert other.lock(OPEN, exclusive=True)
+            assert not locks.lock(OPEN, exclusive=False)
+        with contextlib.closing(LockFile(store / "locks")) as older:
+            assert not older.held_by_other(OPEN)
+
+    heard, told = os.pipe()
+    ended, ends = os.pipe()
+    pid = child(act)
+    os.close(told)
+    assert os.read(heard, 1) == b"!"
+    locks.close()
+    os.write(ends, b"!")
+    assert wait(pid) == 0
+    for fd in (heard, ended, ends):
+        os.close(fd)
 
 
 def read_it(path: Path) -> None:

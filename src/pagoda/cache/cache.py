@@ -464,7 +464,9 @@ class Cache:
         permanently; every process that has the model's cache open uses it from its next call on. A local tier whose
         directory cannot record the epoch, not even in its reserved space, loses all its chunks. Raises StoreError if no
         directory can record it (or no local tier has one: private host memory) and there are remote tiers, because
-        other processes, and caches opened later, would continue to use them; this cache no longer does.
+        other processes, and caches opened later, would continue to use them; this cache no longer does. Also raises it
+        if a local tier can neither record the epoch nor be cleared, or was left out: this process does not use what it
+        has, but after a restart of the machine it would be served.
         """
         return self._weights.change(version)
 

@@ -169,13 +169,7 @@ class PresentWeights:
             return self._epoch.name(version).number
         epoch, errors = self._epoch.raise_epoch()
         tiers = self._resources.tiers
-        for resources in self._epoch.sharing():
-            for tier in resources.tiers.all:
-                # its root cannot record the epoch, so its chunks are removed: that needs no space
-                if tier.name in errors:
-                    text = f"{tier.name} is cleared: {errors[tier.name]}"
-                    resources.counters.warn(log, Reason.IO_ERROR, text)
-                    tier.clear()
+        uncleared = self._clear_unrecorded(errors)
         unraised = self._unraised(errors)
         none_recorded = len(errors) == len(self._resources.config.roots())
         if none_recorded and tiers.local() is not tiers:
@@ -191,7 +185,30 @@ class PresentWeights:
                 "changed: if the machine restarts before the tier takes part, it holds KV of the old weights under the "
                 f"name of the new ones. Repair it, remove its store, or call weights_changed with a name ({unraised})"
             )
+        if uncleared:
+            why = "; ".join(f"{tier}: {errors[tier]}, {reason}" for tier, reason in uncleared.items())
+            raise StoreError(
+                "this process uses the new weights, but a tier could neither record that they have changed nor be "
+                "cleared: if the machine restarts before it can be written again, it holds KV of the old weights under "
+                f"the name of the new ones. Repair it, remove its store, or call weights_changed with a name ({why})"
+            )
         return epoch.number
+
+    def _clear_unrecorded(self, errors: Mapping[str, Exception]) -> dict[str, str]:
+        """Clear the tiers whose roots cannot record the epoch: that needs no space. Return why others were not."""
+        uncleared: dict[str, str] = {}
+        for resources in self._epoch.sharing():
+            for tier in resources.tiers.all:
+                if tier.name not in errors:
+                    continue
+                try:
+                    tier.clear()
+                except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be cleared
+                    uncleared[tier.name] = str(error)
+                else:
+                    text = f"{tier.name} is cleared: {errors[tier.name]}"
+                    resources.counters.warn(log, Reason.IO_ERROR, text)
+        return uncleared
 
     def _unraised(self, errors: Mapping[str, Exception]) -> str | None:
         """Return which tier that was left out has not recorded the present epoch, and why; None if there is none."""

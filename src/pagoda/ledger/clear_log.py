@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pagoda.errors import is_shortage
 from pagoda.file_space import allocate
 from pagoda.ledger.store_state import (
     DAMAGED_VOUCHER,
@@ -89,10 +90,15 @@ class ClearLog:
             allocate(path, _BYTES * (slots + _SPARE))
 
     def read(self) -> Watermarks | None:
-        """Read what is on the medium; None if nothing was ever written. If that is lost, all counts as cleared."""
+        """Read what is on the medium; None if nothing was ever written. If that is lost, all counts as cleared.
+
+        OSError if this process has no files or memory left to read it.
+        """
         try:
             return self._read()
         except OSError as error:
+            if is_shortage(error):
+                raise
             if self.was_never_used():
                 return Watermarks(0, {})
             log.warning("cannot read what was cleared (%s): no chunk of the slab is taken back", error)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pagoda.errors import is_shortage
 from pagoda.ledger.clear_log import ALL, ClearLog, Watermarks
 from pagoda.ledger.lmdb_tables import NAMESPACE, NUMBER, PendingClear
 from pagoda.ledger.store_state import NAMESPACES, write_synced
@@ -162,11 +163,18 @@ def read_saved(directory: Path) -> tuple[Watermarks, dict[bytes, dict[str, str]]
 
 
 def read_labels(directory: Path) -> dict[bytes, Label]:
-    """Read the file of labels, by root. Empty if it is absent or damaged."""
+    """Read the file of labels, by root. Empty if it is absent or damaged.
+
+    OSError if this process has no files or memory left to read it: older versions kept there what was cleared.
+    """
     try:
         known = msgspec.json.decode((directory / NAMESPACES).read_bytes(), type=dict[str, Label])
         return {bytes.fromhex(root): label for root, label in known.items()}
-    except (OSError, ValueError):  # msgspec's errors are ValueErrors
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        return {}
+    except ValueError:  # msgspec's errors are ValueErrors
         return {}
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from struct import Struct
 
-from pagoda.errors import NoRoomError
+from pagoda.errors import NoRoomError, is_gone
 from pagoda.file_space import allocate, opened
 from pagoda.ledger.columns import LAST_STAMP, NOT_READY, Columns, bounded_ghosts, columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES
@@ -257,10 +257,13 @@ def sweep() -> None:
                 store = Path(os.fsdecode((made / _WHERE).read_bytes()))
             except OSError:
                 continue  # being made
-            state = read_state(store)
-            name = ""
-            with contextlib.suppress(OSError):
+            try:
+                state = read_state(store)
                 name = "" if state is None else _name(store, state)
+            except OSError as error:
+                if not is_gone(error):  # its disk does not answer
+                    continue
+                name = ""
             if made.name != name:
                 shutil.rmtree(made, ignore_errors=True)
 

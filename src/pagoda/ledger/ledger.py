@@ -166,13 +166,14 @@ class Ledger:
         a thread that wants to open it meanwhile waits.
         """
         directory = directory.resolve()
-        state = read_state(directory)
-        if state is None:
-            try:
-                require_own(directory)
+        try:
+            require_own(directory)
+            state = read_state(directory)
+            if state is None:
                 os.listdir(directory)
-            except OSError as trouble:
-                raise StoreError(f"{directory} cannot be read: {trouble.strerror}") from trouble
+        except OSError as trouble:
+            raise StoreError(f"{directory} cannot be read: {trouble.strerror}") from trouble
+        if state is None:
             raise unusable(directory, "its state is missing or damaged")
         spec = StoreSpec(
             directory.parent, directory.name, state.kind, state.slots, state.slot_bytes, private=state.private
@@ -260,8 +261,9 @@ class Ledger:
         directory = spec.root / spec.name
         for ledger in _ledgers:
             session = ledger.session
-            if session.is_at(directory) or (ledger._closing and session.store.locks.are_at(directory)):
-                return ledger
+            with contextlib.suppress(OSError):  # the opening meets the same error, and tells it
+                if session.is_at(directory) or (ledger._closing and session.store.locks.are_at(directory)):
+                    return ledger
         return None
 
     def _shared_with(self, spec: StoreSpec) -> Ledger:

@@ -43,7 +43,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
-from pagoda.errors import StoreError
+from pagoda.errors import StoreError, is_gone
 from pagoda.fork import call_in_child
 
 GATE, INTENT, OPEN, SCAN, LABELS = 0, 1, 2, 3, 4
@@ -55,6 +55,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _UNLOCK_ALL = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)  # the range has no end: all bytes
 _CLOSED = "the lock file is closed"
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 20e-6, 1e-3
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _files: weakref.WeakSet[LockFile] = weakref.WeakSet()
 _forks = 0  # forks that led to this process, as far as it has seen them
@@ -109,11 +110,16 @@ class LockFile:
             self._file.close()
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` still names this very file (one that was removed or replaced does not)."""
+        """Whether `path` still names this very file (one that was removed or replaced does not, nor a closed one).
+
+        OSError if that cannot be told.
+        """
         try:
-            return os.path.samestat(os.stat(path), os.fstat(self._fd))
-        except OSError:
-            return False
+            return self._fd >= 0 and os.path.samestat(os.stat(path), os.fstat(self._fd))
+        except OSError as error:
+            if is_gone(error):
+                return False
+            raise
 
     def mark(self) -> None:
         """Change what `marked` returns, in every process that has the file open. OSError."""
@@ -172,14 +178,18 @@ class LockFile:
         if self._fd < 0:
             return
         try:
-            # this works even if the file has been removed
-            own = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+            _take_own_description(self._fd, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             self._fd = -1
             self._file.close()
             raise
-        os.dup2(own, self._fd, inheritable=False)
-        os.close(own)
+
+
+def _take_own_description(fd: int, flags: int) -> None:
+    """Replace the open file description of a descriptor, which is shared with the parent, by a new one. OSError."""
+    own = os.open(f"/proc/self/fd/{fd}", flags)  # this works even if the file has been removed
+    os.dup2(own, fd, inheritable=False)
+    os.close(own)
 
 
 @lru_cache(maxsize=256)
@@ -190,20 +200,21 @@ def _request(kind: int, byte: int) -> bytes:
 class StoreLocks(LockFile):
     """The locks of one store: those of `state`, with byte `open` also on `locks`, which older versions look at.
 
-    A process that has the store to itself holds `open` of both exclusively. While it is open, the directory has a
-    shared `flock`: programs that remove old files (systemd-tmpfiles) leave such a directory alone.
+    A process that has the store to itself holds `open` of both exclusively. While it is open, its directory and the
+    root have a shared `flock`: programs that remove old files (systemd-tmpfiles) leave such directories alone.
     """
 
     def __init__(self, directory: Path, state: str, locks: str) -> None:
         """Open the files of a store; `locks` is made if it is absent. FileNotFoundError if there is no `state`."""
         self._old: LockFile | None = None
         self._holds_open = False
-        self._directory_fd = -1
+        self._flocks: list[DirectoryFlock] = []
         self._paths = directory / state, directory / locks
         super().__init__(self._paths[0], create=False, first=BEYOND)
         try:
             self._old = LockFile(self._paths[1])
-            self._directory_fd = shared_flock(directory)
+            for one in (directory.parent, directory):
+                self._flocks.append(DirectoryFlock(one))
         except BaseException:
             self.close()
             raise
@@ -212,19 +223,12 @@ class StoreLocks(LockFile):
         """Release all locks and close the descriptors; idempotent. No other thread may be using it."""
         if self._old is not None:
             self._old.close()
-        self._close_directory()
+        for one in self._flocks:
+            one.close()
         super().close()
 
-    def _close_directory(self) -> None:
-        directory_fd = self._directory_fd
-        self._directory_fd = -1
-        if directory_fd >= 0:
-            os.close(directory_fd)
-
-    __del__ = _close_directory
-
     def are_at(self, directory: Path) -> bool:
-        """Whether a directory still has both of these very files."""
+        """Whether a directory still has both of these very files. OSError if that cannot be told."""
         state, locks = self._paths
         in_place = self._old is not None and self._old.is_at(directory / locks.name)
         return in_place and self.is_at(directory / state.name)
@@ -255,17 +259,56 @@ class StoreLocks(LockFile):
 
     def _after_fork_in_child(self) -> None:
         self._holds_open = False
+        for one in self._flocks:
+            one.after_fork_in_child()
         super()._after_fork_in_child()
 
 
-def shared_flock(directory: Path) -> int:
-    """Open a directory with a shared `flock`, if it is free now; return the descriptor, -1 if it cannot be opened."""
-    with contextlib.suppress(OSError):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(OSError):  # a cleaner has it for a moment: it only keeps cleaners away
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return fd
-    return -1
+class DirectoryFlock:
+    """A shared `flock` of a directory, which keeps programs away that remove old files from it and from below it.
+
+    It is taken if it is free now, and kept until `close`, or the end of the last reference. It only keeps cleaners
+    away, so nothing fails if it cannot be taken. Not thread-safe.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Take it."""
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            self._fd = os.open(directory, _DIRECTORY)
+        self._take()
+
+    def _take(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(
+                OSError
+            ):  # a cleaner has it for a moment, or the file system has no such locks
+                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def close(self) -> None:
+        """Release it; idempotent."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child made in C would keep it
+        self._close_descriptor()
+
+    def after_fork_in_child(self) -> None:
+        """Take an own one: the parent's, which the copy shares, ends with the parent's `close`."""
+        if self._fd < 0:
+            return
+        try:
+            _take_own_description(self._fd, _DIRECTORY)
+        except OSError:
+            self._close_descriptor()
+        self._take()
+
+    def _close_descriptor(self) -> None:
+        fd = self._fd
+        self._fd = -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = _close_descriptor
 
 
 class Gate:

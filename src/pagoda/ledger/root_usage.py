@@ -39,7 +39,9 @@ def holdings(root: Path) -> list[Holding]:
     """
     found = []
     for directory in stores(root):
-        state = read_state(directory)
+        state: StoreState | None = None
+        with contextlib.suppress(OSError):  # it may be readable later; until then it gives nothing
+            state = read_state(directory)
         if state is not None and is_of_another_version(state):
             continue
         with contextlib.suppress(FileNotFoundError):  # a private store may be removed at any time

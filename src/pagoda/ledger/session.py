@@ -60,6 +60,7 @@ _LEAVE_SECONDS = 2.0
 _JOIN_SECONDS = 1.0
 _BEGIN_SECONDS = 2.0  # the time for comparing hints when a store is opened
 _COMPARE_SECONDS = 120.0  # the same, off the request path
+_SILENT_SECONDS = 30.0  # after a line in the log about a transaction that failed
 _REST_SECONDS = 5.0  # after the files of a store could not be read, until they are tried again
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -91,6 +92,7 @@ class Session:
             False  # a file of the store could not be read or written: test all pages of the tables
         )
         self._rests_until = 0.0
+        self._silent_until = 0.0  # until then no further line about failed transactions is logged
         self.gate = Gate(store.locks)
         self.member = 0
         self.closed = False
@@ -295,12 +297,11 @@ class Session:
         try:
             pages.load()
         except OSError as error:
-            self._rest(error)
+            self._rest("read", error)
             raise
-        if self._rests_until:
-            log.warning("the files of %s can be read again", self.store.directory)
         self._suspect = False
-        self._rests_until = 0.0
+        if self._tables is not None:  # else it is seen whether they can be opened
+            self._end_rest()
 
     def _require_readable(self) -> None:
         """Raise OSError if the file system of the tables does not answer: a read of them could kill this process."""
@@ -308,7 +309,7 @@ class Session:
             try:
                 self._pages.require()
             except OSError as error:
-                self._rest(error)
+                self._rest("read", error)
                 raise
 
     def last_transaction(self) -> int:
@@ -320,11 +321,17 @@ class Session:
         except (OSError, ValueError):  # ValueError: closed meanwhile
             return -1
 
-    def _rest(self, error: OSError) -> None:
+    def _rest(self, done: str, error: lmdb.Error | OSError) -> None:
         if not self._rests_until:
-            log.warning("the files of %s cannot be read (%s): nothing is found or stored there, and it is tried again "
-                        "every %g s", self.store.directory, error.strerror, _REST_SECONDS)  # fmt: skip
+            why = error.strerror if isinstance(error, OSError) else error
+            log.warning("the files of %s cannot be %s (%s): nothing is found or stored there, and it is tried again "
+                        "every %g s", self.store.directory, done, why, _REST_SECONDS)  # fmt: skip
         self._rests_until = time.monotonic() + _REST_SECONDS
+
+    def _end_rest(self) -> None:
+        if self._rests_until:
+            log.warning("the files of %s can be read again", self.store.directory)
+        self._rests_until = 0.0
 
     def tend(self) -> None:
         """Keep the pages of the tables in memory, and the hints like the tables. For a store on disk; may take seconds.
@@ -413,9 +420,18 @@ class Session:
             raise self._was_closed() from error
         else:
             reason = Reason.IO_ERROR
+            self._tell(done, error)
         unavailable = UnavailableError(f"the ledger at {self.store.directory} could not be {done}: {reason}")
         unavailable.reason = reason
         raise unavailable from error
+
+    def _tell(self, done: str, error: Exception) -> None:
+        """Log why a transaction could not be run, unless a line about the store has said so; once in a while."""
+        if self.lost or self._rests_until or is_damage(error) or time.monotonic() < self._silent_until:
+            return
+        self._silent_until = time.monotonic() + _SILENT_SECONDS
+        log.warning("the ledger at %s could not be %s (%s): what needs it is a miss or is not stored; said at most "
+                    "every %g s", self.store.directory, done, error, _SILENT_SECONDS)  # fmt: skip
 
     def _was_closed(self) -> ClosedError:
         return ClosedError(f"the store at {self.store.directory} was closed; open it again")
@@ -544,16 +560,23 @@ class Session:
             pages = TablePages(self.store.directory / TABLES, self.store.state.map_bytes)
             pages.load()
             self._pages = pages
-        tables = Tables(self.store.directory / TABLES, self.store.state.map_bytes, gate=gate)
+        try:
+            tables = Tables(self.store.directory / TABLES, self.store.state.map_bytes, gate=gate)
+        except lmdb.Error as error:
+            # a file system that became read-only: its pages can be read, but a transaction has failed
+            if self._pages is not None and not gate.forked and not is_damage(error):
+                self._rest("opened", error)
+            raise
         try:
             self.require_store()
-        except StoreError:
+        except (StoreError, OSError):
             tables.close()
             raise
+        self._end_rest()
         return tables
 
     def is_at(self, directory: Path) -> bool:
-        """Whether this is the session of the store in that directory, and is still usable."""
+        """Whether this is the session of the store in that directory, and is still usable. OSError."""
         return not self.closed and not self.lost and self.store.locks.are_at(directory)
 
     def look(self) -> None:
@@ -585,7 +608,10 @@ class Session:
             self.store.locks.unlock(OPEN)
 
     def require_store(self) -> None:
-        """Raise StoreError if the directory is no longer this store's, now or at an earlier call. It is logged once."""
+        """Raise StoreError if the directory is no longer this store's, now or at an earlier call. It is logged once.
+
+        OSError if that cannot be told now: too many open files, or a disk that does not answer.
+        """
         if not self.lost and self.store.is_current():
             return
         self._leave("it is not the store that was opened")

@@ -272,10 +272,10 @@ class SpaceShare:
 
     def _age(self, directory: Path) -> float:
         """Return for how long (ns) the coldest chunk of a store was not used, according to its hints."""
-        state = read_state(directory)
-        if state is None or state.boot_id != self._session.clock.boot_id():
-            return math.inf
         try:
+            state = read_state(directory)
+            if state is None or state.boot_id != self._session.clock.boot_id():
+                return math.inf
             coldest = coldest_stamp(directory, state)
         except (OSError, ValueError):  # being rebuilt
             return 0.0

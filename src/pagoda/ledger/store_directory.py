@@ -50,6 +50,7 @@ from pagoda.ledger.store_state import (
     Vouched,
     inodes,
     is_marked,
+    kept_marked,
     mismatch,
     read_state,
     set_mark,
@@ -115,7 +116,7 @@ class OpenStore:
     sole: bool
 
     def is_current(self) -> bool:
-        """Whether the directory still has this very store, as it was opened.
+        """Whether the directory still has this very store, as it was opened. OSError if that cannot be told.
 
         Checked before and after a file of the store is opened by path.
         """
@@ -128,7 +129,10 @@ class OpenStore:
         )
 
     def replaced(self) -> str | None:
-        """Return which file of the store is no longer the one that was opened; None if all are. Reads no file."""
+        """Return which file of the store is no longer the one that was opened; None if all are. OSError.
+
+        Reads no file.
+        """
         if not self.locks.are_at(self.directory):
             return f"{STATE} or {LOCKS} is gone or not the file it was"
         return mismatch(self.directory, self.state)
@@ -150,13 +154,13 @@ class OpenStore:
                 set_mark(self.directory, TableMark.DAMAGED, self.state.incarnation)
 
     def is_last(self) -> bool:
-        """Whether no other process has it open; if so, this process now holds it exclusively."""
+        """Whether no other process has it open; if so, this process now holds it exclusively. OSError."""
         return self.locks.are_at(self.directory) and self.locks.lock(OPEN, exclusive=True)
 
     def release(self) -> None:
         """Let other processes discard it; a private store is removed at once."""
-        if self.state.private and self.is_last():
-            with contextlib.suppress(OSError):  # another process has removed it already
+        with contextlib.suppress(OSError):  # another process has removed it already
+            if self.state.private and self.is_last():
                 discard(self.directory)
         self.locks.unlock(OPEN)
 
@@ -204,7 +208,12 @@ def reopen_store(store: OpenStore) -> OpenStore:
     After the death of the parent there may have been a time when no process had it open, and another process may have
     resized or rebuilt it. The files that this process has mapped would then be outdated.
     """
-    if not store.locks.lock(OPEN, exclusive=False) or not store.is_current():
+    is_current = store.locks.lock(OPEN, exclusive=False)
+    with contextlib.suppress(
+        OSError
+    ):  # it cannot be told now; it is asked again whenever the tables are opened
+        is_current = is_current and store.is_current()
+    if not is_current:
         store.locks.close()
         raise StoreError(f"the store at {store.directory} is gone: open it again")
     return dataclasses.replace(store, sole=False)
@@ -238,8 +247,8 @@ def os_errors_mapped(directory: Path) -> Iterator[None]:
 def _discard_other_formats(root: Path) -> None:
     """Remove stores of other versions in memory that no process has open: this version will never read them."""
     for directory in stores(root):
-        state = read_state(directory)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # it was removed meanwhile, or it cannot be told what it is
+            state = read_state(directory)
             if state is not None and is_of_another_version(state) and not in_use(directory):
                 log.warning("discarding the store at %s: it is of format %d", directory, state.format)
                 discard(directory)
@@ -393,7 +402,10 @@ def _judge(directory: Path, spec: StoreSpec, clock: Clock, locks: StoreLocks) ->
 
 
 def _distrusted(directory: Path, state: StoreState, boot: str, locks: StoreLocks) -> str | None:
-    """Return why the tables of a store that no other process has open cannot be trusted; None if they can."""
+    """Return why the tables of a store that no other process has open cannot be trusted; None if they can.
+
+    OSError if that cannot be told: nothing is lost because a file could not be read.
+    """
     if state.format != FORMAT:
         return f"it is of format {state.format}, this version writes {FORMAT}"
     if state.boot_id != boot and (state.kind == "memory" or not state.clean):
@@ -410,10 +422,8 @@ def _distrusted(directory: Path, state: StoreState, boot: str, locks: StoreLocks
         return "its tables are not what they were when it was closed"
     _require_alone(directory, locks)
     # Damaged pages may kill this process by a signal; with the mark, the next process rebuilds them.
-    set_mark(directory, TableMark.OPENING, state.incarnation)
-    wrong = find_damage(directory, state, known=state.clean)
-    set_mark(directory, TableMark.OPENING, 0)
-    return wrong
+    with kept_marked(directory, TableMark.OPENING, state.incarnation):
+        return find_damage(directory, state, known=state.clean)
 
 
 def _renew(directory: Path, state: StoreState, spec: StoreSpec, boot: str, clock: Clock) -> StoreState:

@@ -19,7 +19,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
 from struct import Struct
@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import xxhash
 
+from pagoda.errors import is_gone
 from pagoda.file_space import opened
 from pagoda.ledger.columns import columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
@@ -138,14 +139,18 @@ class _Record(NamedTuple):
 
 
 def read_state(directory: Path) -> StoreState | None:
-    """Read the state of a store, of any format; None if it is absent or damaged."""
+    """Read the state of a store, of any format; None if it is absent or damaged. OSError if that cannot be told."""
     try:
         content = _read(directory)
         record = _newest(content)
         # up to format 2 the file was only the text
         text = content.rstrip(b"\0") if record is None else record.text
         state = msgspec.json.decode(text, type=StoreState)
-    except (OSError, ValueError):  # msgspec raises a bare UnicodeDecodeError for text that is no UTF-8
+    except OSError as error:
+        if is_gone(error):
+            return None
+        raise
+    except ValueError:  # msgspec raises a bare UnicodeDecodeError for text that is no UTF-8
         return None
     return state if state.slots > 0 else None
 
@@ -171,6 +176,23 @@ def write_state(directory: Path, state: StoreState) -> None:
 def set_mark(directory: Path, mark: TableMark, incarnation: int) -> None:
     """Mark the tables of an incarnation, synced; 0 clears the mark. Any member may, at any time. Raises OSError."""
     _write_at(directory, 2 * _PAGE + mark * _WORD.size, _WORD.pack(incarnation))
+
+
+@contextlib.contextmanager
+def kept_marked(directory: Path, mark: TableMark, incarnation: int) -> Iterator[None]:
+    """Keep the tables of an incarnation marked, synced, until the end of the block: a kill leaves the mark. OSError.
+
+    The file is open meanwhile, so that the mark can be cleared though the process may have no more files.
+    """
+    place = 2 * _PAGE + mark * _WORD.size
+    with opened(directory / STATE, os.O_WRONLY) as fd:
+        os.pwrite(fd, _WORD.pack(incarnation), place)
+        os.fsync(fd)
+        try:
+            yield
+        finally:
+            os.pwrite(fd, _WORD.pack(0), place)
+            os.fsync(fd)
 
 
 def is_marked(directory: Path, mark: TableMark, incarnation: int) -> bool:
@@ -273,7 +295,7 @@ def remove_abandoned(directory: Path, names: str) -> None:
 
 
 def mismatch(directory: Path, state: StoreState, apart: Sequence[str] = (COUNTERS_FILE,)) -> str | None:
-    """Return how the files of a store, `apart` from some, differ from its state; None if they agree.
+    """Return how the files of a store, `apart` from some, differ from its state; None if they agree. OSError.
 
     The files of a store on disk may be copies if it was closed cleanly; then the checksum says whether they are right.
     """
@@ -283,7 +305,9 @@ def mismatch(directory: Path, state: StoreState, apart: Sequence[str] = (COUNTER
             continue
         try:
             status = os.stat(directory / name)
-        except OSError:
+        except OSError as error:
+            if not is_gone(error):
+                raise
             return f"{name} is missing"
         if status.st_size < size or (name != SLAB and status.st_size > size):  # a slab is never shortened
             return f"{name} has {status.st_size} bytes instead of {size}"

@@ -142,9 +142,10 @@ def _sweep(root: Path) -> None:
     for entry in _own_directories(root):
         if _PASSING.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
-        elif (state := read_state(entry)) is not None and state.private:
-            with contextlib.suppress(FileNotFoundError):  # its owner discards it without the lock of the root
-                if not in_use(entry):
+        else:
+            with contextlib.suppress(OSError):  # its owner discards it without the lock of the root
+                state = read_state(entry)
+                if state is not None and state.private and not in_use(entry):
                     discard(entry)
 
 

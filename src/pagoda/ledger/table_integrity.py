@@ -78,23 +78,37 @@ def find_damage(directory: Path, state: StoreState, known: bool) -> str | None:
     """Open the tables as a member will, and return what is wrong with them; None if they are sound.
 
     `known`: the checksum has shown that they are as they were written; otherwise every row is read. May kill the
-    process. OSError if they cannot be read.
+    process. OSError or LMDB's error if they cannot be read, or the system does not let this process open or write them.
     """
     path, size = directory / TABLES, state.map_bytes
     if state.kind == "file":
         with closing(TablePages(path, size)) as pages:
             pages.load()  # an error here, instead of a signal when the tables are read
+    is_open = False
     try:
-        with Tables.opening, closing(Tables(path, size)) as tables, tables.env.begin(write=True) as txn:
-            meta = tables.load_meta(txn)
-            if meta.slots != state.slots:
-                return f"its tables are of {meta.slots} slots, not {state.slots}"
-            if not known and meta.slots <= _MOST_ROWS:
-                verify(txn, tables)
-            txn.put(META_ROW, meta.pack(), db=tables.meta)  # free pages may be damaged too: write to one
+        with Tables.opening, closing(Tables(path, size)) as tables:
+            is_open = True
+            with tables.env.begin(write=True) as txn:
+                meta = tables.load_meta(txn)
+                if meta.slots != state.slots:
+                    return f"its tables are of {meta.slots} slots, not {state.slots}"
+                if not known and meta.slots <= _MOST_ROWS:
+                    verify(txn, tables)
+                txn.put(META_ROW, meta.pack(), db=tables.meta)  # free pages may be damaged too: write to one
     except (lmdb.Error, struct.error, LedgerCorrupt, ValueError) as error:
+        # in a transaction, damaged pages may make LMDB ask for more memory than there is
+        if _is_of_the_system(error) or (isinstance(error, lmdb.MemoryError) and not is_open):
+            raise
         return f"its tables are damaged ({error})"
     return None
+
+
+def _is_of_the_system(error: Exception) -> bool:
+    """Whether an error of LMDB comes from a system call: too many open files, a disk that is full or read-only."""
+    # `lmdb.Error` itself: an error number that LMDB has no class for
+    return type(error) is lmdb.Error or isinstance(
+        error, lmdb.DiskError | lmdb.ReadonlyError | lmdb.LockError
+    )
 
 
 def check(txn: Txn, tables: Tables, columns: Columns, totals: dict[str, int]) -> Report:

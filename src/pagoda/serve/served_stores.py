@@ -90,7 +90,7 @@ class ServedStore:
 
     @classmethod
     def open(cls, directory: Path, deadline_seconds: float) -> ServedStore | None:
-        """Open the store of a directory; return None if its chunks may not be served. Raises StoreError.
+        """Open the store of a directory; return None if its chunks may not be served. Raises StoreError, OSError.
 
         The payload size of a store that only older versions have used is unknown until the next engine opens it.
         """
@@ -126,8 +126,8 @@ class ServedStore:
         return self._host_tier
 
     def is_current(self) -> bool:
-        """Return whether the directory still has this store, not another one."""
-        return self.ledger.session.store.is_current()
+        """Return whether the directory still has this store, not another one, as far as that can be told."""
+        return _is_current(self.ledger)
 
     @contextlib.contextmanager
     def using(self) -> Iterator[ServedStore]:
@@ -200,7 +200,7 @@ class ServedStores:
                 if known is not None and known.is_current():
                     kept[path] = known
                     continue
-                if ledger is not None and ledger.session.store.is_current():
+                if ledger is not None and _is_current(ledger):
                     unserved[path] = ledger
                     continue
                 try:
@@ -455,6 +455,14 @@ def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
     kept.move_to_end(key)
     while len(kept) > most:
         kept.popitem(last=False)
+
+
+def _is_current(ledger: Ledger) -> bool:
+    """Return whether a directory still has the store of a ledger; also if its disk does not say so now."""
+    try:
+        return ledger.session.store.is_current()
+    except OSError:
+        return True
 
 
 def lossy_codec_of(store: Path) -> str:
