@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from pagoda.connectors.transformers.numerics import numerics_of
 from tests.e2e.tiny import llama
 
 Change = Callable[[], object]
-CUDA: Any = torch.backends.cuda
+CUDA = torch.backends.cuda
 MATMUL = CUDA.matmul
 
 
