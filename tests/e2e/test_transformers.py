@@ -12,7 +12,7 @@ from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.metrics import Reason
 from tests.cache.kit import wait_until
 from tests.e2e.house import CHUNK, House
-from tests.e2e.tiny import deepseek, generated, llama, prompt, qwen
+from tests.e2e.tiny import VOCABULARY, deepseek, generated, llama, prompt, qwen
 from tests.kv_events.router import Router
 
 GREEDY = {"max_new_tokens": 48, "do_sample": False}
@@ -440,6 +440,18 @@ class CountsFromZero(transformers.LlamaForCausalLM):
 def test_a_model_that_generate_tells_its_positions_is_cached(house: House) -> None:
     model = CountsFromZero(llama().config).eval()
     model.is_told = True
+    cached = house.open(model)
+    for hit in (0, 32):
+        assert generated(cached, prompt(40)) == generated(model, prompt(40))
+        assert cached.last.hit.num_tokens == hit
+
+
+def test_a_model_whose_own_positions_are_others_than_those_of_generate_is_cached(house: House) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.RobertaForCausalLM(
+        transformers.RobertaConfig(vocab_size=VOCABULARY, is_decoder=True, initializer_range=0.3, **sizes)
+    ).eval()
     cached = house.open(model)
     for hit in (0, 32):
         assert generated(cached, prompt(40)) == generated(model, prompt(40))

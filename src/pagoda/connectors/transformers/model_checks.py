@@ -64,12 +64,19 @@ def probe_model(model: Any, chunk_tokens: int) -> ProbedModel:
     Raises ValueError if layers differ, if the cache is not K and V of each token, if the KV of a token depends on
     tokens after it, or if the model cannot compute several tokens after those whose KV it is given.
     """
+    try:
+        return _probed(model, chunk_tokens, told=True)
+    except ValueError:  # it may take positions in another form only, in which `generate` knows them
+        return _probed(model, chunk_tokens, told=False)
+
+
+def _probed(model: Any, chunk_tokens: int, told: bool) -> ProbedModel:
     name = type(model).__name__
-    whole = probed_kv(model, _PROBE_TOKENS)
+    whole = probed_kv(model, _PROBE_TOKENS, told=told)
     planes = {tuple(_plane(tensor) for tensor in layer) for layer in whole}
     if len(planes) != 1:
         raise ValueError(f"{name} has layers of different shapes {sorted(planes)}: not supported yet")
-    parts = probed_kv(model, _PROBE_TOKENS, held=_HELD_TOKENS)
+    parts = probed_kv(model, _PROBE_TOKENS, held=_HELD_TOKENS, told=told)
     if not _is_like(parts, whole, slice(0, _HELD_TOKENS)):
         raise ValueError(f"{name}: the KV of a token depends on what comes after it")
     if not _is_like(parts, whole, slice(_HELD_TOKENS, _PROBE_TOKENS)):
@@ -118,10 +125,13 @@ def kv_argument(model: Any, kv: Any) -> dict[str, Any]:
     return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": kv}
 
 
-def probed_kv(model: Any, tokens: int, first: int | None = None, held: int = 0) -> list[tuple[Any, Any]]:
+def probed_kv(
+    model: Any, tokens: int, first: int | None = None, held: int = 0, told: bool = False
+) -> list[tuple[Any, Any]]:
     """Return K and V of each layer for so many tokens, at the positions from `first` on if that is given.
 
-    `held`: as many of the tokens are computed before, so the model is given their KV, as after a hit.
+    `held`: as many of the tokens are computed before, so the model is given their KV, as after a hit. `told`: the model
+    is told positions and a mask, if it knows such arguments, as `generate` does.
 
     Raises ValueError if they are not K and V of each token, or if the model cannot compute them.
     """
@@ -137,11 +147,10 @@ def probed_kv(model: Any, tokens: int, first: int | None = None, held: int = 0) 
         more = {}
         if first is not None:
             more["position_ids"] = torch.arange(first + begin, first + end, device=model.device)[None]
-        elif begin:  # what `generate` tells a model after a hit
-            if "position_ids" in known:
-                more["position_ids"] = torch.arange(begin, end, device=model.device)[None]
-            if "attention_mask" in known:
-                more["attention_mask"] = torch.ones_like(ids[:, :end])
+        if told and "position_ids" in known:
+            more["position_ids"] = torch.arange(begin, end, device=model.device)[None]
+        if told and "attention_mask" in known:
+            more["attention_mask"] = torch.ones_like(ids[:, :end])
         with torch.no_grad():
             model(input_ids=ids[:, begin:end], use_cache=True, **kv_argument(model, cache), **more)
 
