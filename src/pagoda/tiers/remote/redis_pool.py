@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.clock import Clock
-from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis import RedirectError, RedisConnection, RedisNames, RedisOptions
@@ -81,7 +80,6 @@ class RedisPoolClient(RedisNodesClient):
         super().__init__(url, look_seconds=look_seconds, clock=clock, **options)
         self.names = RedisNames(options.get("prefix", "pagoda"))
         self.keeps_runs = False  # as far as is known
-        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the lock and forget which node has which chunk; also in a forked child."""
