@@ -105,7 +105,7 @@ def _float32_precision(kind: str) -> str:
     import torch
 
     backends: Any = torch.backends
-    backend = {"cpu": backends.mkldnn, "cuda": backends.cuda, "xpu": backends.mkldnn}.get(kind)
+    backend: Any = {"cpu": backends.mkldnn, "cuda": backends.cuda, "xpu": backends.mkldnn}.get(kind)
     try:
         return str(backend.matmul.fp32_precision)
     except (AttributeError, RuntimeError):  # another kind of device, or an older torch
