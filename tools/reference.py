@@ -186,6 +186,7 @@ def vllm_versions_page() -> str:
     for release in TESTED:
         name = ".".join(map(str, release))
         some = parts.get(name, "").replace("test_", "").replace(" or ", ", ")
+        some = re.sub(r"\((\w+) and (\w+)\)", r"\1 (\2 alone)", some)
         runs = f"those of {some}; `make test-vllm VLLM={name}.0` runs all" if some else "all"
         rows.append((name, runs, VLLM_BUILDS[release]))
     head = ("vLLM", "tests with every change", "with")

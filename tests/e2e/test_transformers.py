@@ -12,7 +12,7 @@ from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.metrics import Reason
 from tests.cache.kit import wait_until
 from tests.e2e.house import CHUNK, House
-from tests.e2e.tiny import deepseek, generated, llama, prompt, qwen
+from tests.e2e.tiny import VOCABULARY, deepseek, generated, llama, prompt, qwen
 from tests.kv_events.router import Router
 
 GREEDY = {"max_new_tokens": 48, "do_sample": False}
@@ -402,7 +402,60 @@ REFUSED = {
         ),
         "length of the prompt",
     ),
+    "one token at a time": (
+        lambda: transformers.ProphetNetForCausalLM(
+            transformers.ProphetNetConfig(
+                vocab_size=99,
+                hidden_size=16,
+                decoder_ffn_dim=16,
+                num_encoder_layers=1,
+                num_decoder_layers=1,
+                num_decoder_attention_heads=2,
+                max_position_embeddings=64,
+                is_decoder=True,
+                is_encoder_decoder=False,
+                add_cross_attention=False,
+            )
+        ),
+        "cannot compute 2 tokens after 2 whose KV it is given: AssertionError: ",
+    ),
+    "positions from the new tokens alone": (
+        lambda: CountsFromZero(llama().config).eval(),
+        "computes other KV if it is given that of the tokens before",
+    ),
 }
+
+
+class CountsFromZero(transformers.LlamaForCausalLM):
+    """A model that does not know how many tokens were computed before; `is_told`: unless it is told."""
+
+    is_told = False
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        if position_ids is None or not self.is_told:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+
+def test_a_model_that_generate_tells_its_positions_is_cached(house: House) -> None:
+    model = CountsFromZero(llama().config).eval()
+    model.is_told = True
+    cached = house.open(model)
+    for hit in (0, 32):
+        assert generated(cached, prompt(40)) == generated(model, prompt(40))
+        assert cached.last.hit.num_tokens == hit
+
+
+def test_a_model_whose_own_positions_are_others_than_those_of_generate_is_cached(house: House) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.RobertaForCausalLM(
+        transformers.RobertaConfig(vocab_size=VOCABULARY, is_decoder=True, initializer_range=0.3, **sizes)
+    ).eval()
+    cached = house.open(model)
+    for hit in (0, 32):
+        assert generated(cached, prompt(40)) == generated(model, prompt(40))
+        assert cached.last.hit.num_tokens == hit
 
 
 @pytest.mark.parametrize("kind", REFUSED)

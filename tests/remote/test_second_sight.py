@@ -17,7 +17,19 @@ from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from testbed.servers import Server, need, redis_server
 from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, config_of, kv_of, prompt, served
-from tests.remote.chunks import PATIENT_SECONDS, ROOT, fresh_prefix, keys_of, load, save, tier_on, walk
+from tests.remote.chunks import (
+    PATIENT_SECONDS,
+    ROOT,
+    chunks_of,
+    ends,
+    fresh_prefix,
+    keys_of,
+    load,
+    save,
+    tier_on,
+    wait_until,
+    walk,
+)
 
 redis = pytest.importorskip("redis")
 need("redis-server")
@@ -126,3 +138,48 @@ def test_over_a_pool(server: Server, prefix: str) -> None:
             tier = stack.enter_context(tier_on(pool))
             assert [done.ok for done in save(tier, keys_of(12))] == [ok] * 12
         assert load(tier, keys_of(12)) == [None] * 12
+
+
+def test_a_pool_has_seen_a_chunk_whatever_request_it_was_in(prefix: str) -> None:
+    """What one request stores is on one node; so a chunk may have another place in the request that asks again."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(redis_server()) for _ in range(3)]
+        nodes = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+        pool = RedisPoolClient(
+            f"redis+pool://{nodes}", prefix=prefix, second_sight=True, look_seconds=PATIENT_SECONDS
+        )
+        tier = stack.enter_context(tier_on(pool))
+        unseen = Done(False, Reason.NOT_ADMITTED)
+        stamp = 0
+        for chain in range(8):
+            keys = keys_of(6, chain=chain)
+            chunks = chunks_of(keys)
+            requests = [
+                (chunks, [unseen] * 6),
+                (chunks[:3], [Done(True)] * 3),  # another prompt that begins alike
+                (
+                    chunks[3:],
+                    [Done(True)] * 3,
+                ),  # what the first prompt still lacks: it begins with another chunk
+            ]
+            for asked, expected in requests:
+                stamp += 1
+                assert ends(tier.save(asked, ROOT, stamp=stamp)) == expected, chain
+            assert load(tier, keys) == [None] * 6
+
+
+def test_a_pool_without_the_node_of_the_marks_admits_its_chunks(prefix: str) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(redis_server()) for _ in range(3)]
+        nodes = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+        pool = RedisPoolClient(
+            f"redis+pool://{nodes}", prefix=prefix, second_sight=True, look_seconds=PATIENT_SECONDS
+        )
+        tier = stack.enter_context(tier_on(pool))
+        save(tier, keys_of(1))
+        servers[1].kill()
+        wait_until(lambda: tier.find(keys_of(1), namespace=ROOT) == 0 and len(pool.in_use()) == 2)
+        keys = keys_of(12, chain=2)
+        assert [done.ok for done in save(tier, keys)] == [False] * 12
+        assert [done.ok for done in save(tier, keys)] == [True] * 12
+        assert load(tier, keys) == [None] * 12

@@ -679,7 +679,7 @@ class CachedModel:
     def _layout_trouble(self, autocast: str, edits: str) -> str:
         """Return why KV that is computed now does not fit the layout, or cannot be cut; "" if it does and can.
 
-        The first call under other settings probes the model, by passes over three tokens.
+        The first call under other settings probes the model, by passes over four tokens.
         """
         present = (autocast, edits)
         if present == self._probed_under:
@@ -755,7 +755,7 @@ class CachedModel:
 
 
 def layout_of(model: Any, chunk_tokens: int = 256) -> KVLayout:
-    """Return the layout of the model's KV, by running it on three tokens. Raises ValueError if it cannot be cut."""
+    """Return the layout of the model's KV, by running it on four tokens. Raises ValueError if it cannot be cut."""
     model_checks.check_model(model)
     return model_checks.probe_model(model, chunk_tokens).layout
 

@@ -19,6 +19,8 @@ _WHY = {
     "LinearAttentionAndSlidingWindowAttentionLayer": "a recurrent state cannot be cut at a chunk",
     "DummyLayer": "layers that share the KV of others are not supported yet",
 }
+_PROBE_TOKENS = 4
+_HELD_TOKENS = 2
 _LENGTH_ROPES = ("dynamic", "longrope")  # rotary frequencies that depend on the length of the prompt
 
 
@@ -57,23 +59,42 @@ def check_model(model: Any) -> None:
 
 
 def probe_model(model: Any, chunk_tokens: int) -> ProbedModel:
-    """Return the layout of the model's KV, by running it on three tokens; changes nothing.
+    """Return the layout of the model's KV, by running it on four tokens; changes nothing.
 
-    Raises ValueError if layers differ, if the cache is not K and V of each token, or if the KV of a token
-    depends on tokens after it.
+    Raises ValueError if layers differ, if the cache is not K and V of each token, if the KV of a token depends on
+    tokens after it, or if the model cannot compute several tokens after those whose KV it is given.
     """
-    two, three = probed_kv(model, 2), probed_kv(model, 3)
-    planes = {tuple(_plane(tensor) for tensor in layer) for layer in three}
+    try:
+        return _probed(model, chunk_tokens, told=True)
+    except ValueError:  # it may take positions in another form only, in which `generate` knows them
+        return _probed(model, chunk_tokens, told=False)
+
+
+def _probed(model: Any, chunk_tokens: int, told: bool) -> ProbedModel:
+    name = type(model).__name__
+    whole = probed_kv(model, _PROBE_TOKENS, told=told)
+    planes = {tuple(_plane(tensor) for tensor in layer) for layer in whole}
     if len(planes) != 1:
+        raise ValueError(f"{name} has layers of different shapes {sorted(planes)}: not supported yet")
+    parts = probed_kv(model, _PROBE_TOKENS, held=_HELD_TOKENS, told=told)
+    if not _is_like(parts, whole, slice(0, _HELD_TOKENS)):
+        raise ValueError(f"{name}: the KV of a token depends on what comes after it")
+    if not _is_like(parts, whole, slice(_HELD_TOKENS, _PROBE_TOKENS)):
         raise ValueError(
-            f"{type(model).__name__} has layers of different shapes {sorted(planes)}: not supported yet"
+            f"{name} computes other KV if it is given that of the tokens before: it cannot be cached"
         )
-    for short, long in zip(two, three, strict=True):
-        for a, b in zip(short, long, strict=True):
-            if (a.float() - b[..., :2, :].float()).abs().max() > 0.05 * b.float().abs().max():
-                raise ValueError(f"{type(model).__name__}: the KV of a token depends on what comes after it")
-    layout = KVLayout.of(len(three), planes.pop(), chunk_tokens)
-    return ProbedModel(layout, [layer[0].device for layer in three])
+    layout = KVLayout.of(len(whole), planes.pop(), chunk_tokens)
+    return ProbedModel(layout, [layer[0].device for layer in whole])
+
+
+def _is_like(ours: list[tuple[Any, Any]], theirs: list[tuple[Any, Any]], tokens: slice) -> bool:
+    """Return whether KV of some tokens that was computed in two ways is the same, up to rounding."""
+    for our_layer, their_layer in zip(ours, theirs, strict=True):
+        for our_plane, their_plane in zip(our_layer, their_layer, strict=True):
+            difference = our_plane[..., tokens, :].float() - their_plane[..., tokens, :].float()
+            if difference.abs().max() > 0.05 * their_plane.float().abs().max():
+                return False
+    return True
 
 
 def forms_of(model: Any) -> tuple[tuple[Any, Any], ...]:
@@ -104,10 +125,15 @@ def kv_argument(model: Any, kv: Any) -> dict[str, Any]:
     return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": kv}
 
 
-def probed_kv(model: Any, tokens: int, first: int | None = None) -> list[tuple[Any, Any]]:
+def probed_kv(
+    model: Any, tokens: int, first: int | None = None, held: int = 0, told: bool = False
+) -> list[tuple[Any, Any]]:
     """Return K and V of each layer for so many tokens, at the positions from `first` on if that is given.
 
-    Raises ValueError if they are not K and V of each token.
+    `held`: as many of the tokens are computed before, so the model is given their KV, as after a hit. `told`: the model
+    is told positions and a mask, if it knows such arguments, as `generate` does.
+
+    Raises ValueError if they are not K and V of each token, or if the model cannot compute them.
     """
     import torch
     from transformers import DynamicCache
@@ -115,15 +141,28 @@ def probed_kv(model: Any, tokens: int, first: int | None = None) -> list[tuple[A
     cache: Any = DynamicCache(config=model.config)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(1, tokens + 1, device=model.device)[None] % vocabulary
-    more = {}
-    if first is not None:
-        more["position_ids"] = torch.arange(first, first + tokens, device=model.device)[None]
-    try:
+    known = inspect.signature(model.forward).parameters
+
+    def compute(begin: int, end: int) -> None:
+        more = {}
+        if first is not None:
+            more["position_ids"] = torch.arange(first + begin, first + end, device=model.device)[None]
+        if told and "position_ids" in known:
+            more["position_ids"] = torch.arange(begin, end, device=model.device)[None]
+        if told and "attention_mask" in known:
+            more["attention_mask"] = torch.ones_like(ids[:, :end])
         with torch.no_grad():
-            model(input_ids=ids, use_cache=True, **kv_argument(model, cache), **more)
+            model(input_ids=ids[:, begin:end], use_cache=True, **kv_argument(model, cache), **more)
+
+    what = "a prompt of token ids alone"
+    try:
+        if held:
+            compute(0, held)
+            what = f"{tokens - held} tokens after {held} whose KV it is given"
+        compute(held, tokens)
     except Exception as trouble:  # whatever a model's code raises
         raise ValueError(
-            f"{type(model).__name__} cannot compute a prompt of token ids alone: {type(trouble).__name__}: {trouble}"
+            f"{type(model).__name__} cannot compute {what}: {type(trouble).__name__}: {trouble}"
         ) from trouble
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     if any(

@@ -19,6 +19,7 @@ _VARIABLES = {
 }
 _EXACT_VARIABLES = ("", "STRICT")
 _EXACT_PRECISIONS = ("none", "ieee")  # of float32 products; "none" is the default
+_KERNEL_ORDER = (1, 2, 0)  # of `torch.nn.attention.SDPBackend`: flash, efficient, math
 
 
 class Numerics(NamedTuple):
@@ -81,6 +82,17 @@ def _precisions(kinds: Iterable[str]) -> list[str]:
             (
                 ("fp16_reduced", matmul.allow_fp16_reduced_precision_reduction, True),
                 ("bf16_reduced", matmul.allow_bf16_reduced_precision_reduction, True),
+                # not in older versions of torch
+                (
+                    "fp16_split_k",
+                    getattr(matmul, "allow_fp16_reduced_precision_reduction_split_k", True),
+                    True,
+                ),
+                (
+                    "bf16_split_k",
+                    getattr(matmul, "allow_bf16_reduced_precision_reduction_split_k", True),
+                    True,
+                ),
                 ("fp16_accumulation", getattr(matmul, "allow_fp16_accumulation", False), False),
                 ("math_sdp_reduced", backends.cuda.fp16_bf16_reduction_math_sdp_allowed(), False),  # type: ignore[no-untyped-call]
             )
@@ -92,17 +104,21 @@ def _float32_precision(kind: str) -> str:
     """Return how float32 matrices are multiplied: "ieee" or "none" exactly, "tf32" or "bf16" rounded."""
     import torch
 
-    backend = {"cpu": torch.backends.mkldnn, "cuda": torch.backends.cuda}.get(kind)
+    backends: Any = torch.backends
+    backend: Any = {"cpu": backends.mkldnn, "cuda": backends.cuda, "xpu": backends.mkldnn}.get(kind)
     try:
-        return str(backend.matmul.fp32_precision)  # type: ignore[union-attr]
+        return str(backend.matmul.fp32_precision)
     except (AttributeError, RuntimeError):  # another kind of device, or an older torch
         pass
-    legacy = torch.get_float32_matmul_precision()
+    try:
+        legacy = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the process has set a precision that the old name cannot express
+        return str(backends.fp32_precision)
     return "ieee" if legacy == "highest" else legacy
 
 
 def _attention_kernels(kinds: Iterable[str]) -> list[str]:
-    """Return the kernels of scaled_dot_product_attention that are switched off."""
+    """Return the kernels of scaled_dot_product_attention that are switched off, or are tried in another order."""
     import torch
 
     cuda: Any = torch.backends.cuda
@@ -113,7 +129,23 @@ def _attention_kernels(kinds: Iterable[str]) -> list[str]:
     if "cuda" in kinds:
         flags.append(("mem_efficient_sdp", cuda.mem_efficient_sdp_enabled(), True))
         flags.append(("cudnn_sdp", cuda.cudnn_sdp_enabled(), True))
-    return _other_flags(flags)
+    found = _other_flags(flags)
+    if "cuda" in kinds and (order := _kernel_order()) != _KERNEL_ORDER:
+        found.append(f"sdp_order={order}")
+    return found
+
+
+def _kernel_order() -> tuple[int, ...]:
+    """Return in which order the flash, efficient and math kernels are tried, by their numbers.
+
+    The place of cuDNN's kernel is left out: on some GPUs torch itself moves it to the front, at the first attention.
+    """
+    import torch
+
+    read = getattr(torch._C, "_get_sdp_priority_order", None)
+    if read is None:  # an older torch, which has one order
+        return _KERNEL_ORDER
+    return tuple(kernel for kernel in read() if kernel in _KERNEL_ORDER)
 
 
 def _other_flags(flags: Iterable[tuple[str, Any, bool]]) -> list[str]:

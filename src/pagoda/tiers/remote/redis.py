@@ -218,14 +218,14 @@ class RedisConnection(StoreConnection):
         One round trip if all are present, else up to four. With second sight one more, and only a chunk that was asked
         for before is claimed.
         """
-        names = [self._names.chunk(namespace, key) for key in keys]
-        seen = self._seen(names, until) if self._second_sight else [True] * len(names)
-        asked = [name for name, before in zip(names, seen, strict=True) if before]
+        seen = self.seen(namespace, keys, until) if self._second_sight else [True] * len(keys)
+        asked = [self._names.chunk(namespace, key) for key, before in zip(keys, seen, strict=True) if before]
         claims = iter(self._claim(asked, until) if asked else ())
         return [next(claims) if before else PutResult.UNSEEN for before in seen]
 
-    def _seen(self, names: Sequence[bytes], until: float) -> list[bool]:
+    def seen(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
         """Return which chunks are present or were asked for before, by any machine; remember all as asked for."""
+        names = [self._names.chunk(namespace, key) for key in keys]
         life = self._lives.outlasts(b"%d" % int(GHOST_SECONDS * 1000))
         commands = [command(b"EXISTS", name) for name in names]
         commands += [command(b"SET", name + b":g", b"1", b"NX", b"PX", life) for name in names]

@@ -24,10 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.clock import Clock
-from pagoda.fork import reset_now_and_in_child
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
-from pagoda.tiers.remote.redis import RedisConnection, RedisNames, RedisOptions
+from pagoda.tiers.remote.redis import RedirectError, RedisConnection, RedisNames, RedisOptions
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient, RedisNodesConnection
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult, RefusedError
 
@@ -76,10 +75,11 @@ class RedisPoolClient(RedisNodesClient):
         **options: Unpack[RedisOptions],
     ) -> None:
         """Connect to nothing yet. Arguments and errors are those of `RedisNodesClient`."""
+        # the node that takes a chunk may be another one at the second sight: see `RedisPoolConnection.claim`
+        self.second_sight = options.pop("second_sight", False)
         super().__init__(url, look_seconds=look_seconds, clock=clock, **options)
         self.names = RedisNames(options.get("prefix", "pagoda"))
         self.keeps_runs = False  # as far as is known
-        reset_now_and_in_child(self)
 
     def reset(self) -> None:
         """Create the lock and forget which node has which chunk; also in a forked child."""
@@ -202,17 +202,51 @@ class RedisPoolConnection(RedisNodesConnection):
     def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
         """Ask before puts. If a node does not answer or refuses, nothing is known of its chunks, and `put` fails.
 
-        Nothing is claimed on a node that refuses writes: others would wait for the chunk.
+        Nothing is claimed on a node that refuses writes: others would wait for the chunk. With second sight only chunks
+        that were asked for before are claimed.
         """
         self._learn_mark(until)
-        places = self._client.places(keys)
-        asked = {node: share for node, share in places.items() if not node.write_breaker.resting}
-        answers = self._ask(self._calls(asked, self._claimed, namespace, keys, until), until, math.inf)
         results: list[PutResult | None] = [None] * len(keys)
+        unseen = self._unseen(namespace, keys, until) if self._client.second_sight else set()
+        for at in unseen:
+            results[at] = PutResult.UNSEEN
+        wanted = [at for at in range(len(keys)) if at not in unseen]
+        places = self._client.places([keys[at] for at in wanted])
+        asked = {
+            node: [wanted[at] for at in share]
+            for node, share in places.items()
+            if not node.write_breaker.resting
+        }
+        answers = self._ask(self._calls(asked, self._claimed, namespace, keys, until), until, math.inf)
         for node, claims in answers.items():
             for at, result in zip(asked[node], claims, strict=True):
                 results[at] = result
         return results
+
+    def _unseen(self, namespace: bytes, keys: Sequence[bytes], until: float) -> set[int]:
+        """Return which of these keys (their indices) nobody asked for before; remember all as asked for.
+
+        That is kept at the place of a key of its own, which all requests know: the next one that asks for the chunk may
+        have another first chunk, so its run has another place. Where it cannot be asked, a chunk counts as seen.
+        """
+        shares = {
+            node: share for node, share in self._client.shares(keys).items() if not node.write_breaker.resting
+        }
+        answers = self._ask(self._calls(shares, self._seen, namespace, keys, until), until, math.inf)
+        unseen: set[int] = set()
+        for node, seen in answers.items():
+            unseen.update(at for at, before in zip(shares[node], seen, strict=True) if not before)
+        return unseen
+
+    @staticmethod
+    def _seen(line: RedisConnection, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+        """Ask one node which of its keys were asked for before; all, if it refuses."""
+        try:
+            return line.seen(namespace, keys, until)
+        except RedirectError:
+            raise
+        except RefusedError:
+            return [True] * len(keys)
 
     def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
         """End claims that no put has ended, on the nodes that answer."""
