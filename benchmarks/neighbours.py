@@ -1,7 +1,8 @@
 """The speed of neighbours (`peers`) on loopback: `python benchmarks/neighbours.py [--json] [--quick] [--only get,...]`.
 
 Gets of 8 MiB chunks from a real `pagoda serve` against a bare socket to a second process, in turns; a look-up of 512
-keys on four neighbours; what a dead or a stopped neighbour costs. The servers share the cores with us.
+keys on four neighbours; what a dead or a stopped neighbour costs; what it costs to prove that the token is known,
+against sending it. The servers share the cores with us.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from ground import NAMESPACE, Plan, keys_of, main
 from harness import MIB, Figure, race, ratio_figure, ratios, seconds_figure
 from limits import pieces
-from limits_wire import SocketPair
+from limits_wire import SocketPair, cpu_seconds
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.layout import KVLayout
@@ -124,6 +125,62 @@ def get_figures(plan: Plan) -> list[Figure]:
     return [one, Figure(all_.key, all_.value, None, all_.unit, all_.runs, all_.note)]
 
 
+def proof_figures(plan: Plan) -> list[Figure]:
+    """Get small chunks, and ask on new connections: with proofs, against sending the token. Processor time of both."""
+    gets = 20
+    asks = 5
+    turns = (2 if plan.quick else 20) * plan.rounds
+    keys = keys_of("neighbours", 16)
+    page = np.zeros(HEADER_BYTES, np.uint8)
+    slot = pieces(SMALL_BYTES, 1, 2)[0]
+    with ExitStack() as stack:
+        server = stack.enter_context(machine(plan, "32MiB"))
+        give(server, keys, SMALL_BYTES)
+        spent: dict[str, list[float]] = {}
+
+        def used() -> float:
+            return time.process_time() + cpu_seconds(server.pid)
+
+        def get_all(client: PagodaServerClient) -> float:
+            with closing(client.connection()) as connection:
+                connection.open(time.monotonic() + PATIENCE_SECONDS)
+                began = used()
+                for n in range(gets):
+                    until = time.monotonic() + PATIENCE_SECONDS
+                    request = GetRequest(NAMESPACE.root, keys[n % 16], page, lambda: slot)
+                    if connection.get(request, until) != SMALL_BYTES:
+                        raise RuntimeError("a chunk was not found")
+                return (used() - began) / gets
+
+        def ask_anew(client: PagodaServerClient) -> float:
+            began = time.perf_counter()
+            for _ in range(asks):
+                with closing(client.connection()) as connection:
+                    connection.open(time.monotonic() + PATIENCE_SECONDS)
+            return (time.perf_counter() - began) / asks
+
+        clients = {
+            "proof": PagodaServerClient(url_of(server)),
+            "token": PagodaServerClient(url_of(server), sends_token=True),
+        }
+        for turn in range(turns + 1):
+            for name in sorted(clients, reverse=bool(turn % 2)):
+                for what, measure in (("get", get_all), ("new", ask_anew)):
+                    seconds = measure(clients[name])
+                    if turn:  # the first is to warm up
+                        spent.setdefault(f"{what} {name}", []).append(seconds)
+    figures = []
+    for what, key in (("get", "proof_vs_token_get_16kib"), ("new", "proof_vs_token_new_connection")):
+        ours = spent[f"{what} proof"]
+        theirs = spent[f"{what} token"]
+        times = ratios(ours, theirs)
+        kind = "processor time of a get, both sides" if what == "get" else "a new connection that is ready"
+        values = f"{statistics.median(ours) * 1e6:.0f} against {statistics.median(theirs) * 1e6:.0f} us"
+        runs = {"times": [round(each, 4) for each in times]}
+        figures.append(Figure(key, statistics.median(times), None, "times", runs, f"{kind}: {values}"))
+    return figures
+
+
 def look_figures(plan: Plan) -> list[Figure]:
     """Look up 512 keys that the last of four neighbours has, through the whole tier; and through one connection."""
     keys = keys_of("neighbours", KEYS)
@@ -221,4 +278,5 @@ def _times(key: str, target: float, without: Sequence[float], with_it: Sequence[
 
 
 if __name__ == "__main__":
-    main(__doc__, {"get": get_figures, "look": look_figures, "dead": dead_figures}, {})
+    figures = {"get": get_figures, "look": look_figures, "dead": dead_figures, "proof": proof_figures}
+    main(__doc__, figures, {})

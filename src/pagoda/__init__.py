@@ -15,7 +15,7 @@ data reaches them:
 
 and the modules that all of them use: `keys` (tokens to keys), `layout` (the bytes of a chunk), `metrics` (reasons,
 counters, loggers), `errors`, `clock`, `boot_identity`, `signal_safe_threads`, `fork`, `finalizers`, `store_place`,
-`file_space`, `file_systems`, `file_lock`, `cgroup_memory`, `json_log`, `url_hosts`, `serve_token_file`,
+`file_space`, `file_systems`, `file_lock`, `cgroup_memory`, `json_log`, `url_hosts`, `serve_token_file`, `serve_proof`,
 `quality_verdict` (may an approximate feature start), `quality_bounds` (what it must keep), `trusted_files` (which files
 are believed, and for what).
 """

@@ -171,7 +171,8 @@ def peers_client(config: Config, *, look_seconds: float = 0.05, clock: Clock | N
     from pagoda.tiers.remote.peers import PeersClient, PeerUrl
 
     urls = [
-        PeerUrl(spec.url_with_password(), spec.options.get("dns") == "all") for spec in config.peer_servers()
+        PeerUrl(spec.url_with_password(), spec.options.get("dns") == "all", "proof" in spec.options)
+        for spec in config.peer_servers()
     ]
     found = [PeerDirectory(spec.url_with_password(), prefix=spec.prefix) for spec in config.lookup_server()]
     directory = found[0] if found else None

@@ -91,7 +91,8 @@ def serve(
     )
     if address and tls_cert is None and not is_loopback(address[0]):
         printing.note(
-            f"{address[0]} is not loopback, and there is no TLS: the network can read tokens and chunks; "
+            f"{address[0]} is not loopback, and there is no TLS: the network can read chunks, and the token that a "
+            "browser or curl sends; "
             "add --tls-cert and --tls-key, or listen in a private network only"
         )
     if options.directory is not None and address and is_loopback(address[0]) and not advertise:

@@ -62,7 +62,8 @@ _OURS = ("name", *_OF_REDIS, "codec", "connections", "deadline", "look", "queue_
 _NOT_OF_MOONCAKE = ("ttl", "evict", "password_file", "write_policy")
 _OF_MOONCAKE = ("segment", "protocol")
 _WRITE_POLICIES = ("write_through", "second_sight")
-_OF_PEERS = ("password_file", "server", "dns")
+_OF_PAGODA = ("proof",)
+_OF_PEERS = ("password_file", "server", "dns", *_OF_PAGODA)
 _INDEX = "index"  # parameter of an object store: the URL of a Redis that knows its chunks
 # also the default for the marks of an index, since objects do not expire either
 _MOST_TTL_SECONDS = 10 * 365 * 86400.0
@@ -123,7 +124,8 @@ class RemoteSpec:
     look_seconds: float = 0.05
     queue_chunks: int = 64
     options: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
-    """Parameters for the object store's own client; for a neighbour "dns"; for a Mooncake pool "segment", in bytes."""
+    """Parameters for the object store's own client; for a neighbour "dns" and "proof"; for a Mooncake pool "segment",
+    in bytes."""
     password_file: str = ""
     """The file with the password, read when the tier is opened; empty: the password is in the URL, or there is none."""
 
@@ -339,7 +341,7 @@ def _parsed(url: str) -> RemoteSpec:
         deadline_seconds=_seconds("deadline", ours.get("deadline", "1"), 0.001, 3600.0),
         look_seconds=_seconds("look", ours.get("look", _LOOKS[kind]), 0.0001, 3600.0),
         queue_chunks=_count("queue_chunks", ours.get("queue_chunks", "64"), 2**20),
-        options=given if kind in (OBJECTS, MOONCAKE) else {},
+        options=given if kind in (OBJECTS, MOONCAKE, PAGODA) else {},
         password_file=_password_file(scheme, parts, ours.get("password_file")),
     )
 
@@ -467,7 +469,9 @@ def _check_server(server: str, parts: SplitResult) -> None:
 
 def _check_pagoda(ours: Mapping[str, str], given: Mapping[str, str]) -> None:
     _refuse_ours(ours, _OF_REDIS, "a pagoda serve has none; remove it")
-    _refuse_unknown(given, [name for name in _OURS if name not in _OF_REDIS])
+    _refuse_unknown(given, [*(name for name in _OURS if name not in _OF_REDIS), *_OF_PAGODA])
+    if given.get("proof", "off") != "off":
+        raise ValueError(f"proof={given['proof']}: only proof=off is known: the token itself is sent")
 
 
 def _check_mooncake(parts: SplitResult, ours: Mapping[str, str], given: dict[str, str]) -> None:
@@ -499,7 +503,8 @@ def _parsed_peer(url: str) -> RemoteSpec:
     others = [part for part in query.split("&") if part and part.partition("=")[0] not in ("dns", "server")]
     place = url.partition("?")[0]
     spec = _parsed(f"{place}?{'&'.join([*others, f'server={PAGODA}'])}")
-    return replace(spec, name="peers", redacted=redacted(url), options={"dns": dns} if dns else {})
+    options = {**spec.options, "dns": dns} if dns else spec.options
+    return replace(spec, name="peers", redacted=redacted(url), options=options)
 
 
 def _parsed_lookup(url: str) -> RemoteSpec:

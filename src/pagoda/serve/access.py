@@ -1,6 +1,7 @@
 """Checks who may call the server, and how often: by the token, the page's cookie and the Host header.
 
 `server` makes one `AccessRules` and puts its `middleware` before all routes. The token is in no log and in no URL.
+Engines do not send it either: they prove that they know it, and the server proves it to them (`pagoda.serve_proof`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import os
 import re
 import secrets
@@ -19,11 +21,13 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from pagoda import serve_proof
 from pagoda.errors import ConfigError
 from pagoda.file_space import make_directory
 from pagoda.ledger.store_state import remove_abandoned
@@ -87,10 +91,35 @@ def break_connection(transport: asyncio.BaseTransport | None) -> None:
 
 
 class CallerConnection(RequestHandler):
-    """A connection that knows whether its last request had the token, or came over the Unix socket."""
+    """A connection, and what its client has shown of the token.
 
-    __slots__ = ("is_trusted",)
+    `is_trusted`: whether its last request showed the token, or came over the Unix socket. `nonce`: the number that
+    its proofs must contain; empty before its client has asked for one. `last_number`: the number of the last proof.
+    `right_mac`: the MAC of the request that is being answered, if it had a right proof.
+    """
+
+    __slots__ = ("is_trusted", "last_number", "nonce", "right_mac")
     is_trusted: bool
+    nonce: str
+    last_number: int
+    right_mac: str
+
+    def forget_client(self) -> None:
+        """Begin as the connection of a stranger."""
+        self.is_trusted = False
+        self.nonce = ""
+        self.last_number = 0
+        self.right_mac = ""
+
+
+class _Shown(Enum):
+    """What the header Authorization of a request shows."""
+
+    TOKEN = auto()  # the token itself, or a right proof
+    NOTHING = auto()  # no header, a wrong token, or another scheme
+    WRONG_PROOF = auto()  # of another token
+    OTHER_CONNECTION = auto()  # a proof for another connection, or one that was used
+    OTHER_SERVER = auto()  # a right proof that holds only at a server with another address
 
 
 class AccessRules:
@@ -101,10 +130,26 @@ class AccessRules:
     """
 
     def __init__(
-        self, token: str | None, hosts: Iterable[str], port: int | None, limits: ServeLimits | None = None
+        self,
+        token: str | None,
+        hosts: Iterable[str],
+        port: int | None,
+        limits: ServeLimits | None = None,
+        *,
+        advertised: str = "",
     ) -> None:
-        """`token` None: the server listens on a Unix socket only. `hosts`: the names that the Host header may have."""
+        """Prepare.
+
+        Args:
+            token: None: the server listens on a Unix socket only.
+            hosts: the names that the Host header may have.
+            port: the port that it may have.
+            limits: default: those of ServeLimits.
+            advertised: host and port by which the directory of neighbours names this server, beside its address.
+        """
         self._token = token
+        self._key = serve_proof.unknown_key() if token is None else serve_proof.key_of(token)
+        self._advertised = advertised.lower()
         self._hosts = {host.lower() for host in hosts}
         self._port = port
         self.open_paths = {"/healthz"}
@@ -122,11 +167,23 @@ class AccessRules:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse requests that are not allowed; pass on the others."""
+        if isinstance(request.protocol, CallerConnection):
+            request.protocol.right_mac = ""
+        if self._token is not None and _asks_for_nonce(request):
+            _note(request, False)
+            return _unauthorized(request)  # it has no data and is no guess: neither limited nor counted
         refused = self._refused(request)
         if refused is None:
             return await handler(request)
         self.counts[f"refused_{refused.status}"] += 1
         return refused
+
+    async def prove(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Add the proof of an answer to its header, if its request had a right one. For `on_response_prepare`."""
+        connection = request.protocol
+        if isinstance(connection, CallerConnection) and connection.right_mac:
+            proof = serve_proof.proof_of_answer(self._key, connection.right_mac, response.status)
+            response.headers[serve_proof.ANSWER_HEADER] = proof
 
     def _refused(self, request: web.Request) -> web.Response | None:
         if self._token is None:  # the Unix socket; a browser reaches it by a forwarded port
@@ -135,7 +192,8 @@ class AccessRules:
                 return None
             return refusal(421, "other_host", "write Host: localhost")
         client = request.remote or ""
-        has_token = self.has_token(request)
+        shown = self._shown(request)
+        has_token = shown is _Shown.TOKEN
         let_in = has_token or self.has_cookie(request)
         _note(request, let_in)
         # On loopback, other users of the machine have the same address; they must not use up the limit of allowed ones.
@@ -145,15 +203,54 @@ class AccessRules:
             return None
         if has_token and request.path not in self.open_paths:
             return None  # any Host header is allowed: no page of another name knows the token
-        if not self.is_host(request.headers.get("Host", "")):
+        if shown is _Shown.OTHER_CONNECTION:
+            return _unauthorized(request, serve_proof.ELSEWHERE)
+        if shown is _Shown.OTHER_SERVER:
+            return refusal(421, "other_server", "start this server with --advertise and the URL that is used")
+        is_proof = shown is _Shown.WRONG_PROOF  # by any name, as a right one
+        if not is_proof and not self.is_host(request.headers.get("Host", "")):
             return refusal(421, "other_host", "start the server with --allow-host NAME")
         if request.path in self.open_paths or let_in:
             return None
         if not self._wrong_tokens.allows(client):
             return refusal(429, "too_many_wrong_tokens")
-        answer = refusal(401, "token", "send the header Authorization: Bearer TOKEN")
-        answer.headers["WWW-Authenticate"] = "Bearer"
-        return answer
+        return _unauthorized(request)
+
+    def _shown(self, request: web.Request) -> _Shown:
+        """Return what the header Authorization shows; a right proof is used up."""
+        kind, _, sent = request.headers.get("Authorization", "").partition(" ")
+        sent = sent.strip()
+        if kind.lower() == "bearer" and self.is_token(sent):
+            return _Shown.TOKEN
+        if kind.lower() != serve_proof.SCHEME.lower():
+            return _Shown.NOTHING
+        proof = serve_proof.proof_in(sent)
+        connection = request.protocol
+        if proof is None or not isinstance(connection, CallerConnection):
+            return _Shown.WRONG_PROOF
+        is_of_this_connection = serve_proof.equal(proof.nonce, connection.nonce)
+        if not is_of_this_connection or proof.number <= connection.last_number:
+            return _Shown.OTHER_CONNECTION
+        host = request.headers.get("Host", "")
+        right = proof.signed(self._key, request.method, request.raw_path, host)
+        if not serve_proof.equal(proof.mac, right.mac):
+            return _Shown.WRONG_PROOF
+        connection.last_number = proof.number
+        if proof.where != serve_proof.ANYWHERE and host.lower() not in self._own_addresses(request):
+            return _Shown.OTHER_SERVER
+        connection.right_mac = right.mac
+        return _Shown.TOKEN
+
+    def _own_addresses(self, request: web.Request) -> tuple[str, ...]:
+        """Return the host and port of this end of the connection, and those that the directory may name."""
+        name = request.transport.get_extra_info("sockname") if request.transport else None
+        if not isinstance(name, tuple):
+            return (self._advertised,)
+        address = ipaddress.ip_address(str(name[0]).partition("%")[0])
+        if address.version == 6 and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        host = f"[{address}]" if address.version == 6 else str(address)
+        return (f"{host}:{name[1]}", self._advertised)
 
     def is_host(self, host: str) -> bool:
         """Return whether a Host header names this server: pages of other names (DNS rebinding) may not call it."""
@@ -162,11 +259,6 @@ class AccessRules:
             name, _, port = host.rpartition(":")
         right_port = not port or self._port is None or port == str(self._port)
         return right_port and name.strip("[]").lower() in self._hosts
-
-    def has_token(self, request: web.Request) -> bool:
-        """Return whether a request has the token in its header."""
-        kind, _, sent = request.headers.get("Authorization", "").partition(" ")
-        return kind.lower() == "bearer" and self.is_token(sent.strip())
 
     def has_cookie(self, request: web.Request) -> bool:
         """Return whether a request has the cookie and comes from this server's own page."""
@@ -179,7 +271,9 @@ class AccessRules:
 
     def lets_in(self, request: web.Request) -> bool:
         """Return whether a request may see data that needs the token."""
-        return self._token is None or self.has_token(request) or self.has_cookie(request)
+        connection = request.protocol
+        is_shown = isinstance(connection, CallerConnection) and connection.is_trusted
+        return self._token is None or is_shown
 
     def log_in(self, request: web.Request, text: str) -> str | None:
         """Begin a session and return its cookie if `text` is the token, else None.
@@ -207,6 +301,25 @@ class AccessRules:
 def _note(request: web.Request, is_trusted: bool) -> None:
     if isinstance(request.protocol, CallerConnection):
         request.protocol.is_trusted = is_trusted
+
+
+def _asks_for_nonce(request: web.Request) -> bool:
+    return request.headers.get("Authorization", "").strip().lower() == serve_proof.SCHEME.lower()
+
+
+def _unauthorized(request: web.Request, note: str = "") -> web.Response:
+    """Return the answer to a request without the token: it says how to send it, or how to prove that it is known.
+
+    The number for proofs is a new one, so those with the last one are worth nothing any more.
+    """
+    answer = refusal(401, "token", "send the header Authorization: Bearer TOKEN")
+    answer.headers.add("WWW-Authenticate", "Bearer")
+    connection = request.protocol
+    if isinstance(connection, CallerConnection):
+        connection.nonce = serve_proof.random_number()
+        connection.last_number = 0
+        answer.headers.add("WWW-Authenticate", serve_proof.challenge(connection.nonce, note))
+    return answer
 
 
 class TooManyWrongTokens(Exception):

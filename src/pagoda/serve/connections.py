@@ -97,7 +97,7 @@ class Connection(CallerConnection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.late_since: float | None = time.monotonic()  # None: it does not wait
-        self.is_trusted = False
+        self.forget_client()
         # aiohttp drops its reference at a close, which waits until all is sent
         self.wire = transport
         if transport.get_extra_info("sslcontext") is None:

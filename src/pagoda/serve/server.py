@@ -91,6 +91,7 @@ def make_app(options: ServeOptions, access: AccessRules) -> web.Application:
     app[STORES] = ServedStores(options.find_stores, options.host_room)
     app[CALLS] = BlockingCallPool()
     app.cleanup_ctx.append(_open_stores)
+    app.on_response_prepare.append(access.prove)
     app.router.add_get("/healthz", _healthz)
     chunk_routes.add_routes(app)
     metrics_routes.add_routes(app, options.find_stores)
@@ -106,7 +107,8 @@ async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
         loop.add_signal_handler(number, stop.set)
     listening = _listen(options)
     token, port = (options.token, int(listening.getsockname()[1])) if options.listen else (None, None)
-    access = AccessRules(token, _hosts(options), port, options.limits)
+    advertised = urlsplit(options.advertise or "").netloc
+    access = AccessRules(token, _hosts(options), port, options.limits, advertised=advertised)
     app = make_app(options, access)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
     try:

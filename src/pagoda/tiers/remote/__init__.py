@@ -16,7 +16,7 @@ Modules, in the order in which a save reaches them:
 - `indexed_store`: an object store below a Redis that knows which chunks it has
 - `obstore_runner`: runs obstore, which signs, lists, deletes, and moves bytes where our HTTP connections cannot
 - `mooncake`, `mooncake_helper`: a Mooncake pool, and the processes in which its library runs
-- `pagoda_server`: `pagoda serve` on another machine
+- `pagoda_server`, `proving_connection`: `pagoda serve` on another machine, and how both prove that they know the token
 - `peers`: several such servers as one read-only store
 - `peer_directory`: which machines have which chunks, by hints in a Redis
 - `http`: direct HTTP connections, which copy nothing

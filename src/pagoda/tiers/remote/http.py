@@ -38,6 +38,10 @@ class Response(NamedTuple):
     length: int | None
     is_chunked: bool
     closes: bool  # the connection cannot be used after the body
+    challenges: Sequence[
+        str
+    ] = ()  # how the server wants to be asked: the headers WWW-Authenticate, in small letters
+    proof: str = ""  # see pagoda.serve_proof
 
 
 class HttpConnection:
@@ -51,7 +55,8 @@ class HttpConnection:
         self._origin = (origin.scheme, origin.netloc)
         self._host = origin.hostname or ""
         self._port = origin.port or (443 if origin.scheme == "https" else 80)
-        self._authority = origin.netloc.rpartition("@")[2]
+        self.authority = origin.netloc.rpartition("@")[2]
+        """The host and port that are called: the Host header."""
         self._tls = ssl.create_default_context() if origin.scheme == "https" else None
         self._socket: socket.socket | None = None
         self._wakes_at = 1  # the number of arrived bytes at which the thread is woken
@@ -73,22 +78,20 @@ class HttpConnection:
         body: Sequence[memoryview] = (),
     ) -> Response:
         """Send a request and return the head of its response. Read the body by `read_into` and `finish`."""
-        fields = {"Host": self._authority, **(headers or {})}
+        fields = dict(headers or {})
         if body or method == "PUT":
             fields["Content-Length"] = str(sum(piece.nbytes for piece in body))
-        lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        head = memoryview(f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1"))
         if time.monotonic() - self._used > IDLE_SECONDS:
             self.drop()
         with self.dropped_on_error():
             is_old = self._socket is not None
             try:
-                response = self._exchange(head, body, until)
+                response = self._exchange(method, target, fields, body, until, is_new=not is_old)
             except (ConnectionError, EOFError):
                 if not is_old or self._closed:
                     raise
                 self.drop()  # the server had closed it while it was idle
-                response = self._exchange(head, body, until)
+                response = self._exchange(method, target, fields, body, until, is_new=True)
         return response._replace(length=0, is_chunked=False) if method == "HEAD" else response
 
     def read_into(self, into: memoryview, until: float) -> None:
@@ -186,8 +189,22 @@ class HttpConnection:
             self._socket.close()
         self._socket, self._begin, self._end, self._wakes_at = None, 0, 0, 1
 
-    def _exchange(self, head: memoryview, body: Sequence[memoryview], until: float) -> Response:
-        is_new = self._socket is None
+    def _exchange(
+        self,
+        method: str,
+        target: str,
+        fields: Mapping[str, str],
+        body: Sequence[memoryview],
+        until: float,
+        *,
+        is_new: bool,
+    ) -> Response:
+        """Send one request, connect before if need be, and read the head of its response.
+
+        `is_new`: the connection was or is made for this request.
+        """
+        lines = "".join(f"{name}: {value}\r\n" for name, value in {"Host": self.authority, **fields}.items())
+        head = memoryview(f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1"))
         sock = self._socket or self._connect(until)
         self._used = time.monotonic()
         try:
@@ -355,7 +372,9 @@ def _parse_head(head: bytes) -> Response:
     codings = fields.get(b"transfer-encoding")
     length = int(lengths.pop()) if lengths and codings is None else None
     closes = b"close" in fields.get(b"connection", set()) or head.startswith(b"HTTP/1.0")
-    return Response(int(status[1]), length, codings == {b"chunked"}, closes)
+    challenges = [each.decode("latin-1") for each in fields.get(b"www-authenticate", ())]
+    proof = b"".join(fields.get(b"pagoda-proof", ())).decode("latin-1")
+    return Response(int(status[1]), length, codings == {b"chunked"}, closes, challenges, proof)
 
 
 _Address = tuple[

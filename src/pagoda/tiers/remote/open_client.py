@@ -39,7 +39,8 @@ def open_client(
         kind: "redis", "objects", "pagoda" or "mooncake".
         url: the URL without the parameters that are for PagodaKV.
         ttl_seconds, ranks: see RedisClient.
-        options: for obstore, the client of object stores; for a Mooncake pool "segment" (bytes) and "protocol".
+        options: for obstore, the client of object stores; for a Mooncake pool "segment" (bytes) and "protocol"; for
+            a pagoda serve "proof", if it gets the token itself.
         second_sight: see RedisClient; only for Redis.
         look_seconds: how long a caller waits for a lookup; a single slow node is not waited for that long.
 
@@ -73,7 +74,7 @@ def open_client(
         if kind == "pagoda":
             from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 
-            return PagodaServerClient(url, name=name)
+            return PagodaServerClient(url, name=name, sends_token="proof" in options)
         if kind == "mooncake":
             from pagoda.tiers.remote.mooncake import MooncakeClient
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from urllib.parse import SplitResult, unquote, urlsplit
+from types import MappingProxyType
+from urllib.parse import unquote, urlsplit
 
 from pagoda.errors import ConfigError
 from pagoda.metrics import Reason
+from pagoda.serve_proof import key_of, unknown_key
 from pagoda.serve_token_file import own_token
 from pagoda.tiers.remote.http import HttpConnection, Response, read_chunk
+from pagoda.tiers.remote.proving_connection import ProvingConnection
 from pagoda.tiers.remote.store_client import (
     GetRequest,
     ListingDeadline,
@@ -43,11 +46,24 @@ _TOKEN = re.compile(r"[!-~]{1,4096}")
 class PagodaServerClient(StoreClient):
     """A `pagoda serve` at `http://:TOKEN@HOST:PORT` (or https). Thread-safe, keeps no connection.
 
-    Without a token in the URL, the token of this user's own server is sent.
+    Without a token in the URL, it is the token of this user's own server. It is not sent: both sides prove that they
+    know it. Without any token, the server is called as it is.
     """
 
-    def __init__(self, url: str, *, name: str = "pagoda") -> None:
-        """ConfigError: the token cannot be sent in a header."""
+    def __init__(
+        self, url: str, *, name: str = "pagoda", is_found: bool = False, sends_token: bool = False
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            url: see the class.
+            name: the name of the tier.
+            is_found: the URL comes from the directory of neighbours, so anybody may have written it there.
+            sends_token: send the token itself, for a server of an older version, or behind a proxy.
+
+        Raises:
+            ConfigError: the token cannot be sent in a header.
+        """
         parts = urlsplit(url)
         token = unquote(parts.password or "") or own_token()
         if token and not _TOKEN.fullmatch(token):
@@ -58,19 +74,26 @@ class PagodaServerClient(StoreClient):
         self.name = name
         self.address = f"{parts.scheme}://{host_of(parts)}"
         self._origin = parts._replace(netloc=host_of(parts))
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = {"Authorization": f"Bearer {token}"} if token and sends_token else {}
+        self._is_found = is_found
+        self._key = key_of(token) if token and not sends_token else None
+        if is_found and not token:
+            self._key = unknown_key()  # nobody can prove that he knows it: nothing is taken from strangers
 
     def connection(self) -> PagodaServerConnection:
         """Return a new connection that is still to be opened."""
-        return PagodaServerConnection(self._origin, self._headers)
+        if self._key is None:
+            return PagodaServerConnection(HttpConnection(self._origin), self._headers)
+        return PagodaServerConnection(ProvingConnection(self._origin, self._key, is_found=self._is_found))
 
 
 class PagodaServerConnection(StoreConnection):
     """One connection to a `pagoda serve`; see StoreConnection. For one thread at a time, except `abort`."""
 
-    def __init__(self, origin: SplitResult, headers: Mapping[str, str]) -> None:
-        self._http = HttpConnection(origin)
-        self._headers = dict(headers)
+    def __init__(self, connection: HttpConnection, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`headers`: what is sent with every request."""
+        self._http = connection
+        self._headers = headers
 
     def ping(self, until: float) -> None:
         """Return if chunks can be read, that is, if the server answers and accepts the token."""
@@ -187,6 +210,9 @@ def _failure(status: int, reason: str) -> Exception:
     """Return the exception for a status that no caller expects."""
     if status == 401:
         return RefusedError(Reason.IO_ERROR, "401: name the server's token: ?password_file=PATH in the URL")
+    if reason == "other_server":
+        what = "the directory names it by an address that is not its own: start it with --advertise URL"
+        return RefusedError(Reason.IO_ERROR, f"{status}: {what}")
     if status in (403, 405):
         return RefusedError(Reason.IO_ERROR, f"{status}: the server does not allow this {reason}".rstrip())
     if status in _REASONS:

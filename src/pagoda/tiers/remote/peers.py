@@ -56,17 +56,22 @@ _logger = guarded_logger("pagoda.tiers.remote")
 
 
 class PeerUrl(NamedTuple):
-    """Where neighbours are: `http://:TOKEN@HOST:PORT`; `all_addresses`: one at each address of the host."""
+    """Where neighbours are: `http://:TOKEN@HOST:PORT`; `all_addresses`: one at each address of the host.
+
+    `sends_token`: see PagodaServerClient.
+    """
 
     url: str
     all_addresses: bool
+    sends_token: bool = False
 
 
 class Peer:
     """One neighbour: its client, its health, and the log of its failures. Thread-safe; compared by identity."""
 
-    def __init__(self, url: str, clock: Clock) -> None:
-        self.client = PagodaServerClient(url)
+    def __init__(self, url: str, clock: Clock, *, is_found: bool = False, sends_token: bool = False) -> None:
+        """`is_found`, `sends_token`: see PagodaServerClient."""
+        self.client = PagodaServerClient(url, is_found=is_found, sends_token=sends_token)
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
         self.trust = CircuitBreaker(clock, _LIES, _DISTRUST_SECONDS)
         # how many lookups it has answered; the number of the last one whose answer was wrong
@@ -125,9 +130,13 @@ class PeersClient(StoreClient):
         """Connect to nothing yet. ConfigError: a token cannot be sent."""
         self._clock = clock or Clock()
         self.patience_seconds = look_seconds * _PATIENCE_SHARE
-        self._peers = {each.url: Peer(each.url, self._clock) for each in urls if not each.all_addresses}
+        self._peers = {
+            each.url: Peer(each.url, self._clock, sends_token=each.sends_token)
+            for each in urls
+            if not each.all_addresses
+        }
         most = _MOST_PEERS if directory is None else _MOST_FOUND
-        self._names = [_PeerName(each.url, most, self._clock) for each in urls if each.all_addresses]
+        self._names = [_PeerName(each, most, self._clock) for each in urls if each.all_addresses]
         self.directory = None if directory is None else _UsedDirectory(directory, bool(urls), self._clock)
         addresses = [
             *(peer.client.address for peer in self._peers.values()),
@@ -228,7 +237,7 @@ class _UsedDirectory:
         if peer is None and not _is_own(urlsplit(url).hostname or ""):
             if len(self.found) >= _MOST_FOUND:
                 self.found = {}
-            peer = self.found[url] = Peer(url, self._clock)
+            peer = self.found[url] = Peer(url, self._clock, is_found=True)
         return peer
 
     def record_failure(self, error: Exception) -> None:
@@ -241,11 +250,12 @@ class _UsedDirectory:
 class _PeerName:
     """A host name with a neighbour at each of its addresses, such as a headless service of Kubernetes. Thread-safe."""
 
-    def __init__(self, url: str, most: int, clock: Clock) -> None:
+    def __init__(self, named: PeerUrl, most: int, clock: Clock) -> None:
         """`most`: how many addresses are used."""
         self.peers: tuple[Peer, ...] = ()
-        self._url, self._most, self._clock = urlsplit(url), most, clock
-        self.address = f"{PagodaServerClient(url).address}?dns=all"
+        self._url, self._most, self._clock = urlsplit(named.url), most, clock
+        self._sends_token = named.sends_token
+        self.address = f"{PagodaServerClient(named.url).address}?dns=all"
         self._pool = Pool(1, "pagoda-peers-dns")
         self._due = 0.0  # time.monotonic()
         self._log = RateLimitedLog(clock)
@@ -270,7 +280,10 @@ class _PeerName:
         else:
             others = {str(address[0]) for *_, address in found if not _is_own(str(address[0]))}
             known = {peer.client.address: peer for peer in self.peers}
-            new = [Peer(self._url_of(each), self._clock) for each in self._nearest(others)]
+            new = [
+                Peer(self._url_of(each), self._clock, sends_token=self._sends_token)
+                for each in self._nearest(others)
+            ]
             self.peers = tuple(known.get(peer.client.address, peer) for peer in new)
         self._due = time.monotonic() + _RESOLVE_SECONDS
 
