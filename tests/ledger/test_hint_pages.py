@@ -509,10 +509,10 @@ def test_a_store_whose_tables_cannot_be_opened_again_rests_and_says_so(
         ledger.session._shut()
         with open_files_left(1):  # for `state`, which is read first
             for _ in range(3):  # each look after a rest is a new attempt
-                wait_until(lambda: not ledger.resting)
+                wait_until(lambda: not ledger.session.resting)
                 assert ledger.match_prefix(keys(0)).reason is Reason.IO_ERROR
         wait_until(lambda: hits(ledger, 0) == 1)
-        assert hits(ledger, *range(10)) == 10 and not ledger.resting
+        assert hits(ledger, *range(10)) == 10 and not ledger.session.resting
         assert caplog.text.count("cannot be opened") == 1 and caplog.text.count("can be read again") == 1
 
     in_child(work)  # which has no other threads that open files
