@@ -506,6 +506,8 @@ def test_a_store_whose_tables_cannot_be_opened_again_rests_and_says_so(
 
     def work() -> None:
         assert hits(ledger, 0) == 1
+        ledger.upkeep_thread.close()  # it opens files too
+        ledger.upkeep_thread._thread.join()
         ledger.session._shut()
         with open_files_left(1):  # for `state`, which is read first
             for _ in range(3):  # each look after a rest is a new attempt
@@ -515,7 +517,7 @@ def test_a_store_whose_tables_cannot_be_opened_again_rests_and_says_so(
         assert hits(ledger, *range(10)) == 10 and not ledger.session.resting
         assert caplog.text.count("cannot be opened") == 1 and caplog.text.count("can be read again") == 1
 
-    in_child(work)  # which has no other threads that open files
+    in_child(work)  # which has no other threads
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
