@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import gc
 import ipaddress
 import socket
 import ssl
@@ -37,6 +38,7 @@ _GOODBYE_SECONDS = 2.0  # how long the end of a TLS connection waits for the cli
 _NO_FILES_SECONDS = 1.0  # the pause after an accept for which this process has no file or no memory
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ENDED = 16  # connections have ended: then their memory is given back
+_REST = 50.0  # as long as that took, before it is done again
 _NETWORK_BYTES = 8  # of an IPv6 address: one machine has all addresses of a /64
 
 _logger = guarded_logger("pagoda.serve")
@@ -210,13 +212,17 @@ class Connections:
     async def _end_late_ones(self) -> None:
         """End, in a loop, connections whose request header is late, or whose close waits for the client.
 
-        When many connections have ended, give their memory back: glibc keeps the buffers that it has split.
+        When many connections have ended, give their memory back, and rest for many times as long as that took.
         """
+        rests_until = 0.0
         while True:
             await asyncio.sleep(self._limits.header_seconds / 10)
-            if self._ended >= _ENDED:
+            begun = time.monotonic()
+            if self._ended >= _ENDED and begun > rests_until:
                 self._ended = 0
                 await asyncio.to_thread(_give_memory_back)
+                ended = time.monotonic()
+                rests_until = ended + _REST * (ended - begun)
             now = time.monotonic()
             for guest in list(self._guests):
                 connection = guest.connection
@@ -230,7 +236,12 @@ class Connections:
 
 
 def _give_memory_back() -> None:
-    """Let the C library give free memory back to the system; not every library can."""
+    """Free what connections have left in cycles, and let the C library give it back to the system, if it can.
+
+    A connection that ended with an error is in a cycle with its traceback, and keeps its buffers. glibc keeps the
+    buffers that it has split.
+    """
+    gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
