@@ -27,6 +27,7 @@ CHUNK_TOKENS = 16
 CHUNKS = 16  # of each call
 PROMPTS = 30  # that a tier holds when the calls are timed
 FLUSH_SECONDS = 60
+HOST_BYTES = 512 * MIB
 
 
 class Calls:
@@ -100,8 +101,12 @@ def opened(directory: Path, tier: str, size_bytes: int, chunk_bytes: int) -> Ite
 
 def host_figures(plan: Plan) -> list[Figure]:
     """Time the calls on host memory that has room for all."""
-    with opened(plan.shm, "host", 512 * MIB, 64 << 10) as cache:
-        return figures("host", plan, Calls(cache, 64 << 10, 50 if plan.quick else 150))
+    with opened(plan.shm, "host", HOST_BYTES, 64 << 10) as cache:
+        calls = Calls(cache, 64 << 10, 50 if plan.quick else 150)
+        for _ in range(HOST_BYTES // calls.memory.nbytes):  # so that no store is the first that touches its pages
+            calls.store()
+        cache.clear()
+        return figures("host", plan, calls)
 
 
 def tiny_figures(plan: Plan) -> list[Figure]:
