@@ -180,6 +180,16 @@ class DiskTier(QueuedTier):
         """Return how many leading keys are stored or queued; copies nothing."""
         if self._closed or self._store.resting:
             return 0
+        if not self._pool.queue.pending_writes(keys):
+            match = self.ledger.match_prefix(
+                keys,
+                start=start,
+                namespace=namespace,
+                stamp=stamp,
+                touch=touch,
+                deadline_seconds=clamp_deadline(self.deadline_seconds, deadline_seconds),
+            )
+            return len(match.slots)
         sources = self._sources(
             keys, start, namespace, deadline_seconds, stamp=stamp, touch=touch, lease_seconds=0.0
         )
