@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from struct import Struct
@@ -36,6 +37,7 @@ _HOST = "host"
 _PROBE_CHUNKS = 4  # the fewest chunks that measure a tier again
 _LAST = 5  # the number of measurements that a row keeps
 _NAME_BYTES = 16
+_FEW_NAMES = 64
 # A part of each name. A release that measures what another one measured wrongly has another: it never reads those rows,
 # and they are replaced when they are the oldest.
 _VERSION = b"speeds 2"
@@ -295,6 +297,7 @@ class SpeedTable:
         return int(_ROW.unpack_from(row)[2]) if whole else -1
 
 
+@lru_cache(_FEW_NAMES)
 def _row_name(name: str) -> bytes:
     """Return the bytes that a row of this version begins with."""
     return blake2b(name.encode(), digest_size=_NAME_BYTES, person=_VERSION).digest()
