@@ -103,7 +103,9 @@ def host_figures(plan: Plan) -> list[Figure]:
     """Time the calls on host memory that has room for all."""
     with opened(plan.shm, "host", HOST_BYTES, 64 << 10) as cache:
         calls = Calls(cache, 64 << 10, 50 if plan.quick else 150)
-        for _ in range(HOST_BYTES // calls.memory.nbytes):  # so that no store is the first that touches its pages
+        for _ in range(
+            HOST_BYTES // calls.memory.nbytes
+        ):  # so that no store is the first that touches its pages
             calls.store()
         cache.clear()
         return figures("host", plan, calls)

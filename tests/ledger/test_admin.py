@@ -205,10 +205,8 @@ def test_a_damaged_entry_is_a_miss_and_goes(ledger: Ledger) -> None:
     """LMDB has no checksums: an entry may name a slot that does not exist, or the slot of another key."""
     [one, two] = put(ledger, keys(1, 2))
     for slot, generation in ((10**6, one.generation), (two.slot, two.generation)):
-        ledger.session.write(
-            lambda w: w.txn.put(one.key, ENTRY.pack(slot, generation, 1, 0), db=w.tables.entries),  # noqa: B023
-            1.0,
-        )
+        entry = ENTRY.pack(slot, generation, 1, 0)
+        ledger.session.write(lambda w, entry=entry: w.txn.put(one.key, entry, db=w.tables.entries), 1.0)  # type: ignore[misc]
         match = ledger.match_prefix([one.key])
         assert not len(match.slots) and match.reason is Reason.FAILED_CHECK
         assert not len(ledger.match_prefix([one.key]).slots)

@@ -176,7 +176,7 @@ class HostSlots:
             left_out = self._weights.scope()[1].left_out
             for run in runs(read, self.count, follows):
                 where = columns_of(run)
-                access = Access(namespace, lambda run=run: run, len(run), where, left_out=left_out)  # type: ignore[misc]
+                access = Access(namespace, run.copy, len(run), where, left_out=left_out)
                 for queue in self._resources.writeback:
                     queue.note_access(access)
 

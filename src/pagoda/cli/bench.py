@@ -68,7 +68,8 @@ def _measured(
             task, began = bars.add_task(f"measuring {tier}", total=seconds), time.monotonic()
 
             def tick(task: int = task, began: float = began) -> None:
-                bars.update(task, completed=min(seconds, time.monotonic() - began))  # type: ignore[arg-type]
+                done = min(seconds, time.monotonic() - began)
+                bars.update(task, completed=done)  # type: ignore[arg-type]
 
             figures += measures[tier](config, chunk_bytes, seconds, tick)
     return figures

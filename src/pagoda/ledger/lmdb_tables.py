@@ -181,7 +181,11 @@ class Tables:
         """
         self.most_labels = map_bytes // _BYTES_PER_LABEL
         self._map_bytes = map_bytes
-        self._entered: Callable[[], bool] = self.opening._is_owned if gate is None else gate.entered  # type: ignore[attr-defined]
+        self._entered: Callable[[], bool]
+        if gate is None:
+            self._entered = self.opening._is_owned  # type: ignore[attr-defined]
+        else:
+            self._entered = gate.entered
         if not self._entered():
             raise RuntimeError("tables are opened inside their gate or `opening`, for forks to wait for them")
         self._opened: list[lmdb.Environment] = []

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -96,7 +97,7 @@ def run_demo(
                 step("disk", "wiping the host tier")
                 shutil.rmtree(host, ignore_errors=True)
             task = Task(process, str(host), str(disk), size, model)
-            outcomes[process] = _run(task, lambda what, process=process: step(process, what))  # type: ignore[misc]
+            outcomes[process] = _run(task, partial(step, process))
     return Shown(outcomes)
 
 

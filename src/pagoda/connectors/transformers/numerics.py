@@ -77,7 +77,8 @@ def _precisions(kinds: Iterable[str]) -> list[str]:
     if "cpu" in kinds and not backends.mkldnn.enabled:
         found.append("no_mkldnn")
     if "cuda" in kinds:
-        matmul: Any = backends.cuda.matmul
+        cuda: Any = backends.cuda
+        matmul = cuda.matmul
         found += _other_flags(
             (
                 ("fp16_reduced", matmul.allow_fp16_reduced_precision_reduction, True),
@@ -94,7 +95,7 @@ def _precisions(kinds: Iterable[str]) -> list[str]:
                     True,
                 ),
                 ("fp16_accumulation", getattr(matmul, "allow_fp16_accumulation", False), False),
-                ("math_sdp_reduced", backends.cuda.fp16_bf16_reduction_math_sdp_allowed(), False),  # type: ignore[no-untyped-call]
+                ("math_sdp_reduced", cuda.fp16_bf16_reduction_math_sdp_allowed(), False),
             )
         )
     return found

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import SplitResult, quote, urlsplit
 
 import numpy as np
@@ -438,10 +438,16 @@ class ObjectStoreConnection(StoreConnection):
     async def _put_by_obstore(self, name: str, pieces: list[Bytes]) -> PutResult:
         import obstore
 
-        mode = "create" if self._creates else "overwrite"
+        mode: Literal["create", "overwrite"] = "create" if self._creates else "overwrite"
         try:
             await self._runner.result_of(
-                obstore.put_async(self._store, name, pieces, mode=mode, use_multipart=False)  # type: ignore[arg-type, unused-ignore]
+                obstore.put_async(
+                    self._store,
+                    name,
+                    pieces,  # type: ignore[arg-type, unused-ignore]
+                    mode=mode,
+                    use_multipart=False,
+                )
             )
         except FileExistsError:
             return PutResult.PRESENT

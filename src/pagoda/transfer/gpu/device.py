@@ -122,7 +122,10 @@ class CudaDevice:
         with torch.cuda.device(self.torch_device):
             self._driver.use(self.torch_device.index)
             handles = [self._driver.stream() for _ in range(number)]
-        streams = [torch.cuda.ExternalStream(handle, self.torch_device) for handle in handles]  # type: ignore[no-untyped-call]
+        streams = [
+            torch.cuda.ExternalStream(handle, self.torch_device)  # type: ignore[no-untyped-call]
+            for handle in handles
+        ]
         return [_CudaStream(stream, self._driver) for stream in streams]
 
     def upload(self, numbers: Ids) -> torch.Tensor:
