@@ -30,10 +30,14 @@ from pagoda.quality.bootstrap import difference_interval
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-SEEDS, PROMPTS = (101, 102, 103), 100  # of each seed
+# of each seed
+SEEDS = (101, 102, 103)
+PROMPTS = 100
 SHARES = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
 POLICIES = ("deviation", "first_k")
-DOCUMENTS, TOKENS, QUESTION = 8, 512, 32
+DOCUMENTS = 8
+TOKENS = 512
+QUESTION = 32
 
 Row = dict[str, object]
 
@@ -68,7 +72,8 @@ def quality(quick: bool) -> list[Row]:
             for share in SHARES:
                 if share == 0.0 and plain is not None:
                     continue  # nothing is chosen: the same for every policy
-                logits, computed = [], 0
+                logits = []
+                computed = 0
                 for prompt in prompts:
                     found = cached.blend(
                         prompt.documents, prompt.question, recompute=share, policy=policy, unchecked=True
@@ -122,7 +127,8 @@ def ttft(quick: bool) -> list[Row]:
 
     torch.set_num_threads(1)
     model, _ = _random(Size())
-    draw, ids = np.random.default_rng(0), ByteTokenizer.vocabulary
+    draw = np.random.default_rng(0)
+    ids = ByteTokenizer.vocabulary
     documents = [draw.integers(0, ids, TOKENS).tolist() for _ in range(DOCUMENTS)]
     question = draw.integers(0, ids, QUESTION).tolist()
     once: dict[str, object] = {"max_new_tokens": 1, "do_sample": False}
@@ -140,7 +146,8 @@ def ttft(quick: bool) -> list[Row]:
                 cached.generate(
                     documents=order, question=question, recompute=share, policy=policy, unchecked=True, **once
                 )
-                assert cached.last is not None and cached.last.blend is not None
+                assert cached.last is not None
+                assert cached.last.blend is not None
                 assert cached.last.blend.seconds["alone"] == 0.0
 
             return run
@@ -155,7 +162,8 @@ def ttft(quick: bool) -> list[Row]:
         for number in range(4 if quick else 6):
             order = [documents[index] for index in draw.permutation(DOCUMENTS)]
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                began, began_cpu = time.perf_counter(), time.process_time()
+                began = time.perf_counter()
+                began_cpu = time.process_time()
                 ways[name](order)
                 if number:  # the first round warms up
                     clock[name].append(time.perf_counter() - began)

@@ -43,7 +43,8 @@ class Watch:
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
         """Time the body of the `with` statement."""
-        wall, processor = time.perf_counter(), time.thread_time()
+        wall = time.perf_counter()
+        processor = time.thread_time()
         yield
         self.processor.setdefault(name, []).append(time.thread_time() - processor)
         self.wall.setdefault(name, []).append(time.perf_counter() - wall)
@@ -117,7 +118,8 @@ def _admit(manager: BlockManager, tokens: Tokens, tier: str, watch: Watch) -> No
 def tree_figures(plan: Plan) -> list[Figure]:
     """Time the eviction of 1,000 of 1,000,000 nodes for two shapes of tree, and measure the memory of a node."""
     nodes = 100_000 if plan.quick else 1_000_000
-    watch, memory = Watch(), dict[str, dict[str, float]]()
+    watch = Watch()
+    memory = dict[str, dict[str, float]]()
     for shape, length in (("leaves", 1), ("chains", LONG_BLOCKS)):
         say(f"  {nodes:,} nodes: {shape} ...")
         with opened(plan, _LAYOUT, HOST_SLOTS * _LAYOUT.slot_bytes) as cache:
@@ -160,7 +162,8 @@ def _evict(plan: Plan, allocator: BlockAllocator, shape: str, watch: Watch) -> N
     completion = Completion(allocator, 1)
     for turn in range(1 + max(9, plan.rounds)):
         clock = watch if turn else Watch()  # the first round warms up
-        allocator.lower_tiers.paused, free = True, allocator.pool.free
+        allocator.lower_tiers.paused = True
+        free = allocator.pool.free
         with clock.on(shape):
             copies = allocator.evict(EVICTED)
         if copies is not None or allocator.pool.free != free + EVICTED:

@@ -100,9 +100,11 @@ class Desk:
 
     def serve(self, name: str, prompt: list[int], answered: int) -> Served:
         """Answer one request, and wait for its copies and writes."""
-        engine, first = self._engine, None
+        engine = self._engine
+        first = None
         request: _Request = _paged_engine().Sequence(name, list(prompt), answered)
-        prefilled, began = engine.prompt_tokens_computed, time.perf_counter()
+        prefilled = engine.prompt_tokens_computed
+        began = time.perf_counter()
         engine.add(request)
         while engine.busy or engine.manager.in_flight:
             engine.step()
@@ -125,7 +127,8 @@ def engine_figures(plan: Plan) -> list[Figure]:
     talk = Talk(6, 4, 120, 8) if plan.quick else Talk()
     runs: dict[str, Turns] = {case: [] for case in CASES}
     histories: list[list[int]] = [[] for _ in range(talk.sessions)]
-    dice, bound = random.Random(SEED), 0
+    dice = random.Random(SEED)
+    bound = 0
     with ExitStack() as stack:
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.disk)))
         lasting = {case: Desk(plan, talk, stack, case, disk) for case in CASES[:-1]}
@@ -233,7 +236,8 @@ def _beside(runs: dict[str, Turns], bound: int) -> list[Figure]:
     """Return the figures without a target: times and hits of all four engines."""
     figures: list[Figure] = []
     for case, turns in runs.items():
-        quoted, note = _by_turn(turns, lambda served: served.first), "turn by turn "
+        quoted = _by_turn(turns, lambda served: served.first)
+        note = "turn by turn "
         note += " ".join(f"{_first([turn]) * 1e3:.0f}" for turn in turns) + " ms"
         figures.append(Figure(f"ttft_{case}_seconds", _first(turns), None, "seconds", quoted, note))
     for case, turns in runs.items():

@@ -69,8 +69,10 @@ def dense_case(nbytes: int, threads: int, seed: int = 1) -> Case:
     """Per-layer K and V of [heads, tokens, dim] in 16 bits: 32 x 8 x 128 makes 32 MiB, 8 x 2 x 64 1 MiB."""
     layers, heads, dim = {32 * MIB: (32, 8, 128), MIB: (8, 2, 64)}[nbytes]
     layout = KVLayout.dense(layers, heads, dim, "bfloat16", CHUNK_TOKENS)
-    count, chunks = max(spread(nbytes), CHUNKS), CHUNKS
-    prompts, memory = count // chunks, pieces(nbytes, count, seed)
+    count = max(spread(nbytes), CHUNKS)
+    chunks = CHUNKS
+    prompts = count // chunks
+    memory = pieces(nbytes, count, seed)
     shape = (prompts, layers, 2, heads, chunks * CHUNK_TOKENS, dim)
     flat = np.lib.stride_tricks.as_strided(memory[0], (count * nbytes,), (1,))
     planes = flat.view(np.uint16).reshape(shape)
@@ -122,7 +124,8 @@ def retrieve(cache: Cache, case: Case, number: int, place: int, tier: str) -> No
 
 def host_pair(plan: Plan, name: str, case: Case, into: Case, target: float, suffix: str) -> list[Figure]:
     """Race `store` from `case` and `retrieve` into `into`, each against np.copyto of the same bytes."""
-    copier, steps = Copier(plan.threads), case.prompts
+    copier = Copier(plan.threads)
+    steps = case.prompts
     away = pieces(case.layout.chunk_bytes, len(case.memory), 5)
 
     def figure(verb: str, candidate: Step, limit: Memcpy) -> Figure:
@@ -159,13 +162,15 @@ def _figure(key: str, target: float, runs: Runs, case: Case, steps: int, plan: P
 
 def block_figures(plan: Plan, nbytes: int, target: float, suffix: str) -> list[Figure]:
     """Race block-first KV."""
-    case, into = block_case(nbytes, plan.threads), block_case(nbytes, plan.threads, 7)
+    case = block_case(nbytes, plan.threads)
+    into = block_case(nbytes, plan.threads, 7)
     return host_pair(plan, "block", case, into, target, suffix)
 
 
 def dense_figures(plan: Plan, nbytes: int, target: float, suffix: str) -> list[Figure]:
     """Race per-layer KV."""
-    case, into = dense_case(nbytes, plan.threads), dense_case(nbytes, plan.threads, 7)
+    case = dense_case(nbytes, plan.threads)
+    into = dense_case(nbytes, plan.threads, 7)
     return host_pair(plan, "dense", case, into, target, suffix)
 
 

@@ -38,7 +38,8 @@ def handover_figure(plan: Plan) -> list[Figure]:
     except ImportError:
         say("transformers is not installed: host_vs_handover is skipped")
         return []
-    model, ids = _model(), _prompt(1024 if plan.quick else 4096)
+    model = _model()
+    ids = _prompt(1024 if plan.quick else 4096)
     kept = {"prompt": _computed(model, ids)}
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.shm) as root:
         config = Config(host_size="1GiB", host_path=root, deadline_seconds=30.0)

@@ -76,7 +76,8 @@ def entropy_of(chunks: Sequence[Bytes]) -> Entropy:
         share = share[share > 0] / share.sum()
         return float(-(share * np.log2(share)).sum())
 
-    exponent, rest = bits(words >> 7 & 255), bits(words & 127 | words >> 15 << 7)
+    exponent = bits(words >> 7 & 255)
+    rest = bits(words & 127 | words >> 15 << 7)
     split = bits(words >> 8) + bits(words & 255)
     return Entropy(exponent, rest, 16 / (exponent + rest), 16 / bits(words), 16 / split)
 
@@ -91,7 +92,8 @@ def measured(sample: Sample, peers: Mapping[str, Peer], rounds: int) -> Result:
         verb: {threads: by_threads[threads][verb] for threads in THREADS} for verb in ("encode", "decode")
     }
     rows = [row(sample.name, name, field, runs) for name in (*peers, LIMIT)]
-    entropy, share = entropy_of(sample.chunks), field.ratio(OURS)
+    entropy = entropy_of(sample.chunks)
+    share = field.ratio(OURS)
     figures = [
         *(figure(sample.name, verb, peer, runs, field.nbytes) for verb in runs for peer in (SHUFFLE, LIMIT)),
         Figure(f"codec_{sample.name}_ratio_vs_bound", share / entropy.bound, None, "ratio"),
@@ -115,7 +117,8 @@ def figure(kv: str, verb: str, peer: str, runs: Mapping[str, Mapping[int, Runs]]
     found = runs[verb][1]
     paired = ratios(found[peer], found[OURS])
     key = f"codec_{kv}_{verb}_vs_{'memcpy' if peer == LIMIT else 'numpy_shuffle'}"
-    ours, theirs = gb_per_second(found[OURS], nbytes), gb_per_second(found[peer], nbytes)
+    ours = gb_per_second(found[OURS], nbytes)
+    theirs = gb_per_second(found[peer], nbytes)
     note = f"{statistics.median(ours):.2f} against {statistics.median(theirs):.2f} GB/s, 1 thread"
     quoted = {
         "ours_gb_per_second": ours,
@@ -127,7 +130,8 @@ def figure(kv: str, verb: str, peer: str, runs: Mapping[str, Mapping[int, Runs]]
 
 def turned_ratio(chunks: Sequence[Bytes]) -> float:
     """Return the ratio for words rotated left by one bit: the whole exponent in the high byte, the sign in the low."""
-    room, nbytes = np.empty_like(chunks[0]), 0
+    room = np.empty_like(chunks[0])
+    nbytes = 0
     for chunk in chunks:
         words = chunk.view("<u2")
         nbytes += encode("zstd", (words << 1 | words >> 15).view(np.uint8), 2, room)[1].nbytes

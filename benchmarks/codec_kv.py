@@ -17,8 +17,11 @@ from tokenizers import ByteLevelBPETokenizer
 
 WORDS = 4096  # tokens of the vocabulary; with bytes as tokens the same KV would repeat often
 MOST_STEPS = 150
-LAYERS, HEADS, DIM = 5, 4, 64
-PROMPT_TOKENS, CHUNK_TOKENS = 1024, 256
+LAYERS = 5
+HEADS = 4
+DIM = 64
+PROMPT_TOKENS = 1024
+CHUNK_TOKENS = 256
 HELD_OUT = 0.2  # share of the text that is measured and not trained on
 Bytes = npt.NDArray[np.uint8]
 Tokens = npt.NDArray[np.int64]

@@ -31,7 +31,8 @@ from pagoda.codec import LOSSY, approximated, decode, encode
 from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.layout import KVLayout, TokenOrder
 
-PROMPT_TOKENS, REST_TOKENS = 768, 256
+PROMPT_TOKENS = 768
+REST_TOKENS = 256
 SHAPES: dict[str, tuple[int, int, str, TokenOrder]] = {  # KV heads, numbers of a head, dtype, order
     "8 heads of 128, bf16": (8, 128, "bfloat16", "heads_first"),
     "8 heads of 128, bf16, tokens first": (8, 128, "bfloat16", "tokens_first"),
@@ -75,7 +76,8 @@ def speeds(shape: str, source: codec_kv.Bytes, rounds: int) -> list[Speed]:
     if dtype == "float16":
         numbers = (numbers.astype(np.uint32) << 16).view(np.float32).astype("<f2").view("<u2")
     payload = numbers.view(np.uint8)
-    stored, back = np.empty_like(payload), np.empty_like(payload)
+    stored = np.empty_like(payload)
+    back = np.empty_like(payload)
     entrants: dict[str, tuple[Callable[[], object], Callable[[], object], float]] = {
         MEMCPY: (lambda: np.copyto(stored, payload), lambda: np.copyto(back, payload), 1.0)
     }
@@ -111,7 +113,8 @@ def qualities(
     totals = {codec: [0.0, 0.0, 0.0] for codec in ("raw", *LOSSY)}  # agreeing tokens, losses, stored bytes
     for ids in prompts:
         exact: torch.Tensor | None = None
-        document, rest = ids[None, :-REST_TOKENS], ids[None, -REST_TOKENS:]
+        document = ids[None, :-REST_TOKENS]
+        rest = ids[None, -REST_TOKENS:]
         computed = model(document, use_cache=True).past_key_values
         for codec, total in totals.items():
             cache = transformers.DynamicCache()
@@ -140,7 +143,8 @@ def _through(
     """Return K and V of each layer as bf16 after the codec, chunk by chunk, and the bytes stored of it."""
     pairs = torch.stack([torch.cat((layer.keys, layer.values)) for layer in computed.layers])
     words = pairs.to(torch.bfloat16).view(torch.int16).numpy()  # [layer, K and V, head, token, dim]
-    tokens, total = layout.chunk_tokens, 0
+    tokens = layout.chunk_tokens
+    total = 0
     for begin in range(0, words.shape[3] - words.shape[3] % tokens, tokens):
         part = words[:, :, :, begin : begin + tokens]
         payload = np.ascontiguousarray(part).reshape(-1).view(np.uint8)

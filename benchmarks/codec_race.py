@@ -18,7 +18,9 @@ from limits import Copier, Memcpy, void
 from pagoda.codec import decode, encode, zstd
 
 THREADS = (1, 2)
-OURS, SHUFFLE, LIMIT = "zstd (ours)", "byte shuffle, zstd-1", "memcpy"
+OURS = "zstd (ours)"
+SHUFFLE = "byte shuffle, zstd-1"
+LIMIT = "memcpy"
 BATCH = 4  # chunks of a step: with short turns other load on the machine affects all entrants equally
 
 
@@ -93,7 +95,8 @@ class Field:
     """One sample, and every peer on it."""
 
     def __init__(self, sample: Sample, peers: Mapping[str, Peer]) -> None:
-        self.chunks, self.peers = sample.chunks, peers
+        self.chunks = sample.chunks
+        self.peers = peers
         self.nbytes = sum(chunk.nbytes for chunk in self.chunks)
         self.outs, self.backs = ([np.zeros_like(chunk) for chunk in self.chunks] for _ in range(2))
         self.processor: dict[tuple[str, str], list[float]] = {}  # (peer, verb): seconds of one thread's steps
@@ -116,7 +119,8 @@ class Field:
 
     def runs(self, threads: int, rounds: int) -> dict[str, Runs]:
         """Race encoding and decoding, all peers and memcpy in turns."""
-        count, copier = len(self.chunks), Copier(threads)
+        count = len(self.chunks)
+        copier = Copier(threads)
         found: dict[str, Runs] = {}
         limit = Memcpy(copier, self.chunks, self.outs, 0.5, BATCH).step
         with ThreadPoolExecutor(max(THREADS) - 1) as pool:
@@ -156,7 +160,8 @@ class Field:
 
 def parts_figures(field: Field, name: str, rounds: int) -> list[Figure]:
     """Return numpy's share of the time of encoding and decoding: splitting words into planes and joining them."""
-    chunks, backs = field.chunks, field.backs
+    chunks = field.chunks
+    backs = field.backs
     planes = np.empty((2, 1 << zstd.BLOCK_LOG), np.uint8)
     scratch = zstd._Scratch()
 
@@ -171,7 +176,8 @@ def parts_figures(field: Field, name: str, rounds: int) -> list[Figure]:
             for place in (1, 0):
                 zstd._join(planes[place, : words.size], place, words, joined, widened)
 
-    down, up = field.down(OURS), field.up(OURS)
+    down = field.down(OURS)
+    up = field.up(OURS)
     entrants: dict[str, Step] = {
         "encode": lambda number: down(number % len(chunks)),
         "split": split,

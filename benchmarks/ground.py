@@ -87,5 +87,6 @@ def main(
     if wanted - set(names):
         parser.error(f"--only accepts {', '.join(names)}")
     plan = Plan(3 if options.quick else 9, options.quick, options.threads, options.shm_dir, options.disk_dir)
-    figures, others = measure(plan, parts, wanted), measure(plan, beside, wanted)
+    figures = measure(plan, parts, wanted)
+    others = measure(plan, beside, wanted)
     report(figures, options.json, others, fio_beside(plan) if with_fio and not wanted else {})

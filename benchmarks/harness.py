@@ -124,7 +124,8 @@ def ratio_figure(
 ) -> Figure:
     """Return a figure from paired rounds of a candidate and a limit that each moved `size_bytes` a round."""
     paired = ratios(runs[limit], runs[candidate])
-    ours, theirs = gb_per_second(runs[candidate], size_bytes), gb_per_second(runs[limit], size_bytes)
+    ours = gb_per_second(runs[candidate], size_bytes)
+    theirs = gb_per_second(runs[limit], size_bytes)
     note = f"{statistics.median(ours):.2f} of {statistics.median(theirs):.2f} GB/s, {threads}"
     quoted: dict[str, object] = {
         "candidate_gb_per_second": ours,

@@ -26,8 +26,13 @@ sys.path.append(
     str(Path(__file__).resolve().parent.parent)
 )  # the tests have what replaces SGLang's copies on GPUs
 
-PAGE_TOKENS, CALL_PAGES, POOL_PAGES, LOOK_PAGES = 64, 16, 64, 128
-LAYERS, HEADS, DIM = 32, 8, 128
+PAGE_TOKENS = 64
+CALL_PAGES = 16
+POOL_PAGES = 64
+LOOK_PAGES = 128
+LAYERS = 32
+HEADS = 8
+DIM = 128
 PAGE_BYTES = 2 * LAYERS * HEADS * DIM * PAGE_TOKENS * 2
 CALL_BYTES = CALL_PAGES * PAGE_BYTES
 CORES = len(os.sched_getaffinity(0))
@@ -79,7 +84,8 @@ class Storage:
             tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
             enable_storage_metrics=False, is_page_first_layout=True, model_name="a-model", extra_config=extra,
         )  # fmt: skip
-        self.pool, self.is_file = pool, "file_storage_path" in extra
+        self.pool = pool
+        self.is_file = "file_storage_path" in extra
         is_mooncake = "master_server_address" in extra
         kind = HiCacheFile if self.is_file else MooncakeStore if is_mooncake else PagodaHiCache
         self.made: Any = kind(config, pool) if is_mooncake else kind(config)
@@ -94,7 +100,8 @@ class Storage:
 
     def set(self, number: int, at: int) -> None:
         """Store pages `at` of the pool under the keys of `number`."""
-        keys, slots = keys_of(number), self._slots(at)
+        keys = keys_of(number)
+        slots = self._slots(at)
         if self.is_file:
             done = self.made.batch_set(
                 keys, [self.pool.get_data_page(slots[i * PAGE_TOKENS]) for i in range(len(keys))]
@@ -105,7 +112,8 @@ class Storage:
 
     def get(self, number: int, at: int) -> None:
         """Load the pages of `number` into pages `at` of the pool."""
-        keys, slots = keys_of(number), self._slots(at)
+        keys = keys_of(number)
+        slots = self._slots(at)
         if not self.is_file:
             assert all(self.made.batch_get_v1(keys, slots))
             return
@@ -203,15 +211,18 @@ def _beside(key: str, target: float, runs: Runs, size_bytes: int) -> Figure:
 def cold(plan: Plan) -> list[Figure]:
     """Get from the disk: both have all there and nothing in memory. Set until it is on the disk."""
     with places(plan) as root:
-        pool, calls = host_pool("page_first"), POOL_PAGES // CALL_PAGES
-        first, file = Storage(pool, ours(root, disk=True)), Storage(pool, theirs(root))
+        pool = host_pool("page_first")
+        calls = POOL_PAGES // CALL_PAGES
+        first = Storage(pool, ours(root, disk=True))
+        file = Storage(pool, theirs(root))
         for number in range(calls):
             first.set(number, number)
             assert first.made._pools["kv"].cache.flush(60)
             file.set(number, number)
         first.close()
         os.sync()
-        turn, own = 0, None
+        turn = 0
+        own = None
 
         def forget() -> None:
             nonlocal turn, own

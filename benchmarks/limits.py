@@ -115,8 +115,11 @@ class Memcpy:
         ahead: float = 0.5,
         batch: int = 1,
     ) -> None:
-        self._copier, self._sources, self._destinations = copier, sources, destinations
-        self._ahead, self._batch = int(len(sources) * ahead), batch
+        self._copier = copier
+        self._sources = sources
+        self._destinations = destinations
+        self._ahead = int(len(sources) * ahead)
+        self._batch = batch
 
     def step(self, number: int) -> None:
         """`batch` copies."""
@@ -134,13 +137,16 @@ class DirectFile:
     """
 
     def __init__(self, path: Path, nbytes: int, turn_bytes: int) -> None:
-        self.path, self.nbytes, self.turn_bytes = path, nbytes, turn_bytes
+        self.path = path
+        self.nbytes = nbytes
+        self.turn_bytes = turn_bytes
         self.direct = True
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
             self._file = os.open(path, flags | os.O_DIRECT, 0o600)
         except OSError:
-            self._file, self.direct = os.open(path, flags, 0o600), False
+            self._file = os.open(path, flags, 0o600)
+            self.direct = False
         os.posix_fallocate(self._file, 0, nbytes)
         self._buffer = touched(turn_bytes, 3).data
         self._pools = {threads: ThreadPoolExecutor(threads) for threads in THREADS}
@@ -203,7 +209,9 @@ def fastest(runs: Runs, names: Sequence[str]) -> str:
 def hash_chain(tokens: Ids, chunk_tokens: int, root: bytes) -> list[bytes]:
     """Hash in a bare loop: one keyed blake3 call a chunk, chained. `tokens` is contiguous little-endian int32."""
     view = tokens.data.cast("B")
-    step, key, chain = chunk_tokens * 4, root, []
+    step = chunk_tokens * 4
+    key = root
+    chain = []
     for start in range(0, len(view) - step + 1, step):
         key = blake3(view[start : start + step], key=key).digest()
         chain.append(key)
@@ -245,7 +253,8 @@ def memory_limits(rounds: int) -> dict[str, object]:
     for nbytes in (32 * MIB, MIB):
         copiers = [Copier(threads) for threads in sorted({1, len(os.sched_getaffinity(0))})]
         steps = spread(nbytes)
-        sources, destinations = pieces(nbytes, steps, 1), pieces(nbytes, steps, 2)
+        sources = pieces(nbytes, steps, 1)
+        destinations = pieces(nbytes, steps, 2)
         entrants = {
             f"{each.threads} threads": Memcpy(each, sources, destinations, place / len(copiers)).step
             for place, each in enumerate(copiers)

@@ -74,7 +74,8 @@ class Link:
     """
 
     def __init__(self, device: torch.device, most_bytes: int) -> None:
-        self.device, self.most_bytes = device, most_bytes
+        self.device = device
+        self.most_bytes = most_bytes
         on_device = device.type == "cuda"
         self._host = torch.empty(most_bytes, dtype=torch.uint8, pin_memory=on_device)
         self._there = torch.empty(most_bytes, dtype=torch.uint8, device=device)
@@ -121,7 +122,8 @@ class Products:
     """
 
     def __init__(self, device: torch.device, size: int = 8192, seconds: float = 0.25) -> None:
-        self.device, self.size = device, size
+        self.device = device
+        self.size = size
         self._stream = own_stream(device) if device.type == "cuda" else None
         self._a, self._b = (torch.randn((size, size), device=device).to(torch.bfloat16) for _ in range(2))
         self._c = torch.empty_like(self._a)

@@ -158,7 +158,8 @@ def serve() -> None:
         print(listener.getsockname()[1], flush=True)
         link, _ = listener.accept()
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    place, request = 0, memoryview(bytearray(_REQUEST))
+    place = 0
+    request = memoryview(bytearray(_REQUEST))
     with link:
         while _asked(link, request):
             nbytes = int.from_bytes(request[1:], "big")

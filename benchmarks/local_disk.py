@@ -22,7 +22,9 @@ class DiskSteps:
     """Save and load `turn` chunks a call through a DiskTier, with verification. Single-threaded."""
 
     def __init__(self, tier: DiskTier, sources: Sequence[Bytes], buffers: Sequence[Bytes]) -> None:
-        self._tier, self._sources, self._buffers = tier, sources, buffers
+        self._tier = tier
+        self._sources = sources
+        self._buffers = buffers
 
     def write(self, keys: Sequence[bytes]) -> None:
         """Save and wait until every chunk is on the device and in the ledger."""
@@ -68,7 +70,8 @@ def host_slots(directory: Path, nbytes: int, count: int) -> list[Bytes]:
 def disk_figures(plan: Plan, nbytes: int, suffix: str = "") -> list[Figure]:
     """Race chunks of `nbytes` to and from the disk tier against the best direct I/O of the same filesystem."""
     turn_bytes = (64 if plan.quick else 256) * MIB
-    turn, turns = turn_bytes // nbytes, 6
+    turn = turn_bytes // nbytes
+    turns = 6
     figures = []
     with (
         tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.disk) as directory,
@@ -77,7 +80,8 @@ def disk_figures(plan: Plan, nbytes: int, suffix: str = "") -> list[Figure]:
         file = DirectFile(Path(directory) / "limit.bin", turns * turn_bytes, turn_bytes)
         tier = open_disk(Path(directory), nbytes, turns * turn)
         host = host_slots(Path(memory), nbytes, 2 * turn)
-        sources, buffers = host[:turn], host[turn:]
+        sources = host[:turn]
+        buffers = host[turn:]
         for source, made in zip(sources, pieces(nbytes, turn, 1), strict=True):
             np.copyto(source, made)
         rig = DiskSteps(tier, sources, buffers)

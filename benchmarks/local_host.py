@@ -21,7 +21,10 @@ class HostSteps:
     """Write and read `batch` chunks a call through a ledger and its slab. Single-threaded."""
 
     def __init__(self, ledger: Ledger, slab: MemorySlab, keys: Sequence[bytes], batch: int) -> None:
-        self._ledger, self._slab, self._keys, self._batch = ledger, slab, keys, batch
+        self._ledger = ledger
+        self._slab = slab
+        self._keys = keys
+        self._batch = batch
 
     def write(self, copier: Copier, sources: Sequence[Bytes], number: int) -> None:
         """Reserve, copy and commit new keys. Every reserve evicts after the slab is full."""
@@ -84,7 +87,8 @@ def _race(plan: Plan, ledger: Ledger, nbytes: int, batch: int, place: int) -> tu
             slab.populate(threads=2, background=False)
         else:
             memories[name] = pieces(nbytes, count, len(name))
-    sources, private = memories["sources"], memories["private"]
+    sources = memories["sources"]
+    private = memories["private"]
     same = mapped(ledger.slab_path, nbytes, count)
     copier = Copier(plan.threads)
     keys = keys_of("host", (plan.rounds + 2) * count)

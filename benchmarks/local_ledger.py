@@ -113,7 +113,8 @@ def _match(ledger: Ledger, keys: Sequence[bytes], number: int) -> None:
 
 def overhead_figure(plan: Plan) -> Figure:
     """Time reserve + commit, and match + validate, per chunk without the copy: batches of 64, 20,000 slots."""
-    slots, batches = 20_000, 50
+    slots = 20_000
+    batches = 50
     keys = keys_of("overhead", slots + (plan.rounds + 1) * batches * 64)
     fresh = [keys[start : start + 64] for start in range(slots, len(keys), 64)]
     last = fresh[-(slots // 64) :]
@@ -154,7 +155,8 @@ def evict_figure(plan: Plan) -> Figure:
         fill(ledger, keys_of("old", slots))
         keys = keys_of("new", calls * 64)
         spent = [put(ledger, keys[i * 64 : (i + 1) * 64]) for i in range(calls)]
-    wall, cpu = [each.wall for each in spent], [each.cpu for each in spent]
+    wall = [each.wall for each in spent]
+    cpu = [each.cpu for each in spent]
     quoted = {
         "mean_of_each_tenth_seconds": [float(np.mean(part)) for part in np.array_split(wall, 10)],
         "mean_of_each_tenth_processor_seconds": [float(np.mean(part)) for part in np.array_split(cpu, 10)],

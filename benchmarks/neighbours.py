@@ -83,8 +83,10 @@ def give(server: Server, keys: Sequence[bytes], chunk_bytes: int) -> None:
 def get_figures(plan: Plan) -> list[Figure]:
     """Race gets of 8 MiB chunks: one connection, and the whole tier with its verification, against a bare socket."""
     count = 4 if plan.quick else 16
-    keys, slots = keys_of("neighbours", count), pieces(CHUNK_BYTES, 4, 2)
-    sources, page = pieces(CHUNK_BYTES, 4, 1), np.zeros(HEADER_BYTES, np.uint8)
+    keys = keys_of("neighbours", count)
+    slots = pieces(CHUNK_BYTES, 4, 2)
+    sources = pieces(CHUNK_BYTES, 4, 1)
+    page = np.zeros(HEADER_BYTES, np.uint8)
     with ExitStack() as stack:
         servers = [stack.enter_context(machine(plan, "256MiB")) for _ in range(1)]
         give(servers[0], keys, CHUNK_BYTES)
@@ -94,7 +96,8 @@ def get_figures(plan: Plan) -> list[Figure]:
 
         def peer(_: int) -> None:
             for n, key in enumerate(keys):
-                until, slot = time.monotonic() + PATIENCE_SECONDS, slots[n % 4]
+                until = time.monotonic() + PATIENCE_SECONDS
+                slot = slots[n % 4]
                 if (
                     connection.get(GetRequest(NAMESPACE.root, key, page, lambda slot=slot: slot), until)
                     != CHUNK_BYTES

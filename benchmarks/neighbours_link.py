@@ -65,7 +65,8 @@ class Said(TypedDict, total=False):
 def store(work: Work) -> Said:
     """Compute the prompt and store it; return how much that is."""
     asker = _asker(work)
-    ids, kv = asker.prompts[0], asker.empty()
+    ids = asker.prompts[0]
+    kv = asker.empty()
     first = asker.ask(ids, kv, new_tokens=1).tokens
     with _opened(asker, work) as cached:
         cached.store(ids, kv)
@@ -115,7 +116,8 @@ def _opened(asker: _Asker, work: Work) -> CachedModel:
 def measured(rounds: int, shm: Path) -> list[Figure]:
     """Return the figure. NotPermittedError where namespaces are not permitted."""
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=shm) as root, network() as net:
-        near, far = net.place("asks"), net.place("computes")
+        near = net.place("asks")
+        far = net.place("computes")
         cable = net.cable(near, far)
         cable.shape(BITS_PER_SECOND)
         say("the neighbour computes and stores the prompt ...")
@@ -148,7 +150,8 @@ def measured(rounds: int, shm: Path) -> list[Figure]:
     paired = ratios(runs["peer"], runs["computed"])
     seconds = {name: statistics.median(each) for name, each in runs.items()}
     hits = sum(tokens == stored["tokens"] for tokens in found["reused"])
-    mbytes, gbits = stored["kv_bytes"] / 1e6, stored["kv_bytes"] * 8 / seconds["wire"] / 1e9
+    mbytes = stored["kv_bytes"] / 1e6
+    gbits = stored["kv_bytes"] * 8 / seconds["wire"] / 1e9
     note = (
         f"{seconds['peer']:.3f} against {seconds['computed']:.3f} s; {hits} of {rounds} turns reused "
         f"{stored['tokens']:,} of {stored['prompt_tokens']:,} tokens: {mbytes:.0f} MB, for which a bare socket took "

@@ -65,7 +65,8 @@ class Side:
 
 def figures_of(side: Side, subject: str, more: Sequence[str]) -> Mapping[str, object]:
     """Run one benchmark of a tree and return its JSON. Raise RuntimeError if it fails."""
-    tree, script = side.tree, side.scripts / f"{subject}.py"
+    tree = side.tree
+    script = side.scripts / f"{subject}.py"
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, str(script), "--json", *more],
@@ -91,7 +92,8 @@ def raced(
                 some = [f"--only={','.join(parts)}"] if parts else []
                 said[which] = figures_of(sides[which], subject, [*more, *some])
             for key, up in _directions(said[0]).items():
-                old, new = said[0].get(key), said[1].get(key)
+                old = said[0].get(key)
+                new = said[1].get(key)
                 if isinstance(old, (int, float)) and isinstance(new, (int, float)) and old > 0:
                     rises[key] = up
                     each = runs.setdefault(key, ([], []))

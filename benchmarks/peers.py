@@ -132,7 +132,9 @@ class Peer:
             settings["extra_config"] = {"use_odirect": True}
         config = LMCacheEngineConfig.from_defaults(**settings)
         about = LMCacheMetadata("peers", 1, 1, 0, 0, torch.uint8, (1, 2, TOKENS, 1, width))
-        self._id, self._builder, self._torch = f"peers-{id(self)}", LMCacheEngineBuilder, torch
+        self._id = f"peers-{id(self)}"
+        self._builder = LMCacheEngineBuilder
+        self._torch = torch
         self.engine = LMCacheEngineBuilder.get_or_create(
             self._id, config, about, Blocks(), lambda *_: None, lambda value, *_: value
         )
@@ -196,7 +198,8 @@ def memory_lines(name: str, chunk_bytes: int, chunks: int, rounds: int, shm: Pat
     prompts = rounds + 3
     source = np.random.default_rng(0).integers(0, 256, (2 * chunks, chunk_bytes), dtype=np.uint8)
     into = np.zeros_like(source)
-    theirs_from, theirs_into = torch.from_numpy(source), torch.from_numpy(into)
+    theirs_from = torch.from_numpy(source)
+    theirs_into = torch.from_numpy(into)
     asked = [prompt(number, chunks) for number in range(prompts)]
     gigabytes = chunks * chunk_bytes / 1e9
     with both(chunk_bytes, chunks, prompts, shm) as (cache, peer, layout):
@@ -231,7 +234,8 @@ def lookup_lines(chunks: int, rounds: int, shm: Path) -> list[Line]:
     """Race look-ups of prompts that are entirely cached, hashing included."""
     import torch
 
-    prompts, turns = 16, 8
+    prompts = 16
+    turns = 8
     asked = [prompt(number, chunks) for number in range(prompts)]
     source = np.zeros((chunks, 4096), np.uint8)
     with both(4096, chunks, 4 * prompts, shm) as (cache, peer, layout):
@@ -302,8 +306,11 @@ def hashing_lines(rounds: int) -> list[Line]:
     from lmcache.v1.token_database import ChunkedTokenDatabase
 
     tokens = np.random.default_rng(0).integers(0, 150_000, 1 << 17).astype(np.int32)
-    as_list, as_tensor, root = tokens.tolist(), torch.from_numpy(tokens), bytes(32)
-    hasher, database = TokenHasher(TOKENS, "blake3"), ChunkedTokenDatabase()
+    as_list = tokens.tolist()
+    as_tensor = torch.from_numpy(tokens)
+    root = bytes(32)
+    hasher = TokenHasher(TOKENS, "blake3")
+    database = ChunkedTokenDatabase()
     times = 8
 
     def raced(name: str, ours: Any, theirs: Callable[[], object]) -> Line:

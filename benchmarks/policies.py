@@ -27,7 +27,9 @@ from pagoda.replay.optimum import optimum
 from pagoda.replay.simulate import TierSpec, simulate
 
 POLICIES = ("lru", "fifo", "arc", "hindsight")
-_MOST_POINTS, _LEAST_RATIO = 0.6, 0.97  # what hindsight may lose against LRU in any cell
+# what hindsight may lose against LRU in any cell
+_MOST_POINTS = 0.6
+_LEAST_RATIO = 0.97
 _HEADS = (
     "stream", "chunks", "policy", "hit rate", "of LRU's", "points over LRU", "chunks written", "of LRU's", "of the gap",
 )  # fmt: skip

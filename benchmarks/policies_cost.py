@@ -106,7 +106,8 @@ class _Books:
 
     def _store(self, rows: np.ndarray[tuple[int], np.dtype[np.int64]], position: int) -> None:
         """Publish consecutive chunks; the first has no parent."""
-        columns, count = self.columns, len(rows)
+        columns = self.columns
+        count = len(rows)
         self._stamp += 1 << 16
         self._generation += count
         columns.generation[rows] = np.arange(self._generation - count, self._generation) + 1

@@ -158,24 +158,30 @@ def _chat(random: Generator, seed: int, requests: int) -> Stream:
 
 
 def _documents(random: Generator, seed: int, requests: int) -> Stream:
-    items, chunks = _log(random, 20, 3_000), _log(random, 4, 40)
-    exponent, rate = random.uniform(0.3, 1.3), _spread(random, 0.3, 20)
+    items = _log(random, 20, 3_000)
+    chunks = _log(random, 4, 40)
+    exponent = random.uniform(0.3, 1.3)
+    rate = _spread(random, 0.3, 20)
     return streams.documents(seed, requests // 2, items, chunks, exponent, rate)
 
 
 def _rag(random: Generator, seed: int, requests: int) -> Stream:
-    passages, exponent, each = _log(random, 20, 2_000), random.uniform(0.5, 1.4), int(random.integers(1, 6))
+    passages = _log(random, 20, 2_000)
+    exponent = random.uniform(0.5, 1.4)
+    each = int(random.integers(1, 6))
     return streams.rag(seed, requests, passages, exponent, each, _log(random, 1, 5), _spread(random, 0.3, 20))
 
 
 def _zipf(random: Generator, seed: int, requests: int) -> Stream:
-    items, exponent = _log(random, 100, 20_000), random.uniform(0.3, 1.3)
+    items = _log(random, 100, 20_000)
+    exponent = random.uniform(0.3, 1.3)
     every = int(random.choice([0, requests // 20, requests // 5, requests // 2]))
     return streams.zipf(seed, requests, items, exponent, *_plain(random), every)
 
 
 def _scan_zipf(random: Generator, seed: int, requests: int) -> Stream:
-    items, exponent = _log(random, 100, 10_000), random.uniform(0.5, 1.3)
+    items = _log(random, 100, 10_000)
+    exponent = random.uniform(0.5, 1.3)
     return streams.scan_zipf(
         seed, requests, items, exponent, _log(random, 50, requests // 2), *_plain(random)
     )

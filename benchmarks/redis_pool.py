@@ -38,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # testbed.servers starts the
 from testbed.servers import Server, redis_server
 
 NODES = 3
-BEFORE, COUNTED = 1000, 300
+BEFORE = 1000
+COUNTED = 300
 SECONDS = 30.0
 ROOT = bytes(32)
 PAGE = np.zeros(HEADER_BYTES, np.uint8)

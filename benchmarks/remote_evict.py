@@ -35,7 +35,10 @@ from pagoda.tiers import Chunk
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
-REACHABLE, ZIPF_HITS, TRACE_HITS = 0.9, 1.15, 1.0  # the targets
+# the targets
+REACHABLE = 0.9
+ZIPF_HITS = 1.15
+TRACE_HITS = 1.0
 _LOOKS = 48  # at the kept chunks of each server: one differs from the next by some 0.02
 _WAIT_SECONDS = 30.0
 _NAMESPACE = Namespace(model="remote_evict")
@@ -93,7 +96,9 @@ class Side:
 
     def serve(self, keys: Sequence[bytes], counts: bool) -> None:
         """Load what is kept of a request, and store the rest."""
-        begun, root, stamp = time.perf_counter(), _NAMESPACE.root, time.monotonic_ns()
+        begun = time.perf_counter()
+        root = _NAMESPACE.root
+        stamp = time.monotonic_ns()
         found = self.tier.find(keys, namespace=root)
         ends = [end.result() for end in self.tier.load(keys[:found], self._rooms[:found], namespace=root)]
         loaded = next((n for n, end in enumerate(ends) if not end.ok), found)
@@ -109,7 +114,8 @@ class Side:
                     end.result()
         self.seconds += time.perf_counter() - begun
         if counts:
-            self.loaded, self.asked = self.loaded + loaded, self.asked + len(keys)
+            self.loaded = self.loaded + loaded
+            self.asked = self.asked + len(keys)
 
     def look(self, parents: dict[bytes, bytes | None]) -> None:
         """Note which share of the kept chunks can be reached."""
@@ -159,14 +165,16 @@ def figures(load: Load, samples: int) -> Iterator[Figure]:
             if number in looks:
                 for side in sides.values():
                     side.look(parents)
-    lru, ttl = sides["lru"], sides["ttl"]
+    lru = sides["lru"]
+    ttl = sides["ttl"]
     runs = {"memory_bytes": load.memory_bytes, "maxmemory_samples": samples}
     runs |= {name: side.result() for name, side in sides.items()}
     note = f"{ttl.hits:.3f} against {lru.hits:.3f}, in {ttl.seconds:.0f} s each"
     yield Figure(
         f"{load.name}_hits_vs_lru", ttl.hits / max(1e-9, lru.hits), load.least_hits, "ratio", runs, note
     )
-    reach, its = statistics.mean(ttl.reachable), statistics.mean(lru.reachable)
+    reach = statistics.mean(ttl.reachable)
+    its = statistics.mean(lru.reachable)
     yield Figure(f"{load.name}_reachable", reach, REACHABLE, "ratio", {}, f"allkeys-lru {its:.3f}")
 
 

@@ -45,7 +45,8 @@ class Entrant:
     def __call__(self, number: int) -> None:
         found = self.pid() if callable(self.pid) else self.pid
         pids = (found,) if isinstance(found, int) else found
-        client, server = time.process_time(), sum(map(cpu_seconds, pids))
+        client = time.process_time()
+        server = sum(map(cpu_seconds, pids))
         self.step(number)
         self.client_seconds += time.process_time() - client
         self.server_seconds += sum(map(cpu_seconds, pids)) - server
@@ -184,7 +185,8 @@ class TierMoves:
     def load(self, number: int) -> None:
         """Load one of the two kept turns and wait until every byte is verified."""
         chunks = self._turns.numbers(self._turns.kept + number % 2)
-        keys, slots = [self._turns.keys[i] for i in chunks], [self._turns.slot(i) for i in chunks]
+        keys = [self._turns.keys[i] for i in chunks]
+        slots = [self._turns.slot(i) for i in chunks]
         for future in self.tier.load(keys, slots, namespace=NAMESPACE.root):
             if not (done := future.result(PATIENCE_SECONDS)).ok:
                 raise RuntimeError(f"a chunk was not loaded: {done.reason}")

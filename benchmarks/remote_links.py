@@ -155,7 +155,8 @@ class Engine:
 def cells_of(model: Model, link: str, answer: dict[str, object], stored: Stored) -> list[Cell]:
     """Return one cell per codec."""
     runs = answer["runs"]
-    wire, computed = runs["wire"], runs["computed"]
+    wire = runs["wire"]
+    computed = runs["computed"]
     return [
         Cell(
             model.name,
@@ -203,7 +204,8 @@ def ends() -> Iterator[tuple[Place, Cable]]:
     if program is None:
         raise NotPermittedError("redis-server is not installed (Debian, Ubuntu: apt install redis-server)")
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-") as directory, network() as net:
-        place, store = net.place("engine"), net.place("store")
+        place = net.place("engine")
+        store = net.place("store")
         cable = net.cable(place, store)
         log = Path(directory) / "redis.log"
         store.start(

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     import torch
 
-RAW_PORT, REDIS_PORT = 7000, 6379
+RAW_PORT = 7000
+REDIS_PORT = 6379
 CODECS = ("raw", "zstd")
 LOSSY_CODECS = ("q8", "q4", "qzstd")
 QUESTION_TOKENS = 90  # what is left to compute on a hit
@@ -145,7 +146,8 @@ class Engine:
     def __init__(self, model: Model, address: str) -> None:
         import torch
 
-        self.model, self.codecs = _built(model), model.codecs
+        self.model = _built(model)
+        self.codecs = model.codecs
         self.ids = torch.randint(1, 500, (1, model.document_tokens + QUESTION_TOKENS))
         self.layout: KVLayout = layout_of(self.model, model.chunk_tokens)
         self.namespace: Namespace = namespace_of(self.model, self.layout)

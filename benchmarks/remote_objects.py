@@ -89,7 +89,8 @@ class PlainObjects:
     """obstore in plain use: a chunk is an object of `bytes`."""
 
     def __init__(self, store: ObjectStore, multipart: bool | None) -> None:
-        self.store, self.multipart = store, multipart
+        self.store = store
+        self.multipart = multipart
         self.how = f"obstore {obstore.__version__}, 1 call"
 
     def put(self, _: int, key: bytes, source: Bytes) -> None:

@@ -131,7 +131,8 @@ def lookup_figures(plan: Plan, count: int) -> list[Figure]:
     if missing := lacking("redis-server"):
         say(f"{missing}; its figures are skipped")
         return []
-    keys, seconds = keys_of("look-up", count), dict[str, list[float]](few=[], each=[])
+    keys = keys_of("look-up", count)
+    seconds = dict[str, list[float]](few=[], each=[])
     with redis_server() as server, closing(RedisClient(server.url).connection()) as connection:
         connection.open(time.monotonic() + PATIENCE_SECONDS)
         page = np.zeros(HEADER_BYTES, np.uint8)
@@ -166,7 +167,8 @@ class Field:
     """The servers, full after ROOM_TURNS turns, and the entrants of the race."""
 
     def __init__(self, turns: Turns, servers: Mapping[str, Server]) -> None:
-        self.turns, self._servers = turns, servers
+        self.turns = turns
+        self._servers = servers
 
     def empty(self) -> None:
         """Empty all servers; they return their memory to the system."""
@@ -175,7 +177,8 @@ class Field:
 
     def sides(self, stack: ExitStack) -> dict[str, Side]:
         """Return all entrants, with new connections."""
-        turns, servers = self.turns, self._servers
+        turns = self.turns
+        servers = self._servers
         urls = {name: server.url for name, server in servers.items()}
         pids = {name: server.pid for name, server in servers.items()}
         loop = stack.enter_context(closing(RespLoop(servers["raw"].port)))

@@ -31,7 +31,9 @@ from pagoda.transfer import BlockKV
 
 SIZES = (64 << 10, 256 << 10, MIB, 8 * MIB)
 MACHINES = (1, 10)
-PROMPT_BYTES, MOST_CHUNKS, FEWEST_CHUNKS = 32 * MIB, 64, 8
+PROMPT_BYTES = 32 * MIB
+MOST_CHUNKS = 64
+FEWEST_CHUNKS = 8
 TARGET = 1.1
 PATIENCE_SECONDS = 60.0
 SPAWN = multiprocessing.get_context("spawn")
@@ -44,7 +46,8 @@ def chunks_of(chunk_bytes: int) -> int:
 
 def store_as_one_machine(url: str, chunk_bytes: int, shm: Path, rounds: int, gate: Barrier) -> None:
     """Open a cache over the store; store each round's prompt with all others, and end when it is in the store."""
-    layout, chunks = KVLayout.opaque(CHUNK_TOKENS, chunk_bytes, "benchmark"), chunks_of(chunk_bytes)
+    layout = KVLayout.opaque(CHUNK_TOKENS, chunk_bytes, "benchmark")
+    chunks = chunks_of(chunk_bytes)
     place = pieces(chunk_bytes, chunks, 1)
     whole = np.lib.stride_tricks.as_strided(place[0], (chunks, chunk_bytes), (chunk_bytes, 1))
     config = Config(chunk_tokens=layout.chunk_tokens, worth_it=False)
@@ -69,7 +72,8 @@ def sent_figure(chunk_bytes: int, machines: int, rounds: int, shm: Path) -> Figu
 
     gate = SPAWN.Barrier(machines + 1)
     prompt_bytes = chunks_of(chunk_bytes) * (chunk_bytes + HEADER_BYTES)
-    times, seconds = list[float](), list[float]()
+    times = list[float]()
+    seconds = list[float]()
     with redis_server() as server, redis.Redis.from_url(server.url) as client:
         arguments = (server.url, chunk_bytes, shm, rounds, gate)
         children = [

@@ -25,7 +25,9 @@ from policies_streams import SAMPLE, TRACES, stream
 from pagoda.ledger import admin
 from pagoda.replay import Request, TierSpec, simulate
 
-_MOST_APART, _MOST_WORSE = 0.5, 0.1  # points
+# points
+_MOST_APART = 0.5
+_MOST_WORSE = 0.1
 _HEADS = (
     "trace",
     "requests",
@@ -90,7 +92,9 @@ def rows(
     for host in (0, *hosts):
         specs = [TierSpec("host", host, policy)] if host else []
         specs.append(TierSpec("disk", disk, policy))
-        began, played, simulated = time.monotonic(), list[float](), list[float]()
+        began = time.monotonic()
+        played = list[float]()
+        simulated = list[float]()
         for requests in runs:
             rate, by_tier, drops = _live(requests, host, disk, policy)
             played.append(rate)
@@ -112,7 +116,8 @@ def _live(
 
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir="/dev/shm") as root:
         live = Live(Path(root), policy, host=host, disk=disk)
-        rate, counters = live.play(requests), admin.counters(live.ledgers[0])
+        rate = live.play(requests)
+        counters = admin.counters(live.ledgers[0])
         live.close()
     by_tier = {name: counters[f"hit_tokens_{name}"] / CHUNK / rate.accesses for name in ("host", "disk")}
     drops = {name: count for name, count in counters.items() if name.startswith("drop_") and count}

@@ -22,7 +22,9 @@ from pagoda.replay import WRITE_POLICIES, FleetSpec, TierSpec, read_trace, simul
 MACHINES = (1, 2, 10)
 SHARES = (16, 8, 4, 2, 1)  # the remote tier has room for one such part of the different chunks
 HOST_SHARE = 32
-MOST_WRITES, MOST_POINTS = 0.5, 1.0  # where second sight is recommended
+# where second sight is recommended
+MOST_WRITES = 0.5
+MOST_POINTS = 1.0
 _HEADS = (
     "trace",
     "machines",

@@ -98,7 +98,8 @@ def watched(root: Path) -> Iterator[list[int]]:
         address = json.loads(process.stdout.readline())["url"].removeprefix("http://")
         connection = http.client.HTTPConnection(address, timeout=30)
         connection.request("GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"})
-        stream, events = connection.getresponse(), list[int]()
+        stream = connection.getresponse()
+        events = list[int]()
         assert stream.status == 200
 
         def read() -> None:
@@ -120,7 +121,9 @@ def watched(root: Path) -> Iterator[list[int]]:
 
 def measure(pairs: int, prompts: int) -> Figure:
     """Return the median ratio of all pairs."""
-    without, beside, seen = list[float](), list[float](), 0
+    without = list[float]()
+    beside = list[float]()
+    seen = 0
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir="/dev/shm") as root:
         engine = Engine(Path(root))
         engine.run(prompts)  # warm

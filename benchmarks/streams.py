@@ -83,7 +83,8 @@ def zipf(
 ) -> Stream:
     """Request prompts of unequal popularity; new ones replace half of them after each `every` requests."""
     random = np.random.default_rng(seed)
-    chosen, times = _chosen(random, requests, items, exponent), _arrivals(random, requests, rate)
+    chosen = _chosen(random, requests, items, exponent)
+    times = _arrivals(random, requests, rate)
     return [
         _asked(times[i], _prompt(chosen[i] + (i // every * (items // 2) if every else 0), chunks))
         for i in range(requests)
@@ -136,7 +137,8 @@ def documents(
 ) -> Stream:
     """Ask questions about long shared documents, all after one system prompt."""
     random = np.random.default_rng(seed)
-    chosen, times = _chosen(random, requests, items, exponent), _arrivals(random, requests, rate)
+    chosen = _chosen(random, requests, items, exponent)
+    times = _arrivals(random, requests, rate)
     fresh = _Fresh(1 + items * chunks)
     return [
         _asked(at, [items * chunks, *_prompt(item, chunks), *fresh(int(random.integers(1, 3)))])
@@ -192,7 +194,8 @@ def chat(
     at = 0.0
     while len(stream) < 2 * requests:
         at += random.exponential(turns / rate / (1.0 + 0.8 * np.sin(2 * np.pi * at / day_seconds)))
-        context, moment = list(system), at
+        context = list(system)
+        moment = at
         for turn in range(int(random.geometric(1.0 / turns))):
             context = context + fresh(int(random.integers(1, 2 * (growth if turn else first))))
             stream.append(_asked(moment, context))
@@ -214,10 +217,12 @@ def overloaded(stream: Stream, every: int, faster: float = 4.0, slower: float = 
 def after(*streams: Stream) -> Stream:
     """Concatenate streams; they share no chunks."""
     out: Stream = []
-    at, number = 0.0, 0
+    at = 0.0
+    number = 0
     for stream in streams:
         out += [_moved(each, at, number) for each in stream]
-        at, number = out[-1].timestamp_ms + 1.0, number + _numbers(stream)
+        at = out[-1].timestamp_ms + 1.0
+        number = number + _numbers(stream)
     return out
 
 

@@ -26,8 +26,15 @@ from typing import Any, NamedTuple  # noqa: TID251  # vLLM's objects, as in a co
 import numpy as np
 from limits import MIB, Bytes, touched
 
-BLOCK, POOL_BLOCKS = 128, 128  # tokens: the default of vLLM on a CPU
-VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 4096, 512, 6, 8, 4, 64
+# tokens: the default of vLLM on a CPU
+BLOCK = 128
+POOL_BLOCKS = 128
+VOCABULARY = 4096
+HIDDEN = 512
+LAYERS = 6
+HEADS = 8
+KV_HEADS = 4
+HEAD_DIM = 64
 CALL_SECONDS = 240.0
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in the calling process: no queue between them
@@ -113,7 +120,8 @@ class Engine:
 
     def __init__(self, name: str, log: Path, multiprocessing: bool = False, **options: Any) -> None:
         """Start it. With `multiprocessing` its core has a process of its own, where nothing is measured."""
-        self.name, self._log = name, log
+        self.name = name
+        self._log = log
         _prepare()
         self._pipe, theirs = _FORKS.Pipe()
         environment = _ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))}
@@ -142,7 +150,8 @@ class Engine:
                 self._pipe.recv() if self._pipe.poll(CALL_SECONDS) else (False, "no answer in time")
             )
         except (EOFError, ConnectionError):
-            good, answer = False, "its process has ended"
+            good = False
+            answer = "its process has ended"
         if not good:
             raise RuntimeError(f"{self.name}: {answer}\n{self._log.read_text(errors='replace')[-3000:]}")
         return answer
@@ -246,7 +255,8 @@ def attach(room: Room, on: bool) -> None:
 
 def turn(room: Room, prompts: Sequence[Sequence[int]], max_tokens: int) -> Turn:
     """Answer all prompts at once, and wait until everything is stored."""
-    began, cpu = time.perf_counter(), _cpu_seconds(room)
+    began = time.perf_counter()
+    cpu = _cpu_seconds(room)
     outputs = _generate(room, prompts, max_tokens)
     answered = time.perf_counter()
     settle(room)
@@ -289,7 +299,8 @@ def reset(room: Room) -> None:
 
 def take(room: Room) -> tuple[dict[str, list[float]], list[Copied]]:
     """Return the measurements since the last call."""
-    calls, copies = dict(room.calls), list(room.copies)
+    calls = dict(room.calls)
+    copies = list(room.copies)
     room.calls.clear()
     room.copies.clear()
     return calls, copies
@@ -381,7 +392,8 @@ def _timed(room: Room, name: str, call: Callable[..., Any]) -> Callable[..., Any
 
     @wraps(call)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        began, cpu = time.perf_counter(), time.thread_time()
+        began = time.perf_counter()
+        cpu = time.thread_time()
         answer = call(*args, **kwargs)
         spent = time.perf_counter() - began
         room.calls_cpu_seconds += time.thread_time() - cpu

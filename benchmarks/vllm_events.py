@@ -49,8 +49,15 @@ from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Reserved
 from pagoda.ledger.chunk_notes import ChunkNotes
 
-TOKENS, BLOCKS, PROMPT = 256, 16, 64  # of a chunk; chunks of a prompt
-DEVICE_SECONDS, PARTS, PYTHON, UNLOCKED = 0.002, 20, 5_000, bytes(32 << 10)  # of a step: about 7 ms
+# of a chunk; chunks of a prompt
+TOKENS = 256
+BLOCKS = 16
+PROMPT = 64
+# of a step: about 7 ms
+DEVICE_SECONDS = 0.002
+PARTS = 20
+PYTHON = 5_000
+UNLOCKED = bytes(32 << 10)
 TURNS = {"told": 4.0, "nothing": 0.7, "load": 0.7}  # seconds
 LONGEST_SECONDS = 3600
 LOAD_SECONDS = 0.0005  # of the other process's stretches
@@ -58,9 +65,11 @@ LOAD_SECONDS = 0.0005  # of the other process's stretches
 
 def fill(cache: Cache, chunks: int) -> bytes:
     """Store that many chunks with notes, as an engine that ran before would have left them; return their namespace."""
-    slots, random = cache.slots, np.random.default_rng(0)
+    slots = cache.slots
+    random = np.random.default_rng(0)
     assert slots is not None
-    root, notes = slots.namespace(), ChunkNotes(slots.ledgers["host"].directory)
+    root = slots.namespace()
+    notes = ChunkNotes(slots.ledgers["host"].directory)
     for _ in range(0, chunks, PROMPT):
         keys = [random.bytes(32) for _ in range(PROMPT)]
         hashes = [random.bytes(32 * BLOCKS) for _ in range(PROMPT)]
@@ -91,22 +100,31 @@ class Step(NamedTuple):
 
 def step() -> Step:
     """Take a step: wait for the device, then run Python and calls that give the lock up."""
-    before, others, began = _switches(), _others(), time.perf_counter()
+    before = _switches()
+    others = _others()
+    began = time.perf_counter()
     time.sleep(DEVICE_SECONDS)
     now = time.perf_counter()
     wait = now - began - DEVICE_SECONDS if _switches() > before + 1 else 0.0  # one for the device
     held = min(wait, _others() - others)
-    switches, ran, others, now = _switches(), time.thread_time(), _others(), time.perf_counter()
+    switches = _switches()
+    ran = time.thread_time()
+    others = _others()
+    now = time.perf_counter()
     for _ in range(PARTS):
         before = switches, ran, others, now
         total = 0
         for n in range(PYTHON):
             total += n
         zlib.crc32(UNLOCKED)
-        switches, ran, others, now = _switches(), time.thread_time(), _others(), time.perf_counter()
+        switches = _switches()
+        ran = time.thread_time()
+        others = _others()
+        now = time.perf_counter()
         if switches > before[0]:
             waited = now - before[3] - (ran - before[1])
-            wait, held = wait + waited, held + min(waited, others - before[2])
+            wait = wait + waited
+            held = held + min(waited, others - before[2])
     return Step(wait, held, now - began)
 
 
@@ -210,7 +228,8 @@ def measure(cache: Cache, root: bytes, chunks: int) -> dict[str, float]:
             for turn, length in TURNS.items():
                 (outlet.told.set if turn == "told" else outlet.told.clear)()
                 share.value = used["told"] / seconds["told"] if turn == "load" else 0.0
-                at, others = time.perf_counter(), _others()
+                at = time.perf_counter()
+                others = _others()
                 taken[turn] += steps(at + length)
                 seconds[turn] += time.perf_counter() - at
                 used[turn] += _others() - others

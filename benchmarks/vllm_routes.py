@@ -24,7 +24,8 @@ from ground import Plan, main
 from harness import Figure
 from vllm_engine import VOCABULARY, Engine, connector, options, wait_for_model
 
-PROMPT, ANSWERED = 3_000, 16
+PROMPT = 3_000
+ANSWERED = 16
 _DRAW = random.Random(3)
 _OFFLOADING = {
     "kv_connector": "PagodaHybridConnector",
@@ -70,7 +71,8 @@ def _figures(engines: dict[str, Engine], rounds: int) -> list[Figure]:
         names = list(engines)[number % 3 :] + list(engines)[: number % 3]
         for name in names:
             prompts = [_prompt(512) for _ in range(4)]
-            cpu, began = engines[name].cpu_seconds(), time.perf_counter()
+            cpu = engines[name].cpu_seconds()
+            began = time.perf_counter()
             engines[name].call(answer, prompts)
             wall[name].append(time.perf_counter() - began)
             processor[name].append(engines[name].cpu_seconds() - cpu)

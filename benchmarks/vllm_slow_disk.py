@@ -24,7 +24,9 @@ from pagoda.ledger import Ledger, admin
 from pagoda.ledger.store_state import STATE
 
 PROMPT = 1_500
-SLOW, LEARNING = 50_000_000, 3  # bytes a second; requests before the disk is known to be slow
+# bytes a second; requests before the disk is known to be slow
+SLOW = 50_000_000
+LEARNING = 3
 _BLKIO = Path("/sys/fs/cgroup/blkio")
 # many bytes of KV for little work: at 50 MB/s a chunk is computed in a fraction of the time that it is read in
 _MODEL = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 8}
@@ -66,8 +68,11 @@ class _Slow:
     """One engine after another on the same tiers."""
 
     def __init__(self, shm: Path, disk: Path, limit: tuple[Path, str]) -> None:
-        self._host, self._disk, self._limit = shm / "host", disk / "disk", limit
-        self._log, self._model = disk / "log", disk / "model"
+        self._host = shm / "host"
+        self._disk = disk / "disk"
+        self._limit = limit
+        self._log = disk / "log"
+        self._model = disk / "model"
         wait_for_model(self._model, **_MODEL)
         self._engine: Engine | None = None
 
@@ -114,7 +119,8 @@ class _Slow:
 
     def _rounds(self, count: int, pause: float = 0.0) -> list[tuple[float, float, int]]:
         """Return of each round the seconds computed, the seconds again, and how many tokens were a hit then."""
-        engine, found = self._engine, []
+        engine = self._engine
+        found = []
         assert engine is not None
         for _ in range(count):
             prompt = prompt_of(PROMPT)

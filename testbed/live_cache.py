@@ -26,7 +26,9 @@ CHUNK = 2  # tokens, which encode the id
 LAYOUT = KVLayout.opaque(CHUNK, 32, "a trace")
 _NAMESPACE = Namespace("a trace")
 _HEADER = 4096  # of a slot on disk
-_SHARE_MS, _PREPARE_MS = 1_000.0, 100.0  # between two rounds of a ledger's upkeep, on the clock of the trace
+# between two rounds of a ledger's upkeep, on the clock of the trace
+_SHARE_MS = 1_000.0
+_PREPARE_MS = 100.0
 _HALF = 1 << 30
 
 

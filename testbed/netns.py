@@ -143,7 +143,8 @@ class Cable:
     """Two places joined by a veth pair: `near` and `far` are the addresses of its ends. Not thread-safe."""
 
     def __init__(self, near: Place, far: Place, number: int) -> None:
-        self.near, self.far = f"10.77.{number}.1", f"10.77.{number}.2"
+        self.near = f"10.77.{number}.1"
+        self.far = f"10.77.{number}.2"
         self._ends = [(near, f"to-{far.name}"[:15], self.near), (far, f"to-{near.name}"[:15], self.far)]
         names = [name for _, name, _ in self._ends]
         near.run(

@@ -32,8 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = ["RecallPrompt", "recall_model", "recall_prompts", "train"]
 
-CODES, VALUES, ITEMS, FILLER = 16, 16, 16, 64
-BEGIN, ASK = 0, 1  # the first token of a document; of a question
+CODES = 16
+VALUES = 16
+ITEMS = 16
+FILLER = 64
+# the first token of a document; of a question
+BEGIN = 0
+ASK = 1
 _VALUE = 2
 _DEFINITION = _VALUE + VALUES
 _LINK = _DEFINITION + CODES * VALUES
@@ -44,9 +49,13 @@ VOCABULARY = _FILLER + FILLER
 SEED = 20
 BUILD = Path(__file__).resolve().parent.parent / "build"
 _STAGES = ((3, 16, 32), (4, 32, 16), (6, 48, 8))  # documents, tokens of each, prompts of a batch
-_WIDTH, _HEADS, _ROLL = 96, 4, 48
+_WIDTH = 96
+_HEADS = 4
+_ROLL = 48
 _MOST_STEPS = 1500
-_RECENT_STEPS, _GOOD = 30, 0.985  # a stage ends when so many answers of the last steps are right
+# a stage ends when so many answers of the last steps are right
+_RECENT_STEPS = 30
+_GOOD = 0.985
 
 
 class RecallPrompt(NamedTuple):
@@ -93,7 +102,8 @@ def recall_prompts(
 
 def _draw(draw: np.random.Generator, documents: int, tokens: tuple[int, int]) -> _Drawn:
     """Draw documents, each with two definitions and two links at random places."""
-    codes, items = list(draw.permutation(CODES)), list(draw.permutation(ITEMS))
+    codes = list(draw.permutation(CODES))
+    items = list(draw.permutation(ITEMS))
     defined: dict[int, tuple[int, int]] = {}  # code -> value, document
     made: list[list[int]] = []
     links: list[tuple[int, int, bool]] = []
@@ -110,7 +120,8 @@ def _draw(draw: np.random.Generator, documents: int, tokens: tuple[int, int]) ->
                 words[place] = _LINK + item * CODES + code
                 links.append((item, value, where != number))
             elif codes:
-                code, value = int(codes.pop()), int(draw.integers(VALUES))
+                code = int(codes.pop())
+                value = int(draw.integers(VALUES))
                 defined[code] = (value, number)
                 words[place] = _DEFINITION + code * VALUES + value
         made.append(words)
@@ -140,13 +151,15 @@ def train(tell: Callable[[str], None] | None = None) -> LlamaForCausalLM:
     """
     import torch
 
-    threads, began = torch.get_num_threads(), time.process_time()
+    threads = torch.get_num_threads()
+    began = time.process_time()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng():
             torch.manual_seed(SEED)
             model = _untrained()
-            draw, step = np.random.default_rng([1, SEED]), 0
+            draw = np.random.default_rng([1, SEED])
+            step = 0
             optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
             for documents, tokens, prompts in _STAGES:
                 right: list[float] = []
@@ -218,7 +231,9 @@ def _batch(
     """Return tokens, answers after questions, and the values of links at their places; -100 where there is none."""
     import torch
 
-    rows, answers, resolved = [], [], []
+    rows = []
+    answers = []
+    resolved = []
     for _ in range(prompts):
         drawn = _draw(draw, documents, (tokens, tokens))
         flat = [token for words in drawn.documents for token in words]
@@ -245,7 +260,8 @@ def _loss(model: LlamaForCausalLM, batch: tuple[Tensor, Tensor, Tensor]) -> tupl
 
     tokens, answers, resolved = batch
     out = model.model(tokens, output_hidden_states=True, use_cache=False)
-    asked, linked = answers >= 0, resolved >= 0
+    asked = answers >= 0
+    linked = resolved >= 0
     logits = model.lm_head(out.last_hidden_state[asked])
     early = model.lm_head(model.model.norm(out.hidden_states[1][linked]))
     right = (logits.argmax(-1) == answers[asked]).float().mean()

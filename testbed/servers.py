@@ -580,7 +580,8 @@ def _mooncake(program: str) -> str:
     if missing := lacking("mooncake", *LIBRARIES):
         raise skip(missing)
     found = importlib.util.find_spec("mooncake")
-    assert found is not None and found.origin is not None
+    assert found is not None
+    assert found.origin is not None
     return str(Path(found.origin).with_name(program))
 
 

@@ -75,7 +75,8 @@ def _copy_layers(
 
 
 def _copy_to_pages(src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
-    half, to = len(src_ptrs) // 2, _pages(dst_indices, page_size)
+    half = len(src_ptrs) // 2
+    to = _pages(dst_indices, page_size)
     for number, source in enumerate(src_ptrs):
         dst_ptrs[number // half][to, number % half] = _rows(source, page_size)[_pages(src_indices, page_size)]
 

@@ -32,7 +32,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # Processes that a test starts use the same sources as the test, not an installed package.
 _package = importlib.util.find_spec("pagoda")
-assert _package is not None and _package.submodule_search_locations is not None
+assert _package is not None
+assert _package.submodule_search_locations is not None
 SOURCES = str(Path(_package.submodule_search_locations[0]).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     dict.fromkeys(filter(None, [SOURCES, os.environ.get("PYTHONPATH")]))
@@ -46,7 +47,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let each worker begin with its share of the slow tests: one that begins late runs alone at the end."""
     workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
-    slow, others = list[pytest.Item](), list[pytest.Item]()
+    slow = list[pytest.Item]()
+    others = list[pytest.Item]()
     for item in items:
         (others if item.get_closest_marker("slow") is None else slow).append(item)
     items[:] = [

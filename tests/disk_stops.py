@@ -102,7 +102,8 @@ class Stops(NamedTuple):
 @contextlib.contextmanager
 def file_system(work: Path) -> Iterator[Path]:
     """Make and mount a file system; unmount it at the end, whatever happened to it."""
-    image, mount = work / "image", work / "mount"
+    image = work / "image"
+    mount = work / "mount"
     mount.mkdir(exist_ok=True)
     with image.open("wb") as file:
         file.truncate(600 << 20)

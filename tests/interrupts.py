@@ -26,7 +26,9 @@ def interrupts(
     collected at that moment, another one is raised `again_seconds` later. Tests that use it need
     `pytest.mark.timeout(method="thread")`: the other method uses the same timer as this function.
     """
-    chance, before, report = random.Random(seed), signal.getsignal(signal.SIGALRM), sys.unraisablehook
+    chance = random.Random(seed)
+    before = signal.getsignal(signal.SIGALRM)
+    report = sys.unraisablehook
     armed = False
 
     def handler(*_: object) -> None:

@@ -7,9 +7,14 @@ import errno
 import platform
 import struct
 
-_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2
-_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_SECCOMP = 22
+_FILTER = 2
+_LOAD = 0x20
+_JUMP_IF_EQUAL = 0x15
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_ERRNO = 0x00050000
 _NUMBERS = {
     "x86_64": {"fcntl": 72, "fallocate": 285, "preadv": 295, "pwritev": 296, "preadv2": 327, "pwritev2": 328},
     "aarch64": {"fcntl": 25, "fallocate": 47, "preadv": 69, "pwritev": 70, "preadv2": 286, "pwritev2": 287},

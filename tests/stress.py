@@ -70,7 +70,9 @@ class Stress:
     """One run: its processes, and the code that kills and stops them. Not thread-safe."""
 
     def __init__(self, plan: Plan, directory: Path, seed: int, harm_every_seconds: float = 0.15) -> None:
-        self.plan, self.directory, self.random = plan, directory, random.Random(seed)
+        self.plan = plan
+        self.directory = directory
+        self.random = random.Random(seed)
         self.harm_every_seconds = harm_every_seconds
         directory.mkdir(parents=True, exist_ok=True)
         self.plan_path = directory / "plan.json"
@@ -205,7 +207,8 @@ class Stress:
 
     def judge_disk(self) -> None:
         """Check the same for the disk: no leaks, and the right bytes in each served chunk."""
-        tier, payloads = open_disk(self.plan, 60.0), Payloads(self.plan.payload_bytes)
+        tier = open_disk(self.plan, 60.0)
+        payloads = Payloads(self.plan.payload_bytes)
         try:
             admin.reap(tier.ledger)
             admin.check(tier.ledger)
@@ -229,10 +232,8 @@ class Stress:
 
     def judge_bytes(self, ledger: Ledger) -> None:
         """Compare every chunk that is still in the slab."""
-        slab, payloads = (
-            MemorySlab(ledger.slab_path, ledger.slots, ledger.slot_bytes),
-            Payloads(self.plan.payload_bytes),
-        )
+        slab = MemorySlab(ledger.slab_path, ledger.slots, ledger.slot_bytes)
+        payloads = Payloads(self.plan.payload_bytes)
         for row in admin.list_chunks(ledger):
             if differs := payloads.differs(row.key, slab.view(row.slot).copy()):
                 self.summary.violations.append(f"wrong bytes at the end: slot {row.slot}: {differs}")

@@ -56,7 +56,8 @@ class DiskSide:
             self.worker.tally.add(self.worker.row, "disk_saved", int(future.done() and future.result().ok))
 
     def _chunk(self, chain: Chain, position: int, one: Reserved) -> Chunk:
-        slots, generations = np.array([one.slot], np.int64), np.array([one.generation], np.uint64)
+        slots = np.array([one.slot], np.int64)
+        generations = np.array([one.generation], np.uint64)
         ledger = self.worker.ledger
         parent = chain.keys[position - 1] if position else None
         valid = lambda: bool(ledger.still_valid(slots, generations)[0])  # noqa: E731

@@ -49,7 +49,8 @@ from tests.stress_surroundings import Identities, Mounts, SpoiledFiles, WallCloc
 
 CHUNK = 16
 LAYOUTS = [KVLayout.opaque(CHUNK, 8192, "one"), KVLayout.opaque(CHUNK, 12288, "two")]
-HOST_SLOTS, DISK_SLOTS = (32, 64, 96), (64, 128, 256)
+HOST_SLOTS = (32, 64, 96)
+DISK_SLOTS = (64, 128, 256)
 TENANTS = 5000
 OPENINGS = 40  # operations of one cache
 REPORTS = 20  # operations between two reports, after which a process may be killed, or the disk filled
@@ -84,7 +85,9 @@ class Places:
     """The directories of a run."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.host, self.small = root, root / "host", root / "small"
+        self.root = root
+        self.host = root / "host"
+        self.small = root / "small"
         self.disk = self.small / "disk"  # on a separate small disk, if that can be mounted
 
     def config(self, layout: KVLayout, host_slots: int, disk_slots: int) -> Config:
@@ -103,7 +106,8 @@ class Worker:
     """One process. Not thread-safe."""
 
     def __init__(self, root: Path, seed: int) -> None:
-        self.places, self.random = Places(root), random.Random(seed)
+        self.places = Places(root)
+        self.random = random.Random(seed)
         self.counts = Counter[str]()
         self.children: list[tuple[int, int]] = []
         self.armed = False
@@ -276,7 +280,8 @@ class Worker:
 
     def left(self) -> list[str]:
         """Return the present descriptors and mappings of files of the run, and threads of caches."""
-        found, root = [], f"{self.places.root}/"
+        found = []
+        root = f"{self.places.root}/"
         for descriptor in os.listdir("/proc/self/fd"):
             try:
                 path = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -329,7 +334,9 @@ class Running:
         self, root: Path, seed: int, operations: int, heard: queue.SimpleQueue[Running], before: Sequence[str]
     ) -> None:
         """`before`: the words before the command."""
-        self.operations, self.counts, self.leaks = operations, Counter[str](), None
+        self.operations = operations
+        self.counts = Counter[str]()
+        self.leaks = None
         self.heard_at = time.monotonic()
         self.log = root / f"{seed}.log"
         with self.log.open("w") as log:
@@ -364,8 +371,11 @@ class Run:
 
     def __init__(self, root: Path, seed: int, limit_seconds: float) -> None:
         root.mkdir(parents=True, exist_ok=True)
-        self.places, self.outcome, self.random = Places(root), Outcome(), random.Random(seed)
-        self.seed, self.until = seed * 1_000_000, time.monotonic() + limit_seconds
+        self.places = Places(root)
+        self.outcome = Outcome()
+        self.random = random.Random(seed)
+        self.seed = seed * 1_000_000
+        self.until = time.monotonic() + limit_seconds
         self.heard: queue.SimpleQueue[Running] = queue.SimpleQueue()
         self.running: list[Running] = []
         self.groups: list[int] = []

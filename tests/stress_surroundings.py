@@ -27,7 +27,10 @@ class SpoiledFiles:
     """Keep copies of files, and remove files, put older copies back, cut them or change their age."""
 
     def __init__(self, root: Path, host: Path, disk: Path, chance: random.Random) -> None:
-        self._copies, self._host, self._disk, self._random = root / COPIES, host, disk, chance
+        self._copies = root / COPIES
+        self._host = host
+        self._disk = disk
+        self._random = chance
 
     def spoil(self) -> str:
         """Do one of these to a file of a store or of a root; return what was done, "" if there was no file."""
@@ -70,8 +73,10 @@ class WallClock:
     """The wall clock of this process, which somebody sets."""
 
     def __init__(self, chance: random.Random) -> None:
-        self._random, self._offset_seconds = chance, 0.0
-        self._time, self._time_ns = time.time, time.time_ns
+        self._random = chance
+        self._offset_seconds = 0.0
+        self._time = time.time
+        self._time_ns = time.time_ns
 
     def install(self) -> None:
         """Let Python's functions show it."""
@@ -119,7 +124,10 @@ class Mounts:
     """File systems that are mounted over the directories of a run, and made read-only, and all that undone."""
 
     def __init__(self, root: Path, host: Path, disk: Path, small: Path, chance: random.Random) -> None:
-        self._other, self._host, self._disk, self._small = root / "other", host, disk, small
+        self._other = root / "other"
+        self._host = host
+        self._disk = disk
+        self._small = small
         self._random = chance
         self._over: list[Path] = []
         self._is_read_only = False

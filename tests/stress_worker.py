@@ -156,7 +156,9 @@ class Worker:
     """The random steps of one thread. Not thread-safe; the threads of a process share the ledger and the slab."""
 
     def __init__(self, plan: Plan, tally: Tally, row: int, seed: int) -> None:
-        self.plan, self.tally, self.row = plan, tally, row
+        self.plan = plan
+        self.tally = tally
+        self.row = row
         self.stop_row = row - row % ROWS_PER_WORKER
         self.random = random.Random(seed)
         self.payloads = Payloads(plan.payload_bytes)
@@ -228,7 +230,8 @@ class Worker:
     def fill(self, reserved: Sequence[Reserved]) -> None:
         """Write the chunks in pieces, sometimes slowly, so that a reader may see torn ones."""
         for one in reserved:
-            payload, slot = self.payloads.of(one.key), self.slab.view(one.slot)
+            payload = self.payloads.of(one.key)
+            slot = self.slab.view(one.slot)
             pieces = self.random.choice((1, 1, 2, 4))
             step = -(-len(payload) // pieces)
             for begin in range(0, len(payload), step):
@@ -333,7 +336,8 @@ class Worker:
         chain, length = self.pick()
         keys = self.random.sample(chain.keys, k=min(3, length))
         owner = f"owner-{self.row}"
-        ledger, roll = self.ledger, self.random.random()
+        ledger = self.ledger
+        roll = self.random.random()
         if roll < 0.25:
             self.timed("pin", lambda: admin.pin(ledger, keys, owner))
         elif roll < 0.5:
@@ -379,7 +383,10 @@ class Worker:
             self.children[pid] = row
             self.tally.set(row, "pid", pid)
             return pid
-        self.row, self.children, self.held, self.may_fork = row, {}, [], False
+        self.row = row
+        self.children = {}
+        self.held = []
+        self.may_fork = False
         self.tally.set(row, "pid", os.getpid())
         self.random.seed(os.getpid())
         if self.disk:

@@ -27,10 +27,12 @@ def test_the_kernels_id_is_used_and_a_file_in_its_place_is_not(tmp_path: Path) -
 
 def test_a_stand_in_is_the_same_for_all_and_a_copy_of_it_is_not(shm_root: Path) -> None:
     first = stand_in(shm_root / "mine")
-    assert first is not None and first == stand_in(shm_root / "mine")
+    assert first is not None
+    assert first == stand_in(shm_root / "mine")
     shutil.copytree(shm_root / "mine", shm_root / "copy", copy_function=shutil.copy2)
     copied = stand_in(shm_root / "copy")
-    assert copied is not None and copied != first
+    assert copied is not None
+    assert copied != first
     (shm_root / "mine" / ".boot").unlink()  # by a cleaner: then it is another boot
     assert stand_in(shm_root / "mine") not in (None, first, copied)
 
@@ -39,7 +41,8 @@ def test_a_stand_in_is_the_same_for_all_and_a_copy_of_it_is_not(shm_root: Path) 
 def test_a_damaged_stand_in_is_replaced(shm_root: Path, text: str) -> None:
     (shm_root / ".boot").write_text(text)
     found = stand_in(shm_root)
-    assert found is not None and found == stand_in(shm_root)
+    assert found is not None
+    assert found == stand_in(shm_root)
 
 
 def test_a_stand_in_that_outlives_a_reboot_or_is_anothers_does_not_count(
@@ -63,7 +66,8 @@ def test_two_processes_that_begin_together_make_one_stand_in(shm_root: Path) -> 
     command = [sys.executable, "-c", code, str(shm_root / "mine")]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     told = {process.communicate()[0] for process in started}
-    assert len(told) == 1 and None not in told
+    assert len(told) == 1
+    assert None not in told
 
 
 def test_without_any_identity_each_process_is_a_boot_of_its_own(

@@ -54,7 +54,8 @@ def test_where_the_own_group_is_hidden_the_roots_of_both_versions_count(tmp_path
 
 
 def test_groups_of_version_1_count_as_well(tmp_path: Path) -> None:
-    process, box = tmp_path / "cgroup", tmp_path / "memory" / "box"
+    process = tmp_path / "cgroup"
+    box = tmp_path / "memory" / "box"
     process.write_text("7:cpu,cpuacct:/x\n5:memory:/box\n")
     box.mkdir(parents=True)
     (box / "memory.limit_in_bytes").write_text(f"{20 * MIB}\n")

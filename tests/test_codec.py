@@ -38,7 +38,8 @@ def payload_of(nbytes: int, seed: int = 0) -> np.ndarray:
 def test_round_trip(header: Header, seed: int, slack: int) -> None:
     payload = payload_of(header.length + slack, seed)
     page = seal(header, payload)
-    assert page.shape == (HEADER_BYTES,) and page.ctypes.data % 4096 == 0
+    assert page.shape == (HEADER_BYTES,)
+    assert page.ctypes.data % 4096 == 0
     assert parse(page) == header
     assert parse(page.tobytes()) == header
     assert verify(page, payload, header) is None
@@ -90,7 +91,8 @@ def test_swapped_payload_is_detected(header: Header) -> None:
 def test_payload_checksum_covers_the_header() -> None:
     """Two good headers with one payload: the payload's checksum of one does not pass under the other."""
     payload = payload_of(5000)
-    one, two = seal(HEADER, payload), seal(replace(HEADER, slot=4), payload)
+    one = seal(HEADER, payload)
+    two = seal(replace(HEADER, slot=4), payload)
     assert not np.array_equal(one[:400], two[:400])
     differing = np.flatnonzero(one != two)
     assert len(differing) >= 1 + 12 + 6  # the slot, nearly all of the 16 and of the 8 checksum bytes
@@ -100,7 +102,8 @@ def test_unknown_codec_and_missing_bytes_fail() -> None:
     payload = payload_of(5000)
     page = seal(replace(HEADER, codec="later"), payload)
     header = parse(page)
-    assert header is not None and header.codec == "later"
+    assert header is not None
+    assert header.codec == "later"
     assert verify(page, payload, Expected()) is Reason.FAILED_CHECK
     page = seal(HEADER, payload)
     assert verify(page, payload[:4999], Expected()) is Reason.FAILED_CHECK

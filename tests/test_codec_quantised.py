@@ -51,7 +51,8 @@ def numbers_of(words: Bytes, dtype: str) -> npt.NDArray[np.float32]:
 
 def normal(layout: KVLayout, seed: int = 0, scale: float = 1.0) -> Bytes:
     """Return KV whose channels have offsets and sizes of their own."""
-    draw, dtype = np.random.default_rng(seed), layout.planes[0].dtype
+    draw = np.random.default_rng(seed)
+    dtype = layout.planes[0].dtype
     numbers = draw.standard_normal(layout.chunk_bytes // word_bytes(dtype)).astype(np.float32)
     dim = layout.planes[0].dim
     whole = numbers[: numbers.size - numbers.size % dim].reshape(-1, dim)
@@ -94,7 +95,8 @@ def check_bound(name: str, payload: Bytes, layout: KVLayout, back: Bytes) -> Non
                 np.repeat(found(found(together, 3), 1), many, 0)[..., None] for found in (np.min, np.max)
             )
         else:  # K by channel
-            low, high = before.min(1, keepdims=True), before.max(1, keepdims=True)
+            low = before.min(1, keepdims=True)
+            high = before.max(1, keepdims=True)
         level = quantised.levels_of(name, layout.layers, layer, plane)
         step = (high.astype(np.float64) - low) / level * (1 + 2**-7)  # a step has the precision of bfloat16
         error = np.abs(after.astype(np.float64) - before)
@@ -134,7 +136,8 @@ def test_every_shape(
     payload = normal(layout, seed)
     used, stored, back = coded(name, payload, layout)
     if used == "raw":  # too small to become smaller
-        assert stored is payload and np.array_equal(back, payload)
+        assert stored is payload
+        assert np.array_equal(back, payload)
         return
     assert stored.nbytes < payload.nbytes
     check_bound(name, payload, layout, back)
@@ -193,7 +196,9 @@ def test_what_is_not_finite_stays_exact(name: str, dtype: str, odd: float, where
         strange = np.uint16(np.float32(odd).view(np.uint32) >> 16)
     payload.view("<u2" if size == 2 else "<u4")[where] = strange
     used, stored, back = coded(name, payload, layout)
-    assert used == "raw" and stored is payload and np.array_equal(back, payload)
+    assert used == "raw"
+    assert stored is payload
+    assert np.array_equal(back, payload)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -223,7 +228,8 @@ def test_what_a_tier_would_give_back() -> None:
     for name in LOSSY:
         decoded, nbytes = codec.approximated(name, payload, layout)
         _, stored, back = coded(name, payload, layout)
-        assert nbytes == stored.nbytes and np.array_equal(decoded, back)
+        assert nbytes == stored.nbytes
+        assert np.array_equal(decoded, back)
     for name in ("raw", "zstd"):
         assert np.array_equal(codec.approximated(name, payload, layout)[0], payload)
 
@@ -231,7 +237,8 @@ def test_what_a_tier_would_give_back() -> None:
 def test_many_threads_share_nothing() -> None:
     def work(seed: int) -> bool:
         layout = layout_of(DTYPES[seed % 3])
-        payload, name = normal(layout, seed), LOSSY[seed % len(LOSSY)]
+        payload = normal(layout, seed)
+        name = LOSSY[seed % len(LOSSY)]
         check_bound(name, payload, layout, coded(name, payload, layout)[2])
         return True
 
@@ -257,7 +264,8 @@ def test_layouts_that_are_refused_in_one_sentence(layout: KVLayout, why: str) ->
     for name in LOSSY:
         with pytest.raises(ConfigError, match=why) as refusal:
             codec.require_layout(name, layout)
-        assert str(refusal.value).count(". ") == 0 and "use codec=zstd" in str(refusal.value)
+        assert str(refusal.value).count(". ") == 0
+        assert "use codec=zstd" in str(refusal.value)
         with pytest.raises(ValueError, match=why):
             codec.encode(
                 name, np.zeros(layout.chunk_bytes, np.uint8), 2, np.empty(9, np.uint8), layout=layout
@@ -280,7 +288,8 @@ def test_too_little_room_is_raw() -> None:
         need = coded(name, payload, layout)[1].nbytes
         for room in (0, 1, 33, need // 2, need - 1):
             used, stored = codec.encode(name, payload, 2, np.empty(room, np.uint8), layout=layout)
-            assert used == "raw" and stored is payload
+            assert used == "raw"
+            assert stored is payload
         assert codec.encode(name, payload, 2, np.empty(need, np.uint8), layout=layout)[0] == name
 
 
@@ -311,7 +320,8 @@ def test_no_damage_raises_or_reaches_other_memory(name: str, seed: int, count: i
     stored[places] = draw.integers(0, 256, count)
     room = np.full(payload.nbytes + 64, 0xA5, np.uint8)
     codec.decode(name, stored, 2, room[32:-32])
-    assert (room[:32] == 0xA5).all() and (room[-32:] == 0xA5).all()
+    assert (room[:32] == 0xA5).all()
+    assert (room[-32:] == 0xA5).all()
 
 
 @settings(max_examples=200, deadline=None)
@@ -445,7 +455,8 @@ def test_a_version_without_the_format_misses(monkeypatch: pytest.MonkeyPatch) ->
     described, page, stored = sealed("q4", normal(layout), layout)
     monkeypatch.setattr(header, "FORMAT_LOSSY", FORMAT)
     monkeypatch.setattr(header, "CODECS", ("raw", "zstd"))
-    assert codec.parse(page) is None and codec.is_foreign(page)
+    assert codec.parse(page) is None
+    assert codec.is_foreign(page)
     assert codec.verify(page, stored, described) is Reason.FAILED_CHECK
 
 
@@ -455,7 +466,8 @@ def test_a_format_and_a_codec_that_disagree_are_foreign() -> None:
         described, page, stored = sealed(name, normal(layout), layout)
         struct.pack_into("<I", page.data, 8, wrong)
         page[header._OWN] = np.frombuffer(header._own_checksum(page.data), np.uint8)
-        assert codec.parse(page) is None and codec.is_foreign(page)
+        assert codec.parse(page) is None
+        assert codec.is_foreign(page)
         assert codec.restore(page, stored, described, 2, np.empty(layout.chunk_bytes, np.uint8)) is not None
     assert page.nbytes == HEADER_BYTES
 

@@ -38,7 +38,8 @@ def test_the_generated_pages_are_current() -> None:
 )
 def test_the_examples_of_a_public_class_run(module: str) -> None:
     found = doctest.testmod(importlib.import_module(module))
-    assert found.attempted and not found.failed
+    assert found.attempted
+    assert not found.failed
 
 
 def test_the_example_of_coming_from_runs(capsys: pytest.CaptureFixture[str]) -> None:

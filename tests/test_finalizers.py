@@ -28,7 +28,9 @@ class Owner:
 
 
 def test_a_collection_closes_nothing_on_the_thread_that_it_interrupts() -> None:
-    lock, closed, main = threading.Lock(), threading.Event(), threading.current_thread()
+    lock = threading.Lock()
+    closed = threading.Event()
+    main = threading.current_thread()
     by: list[threading.Thread] = []
 
     def close() -> None:
@@ -45,7 +47,8 @@ def test_a_collection_closes_nothing_on_the_thread_that_it_interrupts() -> None:
         del owner
         with lock:  # as anybody may hold one when a collection begins
             gc.collect()
-            assert threading.current_thread() not in by and not closed.is_set()
+            assert threading.current_thread() not in by
+            assert not closed.is_set()
     finally:
         gc.enable()
     assert closed.wait(SECONDS)
@@ -56,7 +59,8 @@ def test_what_is_closed_is_not_closed_again_when_it_is_dropped() -> None:
     owner = Owner()
     close_when_dropped(owner, lambda: closed.append(1)).detach()
     del owner
-    assert close_dropped(SECONDS) and not closed
+    assert close_dropped(SECONDS)
+    assert not closed
 
 
 def test_one_that_fails_keeps_no_other_from_being_closed() -> None:
@@ -92,12 +96,16 @@ for number, owner in enumerate(owners):
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
-    assert run.stdout == "2 MainThread\n1 MainThread\n0 MainThread\nlibraries end\n" and not run.stderr
+    assert run.stdout == "2 MainThread\n1 MainThread\n0 MainThread\nlibraries end\n"
+    assert not run.stderr
 
 
 def test_a_fork_takes_over_what_was_dropped_and_not_yet_closed() -> None:
-    begun, leave, closed = threading.Event(), threading.Event(), threading.Event()
-    first, second = Owner(), Owner()
+    begun = threading.Event()
+    leave = threading.Event()
+    closed = threading.Event()
+    first = Owner()
+    second = Owner()
     close_when_dropped(first, lambda: (begun.set(), leave.wait(SECONDS)))
     close_when_dropped(second, closed.set)
     del first
@@ -115,7 +123,8 @@ def test_a_fork_takes_over_what_was_dropped_and_not_yet_closed() -> None:
 
 def test_no_other_finalizer_does_anything() -> None:
     for path in SOURCE.rglob("*.py"):
-        name, text = str(path.relative_to(SOURCE)), path.read_text()
+        name = str(path.relative_to(SOURCE))
+        text = path.read_text()
         assert "def __del__" not in text, f"{name}: take pagoda.finalizers"
         allowed = RUN_BY_FINALIZERS.get(name)
         found = re.findall(r"weakref\.finalize\(", text)

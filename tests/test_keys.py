@@ -30,7 +30,8 @@ from pagoda.keys import (
 
 CHUNK = 4
 ROOT = Namespace("model").root
-A, B = blake3(b"a picture").digest(), blake3(b"a sound").digest()
+A = blake3(b"a picture").digest()
+B = blake3(b"a sound").digest()
 
 token_lists = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
@@ -193,7 +194,8 @@ def test_two_prompts_share_exactly_the_chunks_that_are_the_same(
         ends = range(CHUNK, len(tokens) + 1, CHUNK)
         return [(tokens[:end], sorted(i for i in items if i.start < end)) for end in ends]
 
-    a, b = chunk_keys(one[0], ROOT, CHUNK, one[1]), chunk_keys(other[0], ROOT, CHUNK, other[1])
+    a = chunk_keys(one[0], ROOT, CHUNK, one[1])
+    b = chunk_keys(other[0], ROOT, CHUNK, other[1])
     for (x, seen_x), (y, seen_y) in zip(
         zip(a, prefixes(*one), strict=True), zip(b, prefixes(*other), strict=True), strict=False
     ):
@@ -202,7 +204,8 @@ def test_two_prompts_share_exactly_the_chunks_that_are_the_same(
 
 def test_only_chunks_from_the_item_on_change() -> None:
     tokens = list(range(16))
-    plain, with_item = chunk_keys(tokens, ROOT, CHUNK), chunk_keys(tokens, ROOT, CHUNK, [Item(5, 6, A)])
+    plain = chunk_keys(tokens, ROOT, CHUNK)
+    with_item = chunk_keys(tokens, ROOT, CHUNK, [Item(5, 6, A)])
     assert plain[0] == with_item[0]
     assert not set(plain[1:]) & set(with_item[1:])
 
@@ -224,7 +227,8 @@ def test_items_that_differ_in_anything_differ(items: list[Item]) -> None:
 
 
 def test_the_order_of_items_does_not_matter_and_a_cut_prompt_keeps_its_keys() -> None:
-    tokens, items = list(range(16)), [Item(2, 14, A), Item(3, 5, B)]
+    tokens = list(range(16))
+    items = [Item(2, 14, A), Item(3, 5, B)]
     whole = chunk_keys(tokens, ROOT, CHUNK, items)
     assert whole == chunk_keys(tokens, ROOT, CHUNK, reversed(items))
     assert whole[:2] == chunk_keys(tokens[:9], ROOT, CHUNK, items)
@@ -299,7 +303,8 @@ def test_a_refused_extension_changes_nothing() -> None:
 def test_derived_keys_depend_on_root_and_digest_and_are_not_token_keys() -> None:
     digests = [A, B, b"x" * 64]
     found = derive_keys(digests, ROOT)
-    assert len(set(found)) == 3 and all(len(key) == 32 for key in found)
+    assert len(set(found)) == 3
+    assert all(len(key) == 32 for key in found)
     assert found[:2] == derive_keys([A, B], ROOT)
     assert not set(found) & set(derive_keys(digests, Namespace("other").root))
     assert blake3(A, key=ROOT).digest() not in found

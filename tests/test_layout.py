@@ -32,11 +32,13 @@ def test_slots_are_rounded_up_to_a_page() -> None:
 
 def test_k_and_v_of_different_shape() -> None:
     layout = KVLayout.dense(3, 2, 192, "float16", chunk_tokens=16, v_head_dim=128)
-    k, v = 2 * 192 * 16 * 2, 2 * 128 * 16 * 2
+    k = 2 * 192 * 16 * 2
+    v = 2 * 128 * 16 * 2
     assert [layout.plane_bytes(p) for p in range(2)] == [k, v]
     assert layout.layer_bytes == k + v
     assert layout.plane_offset(2, 1) == 2 * (k + v) + k
-    assert layout.plane_shape(0) == (2, 16, 192) and layout.plane_shape(1) == (2, 16, 128)
+    assert layout.plane_shape(0) == (2, 16, 192)
+    assert layout.plane_shape(1) == (2, 16, 128)
 
 
 def test_no_v() -> None:
@@ -115,7 +117,8 @@ def test_another_format_is_another_fingerprint(
     other_parts: list[Plane],
     other: TokenOrder,
 ) -> None:
-    one, two = KVLayout.of(layers, parts, 8, order), KVLayout.of(others, other_parts, 8, other)
+    one = KVLayout.of(layers, parts, 8, order)
+    two = KVLayout.of(others, other_parts, 8, other)
     assert (one == two) == (one.fingerprint == two.fingerprint)
 
 
@@ -131,9 +134,11 @@ def test_opaque_fingerprints() -> None:
 
 def test_a_layout_may_name_the_rotary_embedding() -> None:
     """Where K is moved to other positions, other angles are other KV; elsewhere nothing changes."""
-    plain, rotary = KVLayout.dense(2, 2, 64, "float16", chunk_tokens=16), Rotary(1e4, 64, "")
+    plain = KVLayout.dense(2, 2, 64, "float16", chunk_tokens=16)
+    rotary = Rotary(1e4, 64, "")
     named = plain.with_rotary(rotary)
-    assert named.rotary == rotary and plain.rotary is None
+    assert named.rotary == rotary
+    assert plain.rotary is None
     assert replace(named, fingerprint=plain.fingerprint, rotary=None) == plain
     others = [rotary._replace(theta=5e5), rotary._replace(dims=32), rotary._replace(scaling="yarn")]
     assert len({plain.fingerprint, *(plain.with_rotary(one).fingerprint for one in (rotary, *others))}) == 5

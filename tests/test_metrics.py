@@ -56,7 +56,8 @@ def test_counters_have_a_column_each() -> None:
     assert COUNTERS[:2] == ("lookups", "hits")
     assert COUNTERS[15] == "miss_absent"
     for reason in Reason:
-        assert f"miss_{reason}" in COUNTERS and f"drop_{reason}" in COUNTERS
+        assert f"miss_{reason}" in COUNTERS
+        assert f"drop_{reason}" in COUNTERS
     assert set(LOAD_BUCKETS) == set(TIER_KINDS)
     for kind, buckets in LOAD_BUCKETS.items():
         assert [float(edge) for edge in buckets] == [*LOAD_SECONDS, float("inf")]

@@ -83,7 +83,8 @@ def refusal(setting: Setting, place: Path, weights: str = "w1", weights_epoch: i
         setting, weights=weights, weights_epoch=weights_epoch, verdicts=place, unchecked=True
     )
     assert state.checked == "unchecked"
-    assert state.as_stats()["detail"] in {state.detail} and "without a passing verdict" in state.detail
+    assert state.as_stats()["detail"] in {state.detail}
+    assert "without a passing verdict" in state.detail
     return str(raised.value)
 
 
@@ -151,7 +152,8 @@ def test_the_default_place_is_never_in_the_working_directory(
     monkeypatch.chdir(tmp_path)
     for name, value in {"XDG_CONFIG_HOME": "", **variables}.items():
         monkeypatch.setenv(name, value)
-    assert default_directory().is_absolute() and tmp_path not in default_directory().parents
+    assert default_directory().is_absolute()
+    assert tmp_path not in default_directory().parents
 
 
 def test_weights_without_a_name_are_refused(tmp_path: Path) -> None:
@@ -213,7 +215,8 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
 def test_a_failed_setting_is_refused_with_its_reasons(tmp_path: Path) -> None:
     written(tmp_path, result(found=figures(kl=Interval(0.2, 0.1, 0.3))))
     said = refusal(BLEND, tmp_path)
-    assert "was measured and FAILED" in said and "KL divergence is 0.2000 nats" in said
+    assert "was measured and FAILED" in said
+    assert "KL divergence is 0.2000 nats" in said
 
 
 @pytest.mark.parametrize(
@@ -278,7 +281,8 @@ def test_places_that_have_no_verdict(tmp_path: Path) -> None:
     }.items():
         said = refusal(BLEND, tmp_path / place)
         assert f"there is no verdict for the weights w1 in {tmp_path / place}" in said
-        assert ("cannot be read" in said) is bool(why) and why in said
+        assert ("cannot be read" in said) is bool(why)
+        assert why in said
     for place in (tmp_path, tmp_path / "w1.json"):
         assert require_quality(BLEND, weights="w1", verdicts=place, unchecked=True).checked == "unchecked"
     with pytest.raises(ConfigError, match="is not a verdict"):
@@ -361,7 +365,8 @@ def test_bounds_that_are_looser_than_the_usual_ones_are_said(
         "passed loosened bounds: KL at most 0.5 instead of 0.095, same tokens at least 80.0 % instead of 93.0 %, "
         "30 prompts instead of 50, intervals of 90.0 % instead of 95.0 %"
     )
-    assert state.checked == "loosened" and state.detail.startswith(f"{said}; measured: {tmp_path}")
+    assert state.checked == "loosened"
+    assert state.detail.startswith(f"{said}; measured: {tmp_path}")
     (line,) = caplog.messages
     assert line == f"{BLEND} {state.detail}"
     assert result(CODEC, bounds=LOOSE).loosened.startswith("KL at most 0.5 instead of 0.01, ")
@@ -479,7 +484,8 @@ def test_processes_that_write_one_file_at_once_lose_nothing(tmp_path: Path) -> N
         for number in range(3)
     ]  # fmt: skip
     for writer in writers:
-        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
     for writer in writers:
         writer.communicate("\n", timeout=120)
         assert writer.returncode == 0
@@ -512,7 +518,8 @@ def test_a_link_to_a_verdict_stays_one(tmp_path: Path) -> None:
     link = tmp_path / "w1.json"
     link.symlink_to(path)
     written(tmp_path, result())
-    assert link.is_symlink() and len(read_verdict(path).results) == 2
+    assert link.is_symlink()
+    assert len(read_verdict(path).results) == 2
 
 
 @pytest.mark.parametrize("name", ["", "\udcff"])

@@ -36,7 +36,9 @@ def free(condition: Condition) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(300, method="thread")  # the other method has the timer that this test uses
 def test_no_exception_of_a_signal_handler_leaves_a_condition_taken() -> None:
-    condition, event, answers = Condition(), Event(), [Answer[int]()]
+    condition = Condition()
+    event = Event()
+    answers = [Answer[int]()]
 
     def notify() -> None:
         with condition:
@@ -64,7 +66,8 @@ def test_no_exception_of_a_signal_handler_leaves_a_condition_taken() -> None:
 
 @pytest.mark.timeout(300, method="thread")
 def test_nor_does_one_that_ends_a_wait() -> None:
-    condition, pool = Condition(), Pool(2, "interrupted-pool")
+    condition = Condition()
+    pool = Pool(2, "interrupted-pool")
     answers: list[Answer[int]] = [Answer()]
 
     def pause() -> None:
@@ -85,7 +88,8 @@ def test_nor_does_one_that_ends_a_wait() -> None:
         for work in (pause, ask, submit):
             for _ in range(1500):
                 until_interrupted(work)
-    assert free(condition) and not condition._waiters
+    assert free(condition)
+    assert not condition._waiters
     assert all(free(answer._condition) for answer in answers)  # type: ignore[arg-type]
     until = time.monotonic() + 60
     while pool.under_way and time.monotonic() < until:
@@ -100,7 +104,8 @@ def test_nor_does_one_that_ends_a_wait() -> None:
 
 
 def test_a_condition_wakes_one_who_waits_for_each_notice() -> None:
-    condition, woken = Condition(), list[int]()
+    condition = Condition()
+    woken = list[int]()
 
     def sleep(number: int) -> None:
         with condition:
@@ -123,7 +128,8 @@ def test_a_condition_wakes_one_who_waits_for_each_notice() -> None:
 
 
 def test_a_condition_wakes_who_waits() -> None:
-    condition, said = Condition(), []
+    condition = Condition()
+    said = []
 
     def wait() -> None:
         with condition:
@@ -138,14 +144,18 @@ def test_a_condition_wakes_who_waits() -> None:
     thread.join(60)
     assert len(said) == 2
     with condition:
-        assert not condition.wait(0.01) and not condition.wait_for(lambda: False, 0.01)
+        assert not condition.wait(0.01)
+        assert not condition.wait_for(lambda: False, 0.01)
 
 
 def test_an_event_is_one() -> None:
     event = Event()
-    assert not event.is_set() and not event.wait(0.01)
+    assert not event.is_set()
+    assert not event.wait(0.01)
     threading.Timer(0.02, event.set).start()
-    assert event.wait(60) and event.is_set() and event.wait(0)
+    assert event.wait(60)
+    assert event.is_set()
+    assert event.wait(0)
     event.clear()
     assert not event.is_set()
 
@@ -153,11 +163,13 @@ def test_an_event_is_one() -> None:
 def test_an_answer_is_a_future() -> None:
     answer: Future[int] = Answer()
     threading.Timer(0.02, answer.set_result, [7]).start()
-    assert answer.result(60) == 7 and answer.done()
+    assert answer.result(60) == 7
+    assert answer.done()
 
 
 def test_a_wait_for_many_takes_no_longer_than_for_one() -> None:
-    answers, began = [Answer[int]() for _ in range(40)], time.monotonic()
+    answers = [Answer[int]() for _ in range(40)]
+    began = time.monotonic()
     wait(answers, 0.1)
     assert 0.1 <= time.monotonic() - began < 3
 
@@ -200,7 +212,9 @@ def test_calls_one_after_the_other_need_one_thread() -> None:
 @pytest.mark.parametrize("call", [lambda: 3, lambda: len(3)], ids=["result", "error"])  # type: ignore[arg-type]
 def test_who_has_a_result_finds_its_thread_free(call: Callable[[], int]) -> None:
     """A pool that is asked again at once does not grow to its limit."""
-    pool, begin, end = Pool(4, "idle-pool"), threading.Event(), threading.Event()
+    pool = Pool(4, "idle-pool")
+    begin = threading.Event()
+    end = threading.Event()
     first = pool.submit(lambda: (begin.wait(60), call()))
     first.add_done_callback(lambda _: end.wait(60))  # between its result and what its thread does next
     begin.set()
@@ -213,12 +227,15 @@ def test_who_has_a_result_finds_its_thread_free(call: Callable[[], int]) -> None
 
 
 def test_a_pool_that_is_shut_down_takes_no_call_and_wakes_who_waits_for_those_it_cancels() -> None:
-    pool, begun, busy = Pool(1, "shut-pool"), threading.Event(), threading.Event()
+    pool = Pool(1, "shut-pool")
+    begun = threading.Event()
+    busy = threading.Event()
     first = pool.submit(lambda: (begun.set(), busy.wait(60)))
     assert begun.wait(60)
     second = pool.submit(len, "abc")
     pool.shutdown(wait=False, cancel_futures=True)
-    assert second in concurrent.futures.wait([second], 5).done and second.cancelled()
+    assert second in concurrent.futures.wait([second], 5).done
+    assert second.cancelled()
     busy.set()
     assert first.result(60) == (None, True)
     with pytest.raises(RuntimeError, match="after shutdown"):
@@ -226,7 +243,8 @@ def test_a_pool_that_is_shut_down_takes_no_call_and_wakes_who_waits_for_those_it
 
 
 def test_a_pool_that_is_shut_down_cancels_without_its_lock() -> None:
-    pool, busy = Pool(1, "busy-pool"), threading.Event()
+    pool = Pool(1, "busy-pool")
+    busy = threading.Event()
     pool.submit(busy.wait)
     told: list[bool] = []
 

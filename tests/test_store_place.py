@@ -93,7 +93,8 @@ def test_a_place_where_no_store_can_be_is_refused(tmp_path: Path) -> None:
 def test_an_allocated_file_has_its_blocks(shm_root: Path) -> None:
     allocate(shm_root / "file", 5 * 4096)
     status = (shm_root / "file").stat()
-    assert status.st_size == 5 * 4096 <= status.st_blocks * 512 and status.st_mode & 0o777 == 0o600
+    assert status.st_size == 5 * 4096 <= status.st_blocks * 512
+    assert status.st_mode & 0o777 == 0o600
     with pytest.raises(NoRoomError, match="smaller size"):
         allocate(shm_root / "file", 1 << 60)
 

@@ -18,7 +18,8 @@ from pagoda.codec import Expected, Header, seal, verify
 from pagoda.slab import PAGE_BYTES, aligned
 from pagoda.testing import FakeClock, Fault, FaultySlab
 
-SLOTS, SLOT_BYTES = 4, 4 * PAGE_BYTES
+SLOTS = 4
+SLOT_BYTES = 4 * PAGE_BYTES
 HEADER = Header(b"s" * 16, 1, b"n" * 32, 0, b"k" * 32, 0, 3 * PAGE_BYTES, 256, "raw", "f" * 16, 1)
 
 
@@ -51,7 +52,8 @@ def fails_with(number: int, call: Callable[[], object]) -> None:
 
 def test_without_faults_it_is_a_file_slab(slab: FaultySlab) -> None:
     slab.write(1, [filled(PAGE_BYTES, 1), filled(3 * PAGE_BYTES, 2)])
-    header, payload = aligned(PAGE_BYTES), aligned(3 * PAGE_BYTES)
+    header = aligned(PAGE_BYTES)
+    payload = aligned(3 * PAGE_BYTES)
     slab.read(1, [header, payload])
     assert np.array_equal(header, filled(PAGE_BYTES, 1))
     assert np.array_equal(payload, filled(3 * PAGE_BYTES, 2))
@@ -91,7 +93,8 @@ def test_torn_chunk_fails_its_check(slab: FaultySlab) -> None:
     payload = filled(3 * PAGE_BYTES)
     slab.fail_next("write", Fault.TORN)
     fails_with(errno.EIO, lambda: slab.write(1, [seal(HEADER, payload), payload]))
-    page, back = aligned(PAGE_BYTES), aligned(3 * PAGE_BYTES)
+    page = aligned(PAGE_BYTES)
+    back = aligned(3 * PAGE_BYTES)
     slab.read(1, [page, back])
     assert verify(page, back, Expected()) is not None
 

@@ -43,9 +43,11 @@ def test_a_start_that_fails_is_told_and_logged_with_the_remedy(
         for _ in range(3):
             assert not begin(threading.Thread(target=print, name="pagoda-example"))
     (line,) = caplog.records
-    assert "pagoda-example" in line.getMessage() and "ulimit -u" in line.getMessage()
+    assert "pagoda-example" in line.getMessage()
+    assert "ulimit -u" in line.getMessage()
     done = threading.Event()
-    assert begin(threading.Thread(target=done.set)) and done.wait(SECONDS)
+    assert begin(threading.Thread(target=done.set))
+    assert done.wait(SECONDS)
 
 
 def test_work_that_was_refused_never_runs() -> None:
@@ -83,7 +85,8 @@ def test_a_deferred_call_is_done_once_for_all_requests_and_when_it_is_closed() -
         def add(self) -> None:
             self.number += 1
 
-    done, counter = threading.Event(), Counter()
+    done = threading.Event()
+    counter = Counter()
     call = DeferredCall(done.set, "deferred", 0.0)
     with no_threads():
         call.request()
@@ -96,7 +99,9 @@ def test_a_deferred_call_is_done_once_for_all_requests_and_when_it_is_closed() -
         call.request()
     assert not counter.number
     call.close(SECONDS)
-    assert counter.number == 1 and call._thread is not None and not call._thread.is_alive()
+    assert counter.number == 1
+    assert call._thread is not None
+    assert not call._thread.is_alive()
     call.request()  # too late
     call.close(SECONDS)
     assert counter.number == 1
@@ -106,8 +111,10 @@ def test_a_deferred_call_that_runs_at_the_close_is_done_once_more() -> None:
     """What came during the call is not left, and the thread ends."""
 
     class Writer:
-        noted, written = 1, 0
-        inside, may_go_on = threading.Event(), threading.Event()
+        noted = 1
+        written = 0
+        inside = threading.Event()
+        may_go_on = threading.Event()
 
         def write(self) -> None:
             noted = self.noted
@@ -123,7 +130,8 @@ def test_a_deferred_call_that_runs_at_the_close_is_done_once_more() -> None:
     call.request()
     assert not call.close(0.0)
     writer.may_go_on.set()
-    assert call.close(SECONDS) and writer.written == 2
+    assert call.close(SECONDS)
+    assert writer.written == 2
 
 
 def test_a_thread_that_an_exception_kept_from_being_recorded_ends_with_the_call(
@@ -141,14 +149,16 @@ def test_a_thread_that_an_exception_kept_from_being_recorded_ends_with_the_call(
 
 def test_a_pool_goes_on_with_the_threads_that_it_has() -> None:
     with Pool(4, "pool") as pool:
-        held, leave = threading.Event(), threading.Event()
+        held = threading.Event()
+        leave = threading.Event()
         first = pool.submit(lambda: (held.set(), leave.wait(SECONDS)))
         assert held.wait(SECONDS)
         with no_threads():
             second = pool.submit(lambda: 2)
         assert not second.done()
         leave.set()
-        assert second.result(SECONDS) == 2 and first.result(SECONDS)
+        assert second.result(SECONDS) == 2
+        assert first.result(SECONDS)
         assert pool.submit(lambda: 3).result(SECONDS) == 3
 
 
@@ -268,7 +278,8 @@ ended = time.monotonic()
 
 def test_the_child_of_a_fork_has_threads_of_its_own() -> None:
     with Pool(2, "pool") as pool:
-        held, leave = threading.Event(), threading.Event()
+        held = threading.Event()
+        leave = threading.Event()
         pool.submit(lambda: (held.set(), leave.wait(SECONDS)))
         assert held.wait(SECONDS)
         child = os.fork()
@@ -278,12 +289,14 @@ def test_the_child_of_a_fork_has_threads_of_its_own() -> None:
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         under_way = pool.under_way
         leave.set()
-        assert ended == 0 and under_way == 1
+        assert ended == 0
+        assert under_way == 1
 
 
 def test_what_waits_at_the_end_of_a_pool_is_cancelled() -> None:
     pool = Pool(1, "pool")
-    held, leave = threading.Event(), threading.Event()
+    held = threading.Event()
+    leave = threading.Event()
     pool.submit(lambda: (held.set(), leave.wait(SECONDS)))
     assert held.wait(SECONDS)
     waiting: Future[None] = pool.submit(print)
@@ -329,7 +342,8 @@ def test_a_thread_that_ends_before_it_has_begun_is_not_waited_for(
     assert not thread.is_alive()
     assert "pagoda-example: a new thread found no memory" in caplog.text
     done = threading.Event()
-    assert begin(threading.Thread(target=done.set)) and done.wait(SECONDS)
+    assert begin(threading.Thread(target=done.set))
+    assert done.wait(SECONDS)
 
 
 def test_a_thread_that_begins_too_late_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

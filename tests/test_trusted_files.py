@@ -27,7 +27,8 @@ as_root = pytest.mark.skipif(
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home; the working directory is an empty one beside it."""
-    found, work = tmp_path / "home", tmp_path / "work"
+    found = tmp_path / "home"
+    work = tmp_path / "work"
     found.mkdir()
     work.mkdir()
     monkeypatch.chdir(work)
@@ -125,7 +126,8 @@ def test_a_found_file_does_not_hide_the_users_own(home: Path, file: Path) -> Non
     own.write_text("chunk_tokens = 32\nprompt_log = false\nweights_epoch = 3\n")
     config, origins = load()
     assert (config.chunk_tokens, config.prompt_log, config.weights_epoch) == (64, False, 3)
-    assert origins["chunk_tokens"] == f"file {file}" and origins["prompt_log"] == f"file {own}"
+    assert origins["chunk_tokens"] == f"file {file}"
+    assert origins["prompt_log"] == f"file {own}"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,8 @@ def test_a_link_is_followed_as_long_as_it_stays_in_the_directory(file: Path) -> 
     below.mkdir()
     file.rename(below / "dev.toml")
     file.symlink_to("conf/dev.toml")
-    assert isinstance(found := read_found(), BelievedFile) and found.content == b"chunk_tokens = 64\n"
+    assert isinstance(found := read_found(), BelievedFile)
+    assert found.content == b"chunk_tokens = 64\n"
     below.chmod(0o777)
     assert "not yours alone" in str(read_found())
     below.chmod(0o755)
@@ -233,7 +236,8 @@ def test_what_is_no_file_is_not_read_and_never_waited_for(file: Path, kind: str)
     else:
         file.write_bytes(b"#" * 70_000)
     assert isinstance(found := read_found(), Unbelieved)
-    assert load().config.chunk_tokens == 256 and "\n" not in str(found)
+    assert load().config.chunk_tokens == 256
+    assert "\n" not in str(found)
 
 
 def test_a_name_that_a_stranger_chose_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +258,9 @@ def test_a_name_that_a_stranger_chose_is_one_line(tmp_path: Path, monkeypatch: p
 
 def test_what_is_checked_is_what_is_read(file: Path, home: Path) -> None:
     """Another process exchanges the file for a link to one with other content, again and again."""
-    good, evil, over = home / "good", home / "evil", threading.Event()
+    good = home / "good"
+    evil = home / "evil"
+    over = threading.Event()
     evil.write_text("unchecked = true\n")
 
     def exchange() -> None:
@@ -337,4 +343,6 @@ def test_only_a_valid_file_of_that_name_can_be_allowed(file: Path, home: Path) -
     file.write_text('remote = "redis://u:hunter2@h"\n')
     assert "no home" in refused("config", "allow", file, HOME="relative", XDG_CONFIG_HOME="")
     done = done_here("config", "allow", file, **variables)
-    assert done.returncode == 0 and "redis://u:***@h" in done.stdout and "hunter2" not in done.stdout
+    assert done.returncode == 0
+    assert "redis://u:***@h" in done.stdout
+    assert "hunter2" not in done.stdout

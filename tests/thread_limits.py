@@ -16,7 +16,8 @@ _NO_STACK_BYTES = 1 << 46
 @contextmanager
 def no_threads(after: int = 0) -> Iterator[None]:
     """Let all thread starts of this process fail, except the first `after`."""
-    real, left = threading.Thread.start, [after]
+    real = threading.Thread.start
+    left = [after]
 
     def start(thread: threading.Thread) -> None:
         if left[0] > 0:

@@ -39,7 +39,10 @@ class Bench:
 
     def __init__(self, plan: Plan, device: torch.device, device_of: Callable[[int | None], Device], seed: int,
                  shm: Path | None) -> None:  # fmt: skip
-        self.plan, self.device, self.seed, self.shm = plan, device, seed, shm
+        self.plan = plan
+        self.device = device
+        self.seed = seed
+        self.shm = shm
         self.ours = Ours(device_of)
         self.figures: list[Figure] = []
         self.found: dict[str, list[Cell]] = {"crossing": [], "beside": [], "layers": [], "register": []}
@@ -196,7 +199,8 @@ class Bench:
                 room.close()
 
     def _registered(self, room: Room) -> Cell:
-        array, index = room.array, self.device.index or 0
+        array = room.array
+        index = self.device.index or 0
 
         def ours() -> Callable[[], None]:
             pinned = pin(array, index, background=False)
@@ -219,7 +223,8 @@ class Bench:
 
     def _bounce(self) -> None:
         """Measure slots that are not registered, as on a machine that refuses to register memory."""
-        shape, chunks = self.plan.shapes[0], min(8, self.plan.most_chunks)
+        shape = self.plan.shapes[0]
+        chunks = min(8, self.plan.most_chunks)
         stock = self._stock(shape, "pools", chunks)
         with self._room(shape, chunks, registered=False) as room:
             for direction in DIRECTIONS:

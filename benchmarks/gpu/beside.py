@@ -53,7 +53,8 @@ class Mover:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._go, self._stop = threading.Event(), threading.Event()
+        self._go = threading.Event()
+        self._stop = threading.Event()
         self._ends: list[float] = []
         self._began = 0.0
         self._trouble: BaseException | None = None
@@ -136,7 +137,8 @@ def _with(stream: Stream, products: Products, busy: list[float], speeds: list[fl
 
 def turns(stock: Stock, room: Room, chunks: int) -> tuple[Turn, Turn]:
     """Return two turns that share neither blocks nor slots, filled at random."""
-    table, slots = stock.table(2 * chunks), room.slots(stock.layout.slot_bytes)
+    table = stock.table(2 * chunks)
+    slots = room.slots(stock.layout.slot_bytes)
     stock.fill_slots(slots[: 2 * chunks])
     half = len(table) // 2
     return Turn(table[:half], slots[:chunks]), Turn(table[half:], slots[chunks : 2 * chunks])

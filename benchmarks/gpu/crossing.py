@@ -93,7 +93,8 @@ def crossing(place: Field, racers: Sequence[Entrant], ours: Ours) -> dict[str, o
             made, seconds, chunks = _go(place, racer, number)
             if not number:
                 continue
-            lap.chunks, lap.nbytes = chunks, chunks * shape.chunk_bytes
+            lap.chunks = chunks
+            lap.nbytes = chunks * shape.chunk_bytes
             lap.seconds.append(seconds)
             lap.made_seconds.append(made)
             lap.ratio.append(lap.nbytes / seconds / (nbytes / spent.event))

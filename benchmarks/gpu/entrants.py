@@ -69,7 +69,8 @@ class OurWay:
     most_chunks = 1 << 20
 
     def __init__(self, name: str, engine: CopyEngine) -> None:
-        self.name, self._engine = name, engine
+        self.name = name
+        self._engine = engine
 
     def prepare(self, stock: Stock, turn: Turn, direction: Direction) -> Move:
         kv = stock.kv(turn.table, self._engine)
@@ -91,7 +92,8 @@ class TorchSelect:
     def prepare(self, stock: Stock, turn: Turn, direction: Direction) -> Move:
         buffers = torch.empty((2, stock.shape.chunk_bytes), dtype=torch.uint8, device=stock.device)
         parts = [stock.parts(buffer) for buffer in buffers]
-        ids, slots = stock.ids(turn), [stock.host(slot) for slot in turn.slots]
+        ids = stock.ids(turn)
+        slots = [stock.host(slot) for slot in turn.slots]
         settle(stock.device)
 
         def down() -> None:

@@ -67,7 +67,8 @@ def _load(place: Field, turn: Turn, engine: CopyEngine, device: Device, pool: Th
     layer_events = LayerEvents(stock.shape.layers, place.chunks)
     kv = stock.kv(turn.table, engine, layer_events)
     copy = torch.empty((place.chunks, stock.shape.chunk_bytes), dtype=torch.uint8, device=stock.device)
-    ids, parts = stock.ids(turn), [stock.parts(room)[: stock.shape.planes] for room in copy]
+    ids = stock.ids(turn)
+    parts = [stock.parts(room)[: stock.shape.planes] for room in copy]
     settle(stock.device)
     began = time.perf_counter()
     running = pool.submit(kv.from_slots, turn.starts(stock.shape.chunk_tokens), turn.slots)

@@ -86,7 +86,10 @@ class Stock:
     """
 
     def __init__(self, shape: Shape, form: Form, blocks: int, device: torch.device, seed: int) -> None:
-        self.shape, self.form, self.device, self.blocks = shape, form, device, blocks
+        self.shape = shape
+        self.form = form
+        self.device = device
+        self.blocks = blocks
         self._seen: dict[CopyEngine, DevicePagesKV] = {}
         self._random = np.random.default_rng(seed)
         self._generator = torch.Generator(device).manual_seed(seed)

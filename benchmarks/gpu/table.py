@@ -49,7 +49,8 @@ def tables(found: Json) -> str:
 
 
 def _heading(found: Json) -> str:
-    gpu, plan = _mapping(found["gpu"]), found["plan"]
+    gpu = _mapping(found["gpu"])
+    plan = found["plan"]
     said = [] if plan == "full" else [f"{plan} run"]
     if found.get("parts"):
         said.append(f"only {', '.join(str(each) for each in _sequence(found['parts']))}")
@@ -59,7 +60,8 @@ def _heading(found: Json) -> str:
 
 
 def _machine(found: Json) -> str:
-    gpu, host = _mapping(found["gpu"]), _mapping(found["machine"])
+    gpu = _mapping(found["gpu"])
+    host = _mapping(found["machine"])
     link = " x".join(
         str(gpu[key]) for key in ("pcie_link_gen_current", "pcie_link_width_current") if key in gpu
     )
@@ -110,7 +112,8 @@ def _crossing(found: Json) -> str:
     for each in _cells(found, "crossing"):
         key = f"{each['direction']}_{each['shape']}_{each['form']}_{each['chunks']}"
         laps = _mapping(each["entrants"])
-        ours, registered = _mapping(laps["chosen"]), each["registered"]
+        ours = _mapping(laps["chosen"])
+        registered = each["registered"]
         memory = f"{FORMS[str(each['form'])]}, runs of {_bytes(_number(each['run_bytes']))}"
         lines.append((
             str(each["shape"]),
@@ -213,7 +216,8 @@ def _goal(found: Json, key: str) -> str:
     goal = _mapping(found["targets"]).get(key)
     if goal is None:
         return ""
-    wanted, ok = _number(_mapping(goal)["target"]), _mapping(goal)["ok"]
+    wanted = _number(_mapping(goal)["target"])
+    ok = _mapping(goal)["ok"]
     sign = ">=" if key.startswith(("down", "up")) else "<"
     return f"{sign} {wanted:.2f} {'ok' if ok else '**miss**'}"
 

@@ -39,9 +39,11 @@ def main() -> int:
 
         return run(args)
     except KeyboardInterrupt:
-        trouble, code = "interrupted", 130
+        trouble = "interrupted"
+        code = 130
     except (ValueError, OSError, PagodaError) as error:
-        trouble, code = " ".join(str(error).split()), 2
+        trouble = " ".join(str(error).split())
+        code = 2
     print(f"paged_engine: {trouble}", file=sys.stderr)
     return code
 

@@ -102,12 +102,15 @@ Group: TypeAlias = tuple[int, int, torch.Tensor, torch.Tensor]
 
 def batch_of(parts: Sequence[Part], pool: KVPool) -> Batch:
     """Return the batch of `parts`, which must be sorted by their number of tokens. Changes nothing."""
-    size, tensor = pool.block_tokens, partial(torch.as_tensor, device=pool.kv.device)
+    size = pool.block_tokens
+    tensor = partial(torch.as_tensor, device=pool.kv.device)
     lengths = [len(part.tokens) for part in parts]
     positions = [np.asarray(part.positions) for part in parts]
     origins = np.array([part.origin for part in parts])
     blocks = [np.asarray(part.table)[at // size] for part, at in zip(parts, positions, strict=True)]
-    groups, begin, first = [], 0, 0
+    groups = []
+    begin = 0
+    first = 0
     for new, members in groupby(lengths):
         count = len(list(members))
         at = np.stack(positions[first : first + count])  # [sequences, new]
@@ -115,10 +118,12 @@ def batch_of(parts: Sequence[Part], pool: KVPool) -> Batch:
         tables = np.zeros((count, longest), np.int64)
         for row, part in zip(tables, parts[first : first + count], strict=True):
             row[: len(part.table)] = part.table[:longest]
-        places, first_seen = np.arange(longest * size), origins[first : first + count, None, None, None]
+        places = np.arange(longest * size)
+        first_seen = origins[first : first + count, None, None, None]
         mask = (first_seen <= places) & (places <= at[:, None, :, None])
         groups.append((begin, new, tensor(tables), tensor(mask)))
-        begin, first = begin + count * new, first + count
+        begin = begin + count * new
+        first = first + count
     flat = np.concatenate(positions)
     ids = np.array([token for part in parts for token in part.tokens])
     where = (np.concatenate(blocks), flat % size, np.cumsum(lengths) - 1)

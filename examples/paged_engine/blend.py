@@ -71,7 +71,9 @@ class Documents:
 
     def __init__(self, model: PreTrainedModel, paged: PreTrainedModel, pool: KVPool, prompts: Cache) -> None:
         """Open the cache of documents beside that of prompts. Raises ValueError if K of the model cannot be moved."""
-        self._paged, self._pool, self._prompts = paged, pool, prompts
+        self._paged = paged
+        self._pool = pool
+        self._prompts = prompts
         self._rotary = rotary_of(model, prompts.layout)
         self.gate = BlendGate(prompts)
         self.cache = open_documents(prompts, self._rotary.rotary)
@@ -87,10 +89,13 @@ class Documents:
         if seq.tokens:
             raise ValueError(f"request {seq.id!r}: give tokens, or documents and a question")
         _, *documents, _ = pieces = as_documents(seq.documents, seq.question)
-        policy, starts = policy_named(seq.policy), starts_of(pieces)
+        policy = policy_named(seq.policy)
+        starts = starts_of(pieces)
         compared_layer(policy, seq.recompute, starts, self.cache.layout.layers)
         seq.quality = self._quality(seq)
-        seq.tokens, seq.starts, seq.policy = np.concatenate(pieces).tolist(), starts, policy
+        seq.tokens = np.concatenate(pieces).tolist()
+        seq.starts = starts
+        seq.policy = policy
         seq.chains = [Document.of(document, self._pool.block_tokens) for document in documents]
 
     def _quality(self, seq: Request) -> QualityState:
@@ -103,7 +108,8 @@ class Documents:
     def load(self, seq: Request) -> list[Load]:
         """Begin to load the documents after the first. Blocks are not touched: the request may lose its own."""
         heads, dim, _ = self.cache.layout.planes[0]
-        loads, weights = [], self.cache.present_namespace()
+        loads = []
+        weights = self.cache.present_namespace()
         for one in seq.chains:
             shape = (self.cache.layout.layers, 2, heads, len(one.tokens), dim)
             kv = torch.empty(shape, dtype=self._pool.kv.dtype, device=self._pool.kv.device)
@@ -122,7 +128,8 @@ class Documents:
         yield Span(range(from_prompts, seq.starts[1]))  # the first document: no KV in it is approximate
         for start, load in zip(seq.starts[1:], seq.loads, strict=False):
             hit = load.document.without_padding(load.hit.result())
-            known, stop = start + hit.num_tokens, start + load.document.num_tokens
+            known = start + hit.num_tokens
+            stop = start + load.document.num_tokens
             self._pool.write(seq.table, range(start, known), load.kv[..., : hit.num_tokens, :])
             if known < stop:
                 yield Span(range(known, stop), origin=start)
@@ -133,7 +140,8 @@ class Documents:
             self._pool.write(seq.table, range(start, stop), kv)
             if not seq.output:  # else it was preempted, and counted before
                 seq.hits = dict(Counter(seq.hits) + Counter(hit.by_tier))
-        layers, look = self.cache.layout.layers, partial(self._deviation, seq)
+        layers = self.cache.layout.layers
+        look = partial(self._deviation, seq)
         chosen = choose_positions(seq.policy, seq.recompute, seq.starts, layers, look)
         is_exact = not (from_prompts and self._prompts.namespace.approximate)  # a tier may have a lossy codec
         masks = TokenMasks.of(seq.starts, seq.prompt_tokens, chosen, is_exact)
@@ -148,7 +156,8 @@ class Documents:
         """Store a document as it is alone, padded, in the background."""
         load.kv.zero_()
         load.kv[..., : load.document.num_tokens, :] = kv
-        document, transfer = load.document, self._transfer(load.kv)
+        document = load.document
+        transfer = self._transfer(load.kv)
         store = self.cache.store_future(document.tokens, transfer, items=document.items, salt=salt)
         self.stores.add(store)
         store.add_done_callback(self.stores.discard)

@@ -107,11 +107,14 @@ class Engine:
         self.waiting: list[Sequence] = []  # both in the order of arrival
         self.running: list[Sequence] = []
         self.prompt_tokens_computed = 0
-        self._plain, self._model, self._cache = model, paged_model(model), cache
+        self._plain = model
+        self._model = paged_model(model)
+        self._cache = cache
         self._documents: Documents | None = None  # made for the first request that has some
         self._slots = cache.slots if cache is not None else None
         self._step_tokens = step_tokens or 1 << 30
-        self._most_running, self._patience_seconds = most_running, patience_seconds
+        self._most_running = most_running
+        self._patience_seconds = patience_seconds
         ends = model.generation_config.eos_token_id
         self._ends = {ends} if isinstance(ends, int) else set(ends or ())
         self._copier = ThreadPoolExecutor(1, "copier")
@@ -135,7 +138,9 @@ class Engine:
         """Take a request, and prefetch its stored chunks. Raises ValueError if it cannot fit, or not be blended."""
         if seq.documents is not None:
             self.documents.prepare(seq)
-        old, new, room = len(seq.tokens), seq.max_new_tokens, self.manager.total * self.pool.block_tokens
+        old = len(seq.tokens)
+        new = seq.max_new_tokens
+        room = self.manager.total * self.pool.block_tokens
         if old < 1 or new < 1 or old + new > room:
             raise ValueError(f"request {seq.id!r}: {old} + {new} tokens; at least 1 + 1, at most {room}")
         exact_tokens = seq.starts[1] if seq.documents is not None else None
@@ -144,7 +149,8 @@ class Engine:
         seq.prefetches = [prefix] if prefix is not None else []
         if seq.documents is not None:
             seq.prefetches += self.documents.prefetch(seq)
-        seq.arrived, seq.prompt_tokens = time.monotonic(), old
+        seq.arrived = time.monotonic()
+        seq.prompt_tokens = old
         self.waiting.append(seq)
 
     def abort(self, seq: Sequence) -> None:
@@ -197,7 +203,9 @@ class Engine:
             if not isinstance(answer, Admitted):
                 return  # until a request finishes
             self._move(answer.plan)
-            seq.table, seq.computed, seq.loading = answer.table, answer.computed_tokens, bool(answer.waits)
+            seq.table = answer.table
+            seq.computed = answer.computed_tokens
+            seq.loading = bool(answer.waits)
             seq.hits = answer.by_tier if not seq.output else seq.hits
             seq.loads = self.documents.load(seq) if seq.documents is not None else []
             self.waiting.remove(seq)
@@ -205,7 +213,8 @@ class Engine:
 
     def _schedule(self) -> list[tuple[Sequence, Part]]:
         """Choose which tokens each request computes in this step: those that decode, then prompts, oldest first."""
-        work, budget = [], self._step_tokens
+        work = []
+        budget = self._step_tokens
         for seq in sorted(self.running, key=lambda seq: seq.left > 1):
             if budget and seq in self.running and self._has_loaded(seq) and self._has_room(seq):
                 positions = seq.todo.positions[:budget]
@@ -251,8 +260,13 @@ class Engine:
 
     def _back_to_waiting(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        seq.table, seq.computed, seq.loading = [], 0, False
-        seq.loads, seq.spans, seq.span = [], None, None  # what was blended is lost with its blocks
+        seq.table = []
+        seq.computed = 0
+        seq.loading = False
+        # what was blended is lost with its blocks
+        seq.loads = []
+        seq.spans = None
+        seq.span = None
         insort(self.waiting, seq, key=attrgetter("arrived"))
 
     def _advance(self, seq: Sequence, part: Part, token: int) -> bool:

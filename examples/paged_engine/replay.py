@@ -39,7 +39,8 @@ FIELDS = {
 
 def made_up(vocabulary: int) -> list[Sequence]:
     """Return 8 conversations of 3 turns about two documents."""
-    dice, made = random.Random(0), []
+    dice = random.Random(0)
+    made = []
     documents = [[dice.randrange(vocabulary) for _ in range(192)] for _ in range(2)]
     for turn in range(3):
         for talk in range(8):
@@ -120,7 +121,9 @@ def tiers(args: argparse.Namespace, space: Namespace, layout: KVLayout, opened: 
 
 def replay(engine: Engine, requests: list[Sequence]) -> list[Sequence]:
     """Send each request at its time and step until all have finished."""
-    began, pending, done = time.monotonic(), list(requests), dict[str, Sequence]()
+    began = time.monotonic()
+    pending = list(requests)
+    done = dict[str, Sequence]()
     while pending or engine.busy:
         now = time.monotonic() - began
         for seq in [seq for seq in pending if seq.arrival_seconds <= now and seq.after in (None, *done)]:

@@ -35,9 +35,11 @@ def main() -> int:
             story = Story(machines, (lambda _: None) if args.json else show)
             story.tell()
     except KeyboardInterrupt:
-        trouble, code = "interrupted", 130
+        trouble = "interrupted"
+        code = 130
     except (NotPermittedError, MachineError) as error:
-        trouble, code = str(error), 2
+        trouble = str(error)
+        code = 2
     else:
         return judged(story, args)
     print(f"two_machines: {trouble}", file=sys.stderr)

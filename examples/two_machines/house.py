@@ -33,7 +33,9 @@ class Machine:
     """A process of `machine.py` in a separate namespace. Not thread-safe."""
 
     def __init__(self, name: str, place: Place, cable: Cable, options: dict[str, object], log: Path) -> None:
-        self.name, self.cable, self._log = name, cable, log
+        self.name = name
+        self.cable = cable
+        self._log = log
         command = [sys.executable, "-m", "examples.two_machines.machine", json.dumps(options)]
         # a store that only these machines can reach must not be entered in the user's register of tiers
         env = {**os.environ, "XDG_STATE_HOME": str(log.parent)}
@@ -56,7 +58,8 @@ class Machine:
         return self._answer(seconds)
 
     def _answer(self, seconds: float) -> dict[str, object]:
-        out, until = self._process.stdout.fileno(), time.monotonic() + seconds
+        out = self._process.stdout.fileno()
+        until = time.monotonic() + seconds
         waiting = select.poll()
         waiting.register(out, select.POLLIN)
         while b"\n" not in self._rest:

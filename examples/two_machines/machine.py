@@ -48,7 +48,8 @@ class Engine:
         ids = torch.tensor([tokens])
         out = self._cached.generate(ids, max_new_tokens=new, do_sample=False)
         seconds = time.perf_counter() - began
-        found, answer = self._cached.last, out[0, len(tokens) :].tolist()
+        found = self._cached.last
+        answer = out[0, len(tokens) :].tolist()
         assert found is not None
         return {
             **plain(found.hit),

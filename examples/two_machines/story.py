@@ -41,7 +41,8 @@ class Story:
     """The turns, in order. `told` is called with each turn and each event when it has ended."""
 
     def __init__(self, house: House, told: Callable[[Turn | str], object]) -> None:
-        self._house, self._told = house, told
+        self._house = house
+        self._told = told
         self._text = documents()[0].encode()
         self.turns: list[Turn] = []
         self.wrong: list[str] = []  # of no single turn
@@ -76,7 +77,8 @@ class Story:
     def _mended(self) -> None:
         a, b = self._house
         b.cable.mend()
-        began, found = time.monotonic(), False
+        began = time.monotonic()
+        found = False
         while not found and time.monotonic() < began + OUTAGE_SECONDS:
             found = "redis" in b.say(look=self._prompt(3))["by_tier"]
             time.sleep(0.05)

@@ -74,9 +74,11 @@ def _groups(root: Path, process: Path) -> Iterator[tuple[Path, _GroupFiles]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            base, files = root, _VERSION_2
+            base = root
+            files = _VERSION_2
         elif "memory" in controllers.split(","):
-            base, files = root / "memory", _VERSION_1
+            base = root / "memory"
+            files = _VERSION_1
         else:
             continue
         inside = Path(path.lstrip("/"))

@@ -16,7 +16,8 @@ from struct import Struct
 
 from pagoda.errors import NoRoomError
 
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_KEEP_SIZE = 1
+_PUNCH_HOLE = 2
 _NO_SUCH_CALL = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL)
 _LARGEST_BLOCK_BYTES = 4096
 # of ioctl: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL

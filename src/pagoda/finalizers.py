@@ -124,10 +124,12 @@ def _at_exit() -> None:
 def _renew_in_child() -> None:
     """Copy the queue in a forked child: the parent's thread may hold the lock of the old one."""
     global _dropped, _starting, _thread
-    left, _dropped = _dropped, queue.SimpleQueue()
+    left = _dropped
+    _dropped = queue.SimpleQueue()
     while not left.empty():
         _dropped.put(left.get_nowait())
-    _starting, _thread = threading.RLock(), None
+    _starting = threading.RLock()
+    _thread = None
 
 
 os.register_at_fork(after_in_child=_renew_in_child)

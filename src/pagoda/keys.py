@@ -181,7 +181,8 @@ class KeyChain:
         Raises ValueError, and changes nothing, for bad ids or items, or for an item in a chunk that is already hashed.
         """
         ids = as_token_ids(tokens)
-        first, hashed = len(self._keys), len(self._keys) * self.chunk_tokens
+        first = len(self._keys)
+        hashed = len(self._keys) * self.chunk_tokens
         new = _checked(items, hashed, self.num_tokens + len(ids))
         pending = np.concatenate((self._tail, ids)) if len(self._tail) else ids
         count = len(pending) // self.chunk_tokens

@@ -40,7 +40,8 @@ DEFAULT_BOUNDS = {
     "codec": Bounds(kl=0.01, top1=0.99, answers=0.99, prompts=50),
 }
 LOOSEST = Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=4)  # even if none of 3 prompts fails, all others may
-_CONFIDENCE, _LEAST_CONFIDENCE = 0.95, 0.5
+_CONFIDENCE = 0.95
+_LEAST_CONFIDENCE = 0.5
 
 
 class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,8 +128,11 @@ def is_surely_noticed(control: Figures, bounds: Bounds) -> bool:
 
 def _broken(figures: Figures, bounds: Bounds, confidence: float) -> list[str]:
     """Return which figures break their bounds. A figure that is not a number breaks any bound."""
-    found, sure = [], f"the {confidence * 100:g} % interval"
-    kl, top1, answers = figures.kl, figures.top1, figures.answers
+    found = []
+    sure = f"the {confidence * 100:g} % interval"
+    kl = figures.kl
+    top1 = figures.top1
+    answers = figures.answers
     if not kl.high <= bounds.kl:
         found.append(
             f"the KL divergence is {kl.value:.4f} nats a token, and {sure} reaches {kl.high:.4f}: "

@@ -211,7 +211,8 @@ def require_quality(
 def _remedy(setting: Setting, name: str, adapters: str) -> str:
     if not name:
         return "name them (Namespace.weights)"
-    command, named = f"pagoda quality MODEL PROMPTS.jsonl {setting.flag}", f"--weights {shlex.quote(name)}"
+    command = f"pagoda quality MODEL PROMPTS.jsonl {setting.flag}"
+    named = f"--weights {shlex.quote(name)}"
     if adapters:
         return f"run: {command} {named}, where MODEL has the adapter merged into it"
     return f"run: {command} (with {named} if the engine is not Transformers)"
@@ -285,7 +286,8 @@ def _content(path: str | Path) -> bytes:
 
 def _looked_up(setting: Setting, name: str, place: Path) -> _Passed | _Refusal:
     """Return the file with a passing result, if no other file has a failed one; else the most informative refusal."""
-    passed, worst = None, _Refusal(0, f"there is no verdict for the weights {name} in {place}")
+    passed = None
+    worst = _Refusal(0, f"there is no verdict for the weights {name} in {place}")
     try:
         for path, is_asked in _candidates(place, name):
             answer = _judged(setting, name, path, is_asked)

@@ -38,7 +38,9 @@ _log = guarded_logger("pagoda")
 _lines = RateLimitedLog()
 _ATTEMPTS = 10_000
 _START_SECONDS = 1.0  # a new thread needs less than a millisecond for its first step
-_FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.005, 0.05  # how often it is seen whether a thread has ended
+# how often it is seen whether a thread has ended
+_FIRST_LOOK_SECONDS = 0.005
+_LAST_LOOK_SECONDS = 0.05
 _NO_MEMORY = (
     "a new thread found no memory for its first step: raise the container's memory limit or `ulimit -v`"
 )
@@ -99,7 +101,8 @@ class Condition(_RLock):  # type: ignore[misc]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait, without the lock, until notified; False after `timeout` seconds. Called with the lock."""
-        waiter, woken = threading.Lock(), False
+        waiter = threading.Lock()
+        woken = False
         held: list[object] = []
         waiter.acquire()
         try:
@@ -301,12 +304,14 @@ class DeferredCall:
     def __init__(self, call: Callable[[], object], name: str, pause_seconds: float) -> None:
         """`call`, a method that never raises, begins `pause_seconds` after the first request that it serves."""
         self._call = weakref.WeakMethod(call)  # weak, since its object may refer to this one
-        self._name, self._pause_seconds = name, pause_seconds
+        self._name = name
+        self._pause_seconds = pause_seconds
         self.reset()
 
     def reset(self) -> None:
         """Begin without requests and without a thread; requests before a fork are left to the parent."""
-        self._requested, self._ending = Event(), Event()
+        self._requested = Event()
+        self._ending = Event()
         self._thread: Thread | None = None
 
     def request(self) -> None:
@@ -384,7 +389,9 @@ class Pool(Executor):
 
         `exit_seconds`: how long the end of the interpreter waits for submitted calls.
         """
-        self._most, self._name, self.exit_seconds = most, name, exit_seconds
+        self._most = most
+        self._name = name
+        self.exit_seconds = exit_seconds
         self._renew()
         _pools.add(self)
         # registered again, so that it runs before older hooks, which may belong to libraries that calls use

@@ -110,8 +110,11 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     done = run("tests/benchmarks/tiny_gpu.py", "--json", "--seed", "7", "--record", str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert not found["errors"] and not found["left_out"] and found["seed"] == 7
-    shapes, ways = {"8b", "mla"}, {"chosen", "direct", "staged", "runs"}
+    assert not found["errors"]
+    assert not found["left_out"]
+    assert found["seed"] == 7
+    shapes = {"8b", "mla"}
+    ways = {"chosen", "direct", "staged", "runs"}
     raced = [each for each in found["crossing"] if "per block" in each["entrants"]]
     assert len(raced) == len(shapes) * len(FORMS) * len(TINY.chunks) * len(DIRECTIONS)
     assert {each["shape"] for each in raced} == shapes
@@ -130,7 +133,8 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
 def test_only_takes_parts_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert transfer.main(["--device", "cpu", "--tiny", "--only", "beside,wings"]) == 2
     said = capsys.readouterr().err
-    assert "not wings" in said and "cross_8b" in said
+    assert "not wings" in said
+    assert "cross_8b" in said
 
 
 def test_when_time_is_over_the_rest_is_named() -> None:
@@ -197,7 +201,8 @@ def test_a_copy_that_is_not_bit_for_bit_is_not_measured(
 def test_all_entrants_move_the_same_bytes(form: Form, shape: int) -> None:
     """Slots are [layer][plane][block], blocks are where the table says: computed here with numpy, apart from all."""
     place, ours = field(form, "down", shape)
-    stock, turn = place.stock, place.turn(1, 2)
+    stock = place.stock
+    turn = place.turn(1, 2)
     count = stock.shape.blocks_a_chunk
     planes = [plane.numpy().view(np.uint8) for plane in stock.planes]
     wanted = [
@@ -221,9 +226,11 @@ def test_all_entrants_move_the_same_bytes(form: Form, shape: int) -> None:
 
 def test_tables_are_random_and_name_no_block_twice() -> None:
     stock = Stock(TINY.shapes[0], "blocks", 32, CPU, 3)
-    first, second = stock.table(8), stock.table(8)
+    first = stock.table(8)
+    second = stock.table(8)
     assert len(set(first.tolist())) == len(first) == 8 * stock.shape.blocks_a_chunk
-    assert (first != second).any() and (np.diff(first) != 1).any()
+    assert (first != second).any()
+    assert (np.diff(first) != 1).any()
 
 
 def test_what_nvidia_smi_says_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +241,8 @@ def test_what_nvidia_smi_says_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     program.chmod(0o700)
     found = limits_cuda._smi("1b-2c")
-    assert found["driver_version"] == "580.1" and found["mig_mode_current"] == "Disabled"
+    assert found["driver_version"] == "580.1"
+    assert found["mig_mode_current"] == "Disabled"
     assert (found["pcie_link_gen_current"], found["pcie_link_width_current"]) == ("5", "16")
     for bad in ("exit 9", "echo '[N/A]'", "true"):
         program.write_text(f"#!/bin/sh\n{bad}\n")
@@ -274,7 +282,8 @@ def test_a_table_says_what_the_json_says() -> None:
     assert "| a bounce buffer |  |  |  | 10.00 |" in text
     assert "- `up_8b_pools_8`: 0.500 (half of it)" in text
     assert "- up 70b: time" in text
-    assert "### Failed" not in text and "### Layer by layer" not in text
+    assert "### Failed" not in text
+    assert "### Layer by layer" not in text
 
 
 def test_a_heading_says_what_kind_of_run_it_was() -> None:

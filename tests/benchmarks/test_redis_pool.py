@@ -14,7 +14,9 @@ from testbed.servers import lacking
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "redis_pool.py"
 SOURCES = Path(__file__).parents[2] / "src"
-CONVERSATIONS, TURNS, CHUNKS = 6, 4, 3
+CONVERSATIONS = 6
+TURNS = 4
+CHUNKS = 3
 LACKS_REDIS = lacking("redis-server")
 
 

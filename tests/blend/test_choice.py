@@ -23,7 +23,8 @@ LAYERS = 3
 
 def moved(layer: int, candidates: range) -> np.ndarray:
     """K of the last tokens of each document moved most, that of the short one even more."""
-    assert layer == 1 and candidates == LATER
+    assert layer == 1
+    assert candidates == LATER
     return np.array([100.0, 100, 100, *range(10), *range(10)], np.float32)
 
 
@@ -78,7 +79,8 @@ def test_masks_of_each_token() -> None:
     for options, exact in (({}, 6), ({"first_is_exact": False}, 0)):
         masks = TokenMasks.of(STARTS, 30, np.array([5, 8, 9, 18]), **options)
         assert (np.sum(masks, axis=0) == 1).all()
-        assert masks.exact.sum() == exact and masks.exact[:exact].all()
+        assert masks.exact.sum() == exact
+        assert masks.exact[:exact].all()
         assert np.flatnonzero(masks.recomputed).tolist() == [
             *([5] if not exact else []), 8, 9, 18, 28, 29,
         ]  # fmt: skip
@@ -95,7 +97,9 @@ def test_masks_of_each_token() -> None:
 )
 def test_padding_is_no_hit(tokens: int, by_tier: dict[str, int], own: dict[str, int]) -> None:
     document = Document.of(list(range(1, 11)), 8)
-    assert document.tokens.tolist() == [*range(1, 11), *[0] * 6] and document.num_tokens == 10
+    assert document.tokens.tolist() == [*range(1, 11), *[0] * 6]
+    assert document.num_tokens == 10
     hit = document.without_padding(Hit(tokens, by_tier, np.arange(16) < tokens, None))
-    assert hit.by_tier == own and hit.num_tokens == sum(own.values()) == hit.mask.sum()
+    assert hit.by_tier == own
+    assert hit.num_tokens == sum(own.values()) == hit.mask.sum()
     assert len(hit.mask) == 10

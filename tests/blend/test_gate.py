@@ -21,7 +21,9 @@ def test_each_setting_is_named_once_with_the_adapters_and_for_the_present_weight
     with Cache(
         layout=LAYOUT, namespace=named, chunk_tokens=16, host_size="1MiB", host_shared=False, quality_verdicts=tmp_path,
     ) as cache:  # fmt: skip
-        gate, setting, everything = BlendGate(cache), blend_setting(), blend_setting(recompute=1.0)
+        gate = BlendGate(cache)
+        setting = blend_setting()
+        everything = blend_setting(recompute=1.0)
         for adapters in (None, "style", "another"):
             assert gate.state_of(setting, True, adapters).checked == "unchecked"
             with pytest.raises(ConfigError, match="pagoda quality"):

@@ -108,7 +108,8 @@ class Engine:
 
     def copy(self, plan: Plan, rank: int | None = None) -> None:
         """Do the copies of a plan; every rank has its share of the bytes."""
-        assert self.cache is not None and self.cache.slots is not None
+        assert self.cache is not None
+        assert self.cache.slots is not None
         share = LAYOUT.chunk_bytes // self.ranks
         mine = slice(None) if rank is None else slice(rank * share, (rank + 1) * share)
         for block, slot, _ in plan.copies:
@@ -150,7 +151,8 @@ class Engine:
 
     def compute(self, name: str, num_tokens: int | None = None) -> None:
         """Compute the KV up to `num_tokens` (None: all) into the request's own blocks."""
-        request, table = self.requests[name], self.manager.table(name)
+        request = self.requests[name]
+        table = self.manager.table(name)
         count = len(request.tokens) if num_tokens is None else num_tokens
         blocks = request.truth()
         for i in range(self.manager._requests[name].computed_tokens // BLOCK, count // BLOCK):
@@ -168,7 +170,8 @@ class Engine:
         admitted = self.admit(name)
         if admitted.plan is not None:
             settled = self.end(admitted.plan)
-            assert settled.ready == (name,) and not settled.shortened
+            assert settled.ready == (name,)
+            assert not settled.shortened
         self.compute(name)
         self.is_right(name)
         return admitted
@@ -188,7 +191,8 @@ class Engine:
 
     def is_right(self, name: str, num_tokens: int | None = None) -> None:
         """Assert that the leading blocks of a request hold its KV."""
-        request, table = self.requests[name], self.manager.table(name)
+        request = self.requests[name]
+        table = self.manager.table(name)
         count = len(request.tokens) if num_tokens is None else num_tokens
         for i, block in enumerate(request.truth()[: count // BLOCK]):
             assert (self.kv[table[i]] == block).all(), f"block {i} of {name} is not its KV"
@@ -236,7 +240,8 @@ def stored(cache: Cache, tokens: Sequence[int]) -> None:
 
 def workers_stopped(cache: Cache) -> threading.Event:
     """Keep the threads of a cache busy until the event is set."""
-    goes_on, inside = threading.Event(), threading.Semaphore(0)
+    goes_on = threading.Event()
+    inside = threading.Semaphore(0)
 
     class Slow(BlockKV):
         def to_slots(self, *args: object) -> None:

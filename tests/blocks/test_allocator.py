@@ -26,14 +26,17 @@ def test_blocks_are_taken_lowest_first_and_come_back() -> None:
     assert numbers(pool) == (5, 2, 3)
     assert [pool.is_free(block) for block in range(5)] == [True, False, False, True, False]
     again = pool.allocate(2)
-    assert again is not None and sorted(again) == [0, 3]
+    assert again is not None
+    assert sorted(again) == [0, 3]
 
 
 def test_more_than_there_is_takes_nothing_at_all() -> None:
     pool = BlockPool(3)
     assert pool.allocate(4) is None
     assert numbers(pool) == (3, 3, 0)
-    assert pool.allocate(3) is not None and pool.allocate(1) is None and pool.allocate(0) == []
+    assert pool.allocate(3) is not None
+    assert pool.allocate(1) is None
+    assert pool.allocate(0) == []
     with pytest.raises(ValueError, match="-1"):
         pool.allocate(-1)
     assert numbers(pool) == (3, 0, 3)
@@ -78,7 +81,8 @@ def test_it_is_resized_as_long_as_what_goes_is_free() -> None:
     pool.resize(3)
     assert numbers(pool) == (3, 1, 2)
     pool.check()
-    assert pool.allocate(2) is None and pool.allocate(1) == [0]
+    assert pool.allocate(2) is None
+    assert pool.allocate(1) == [0]
     for size in (0, -1):
         with pytest.raises(ValueError, match="at least one block"):
             BlockPool(size)
@@ -86,7 +90,8 @@ def test_it_is_resized_as_long_as_what_goes_is_free() -> None:
 
 @given(st.lists(st.one_of(st.integers(0, 5), st.lists(st.integers(-1, 9), max_size=4)), max_size=40))
 def test_no_block_is_ever_had_twice(steps: list[int | list[int]]) -> None:
-    pool, ours = BlockPool(9), set[int]()
+    pool = BlockPool(9)
+    ours = set[int]()
     for step in steps:
         if isinstance(step, int):
             taken = pool.allocate(step)

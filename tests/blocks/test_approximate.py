@@ -35,7 +35,8 @@ def found(engine: Engine, tokens: list[int]) -> tuple[int, int, int]:
 
 def test_blocks_after_the_exact_tokens_are_found_by_no_request(shm_root: Path) -> None:
     with cache_at(shm_root) as cache:
-        engine, tokens = Engine(24, cache), prompt(24)
+        engine = Engine(24, cache)
+        tokens = prompt(24)
         blend(engine, "finishes", tokens)
         assert found(engine, tokens) == (KEPT, 0, 0)
         engine.end(engine.manager.finish("finishes"))
@@ -56,7 +57,8 @@ def test_blocks_after_the_exact_tokens_are_found_by_no_request(shm_root: Path) -
 def test_exact_kv_after_the_exact_tokens_is_not_taken_either(shm_root: Path) -> None:
     """What follows is computed over approximate KV: the answer must not depend on what is cached."""
     with cache_at(shm_root) as cache:
-        engine, tokens = Engine(24, cache), prompt(24)
+        engine = Engine(24, cache)
+        tokens = prompt(24)
         engine.leave("exact", tokens)
         assert found(engine, tokens) == (24, 0, 0)
         engine.manager.add("blended", tokens, exact_tokens=EXACT)
@@ -67,7 +69,8 @@ def test_exact_kv_after_the_exact_tokens_is_not_taken_either(shm_root: Path) -> 
 
 
 def test_they_have_no_keys_under_new_weights_either() -> None:
-    engine, tokens = Engine(24), prompt(24)
+    engine = Engine(24)
+    tokens = prompt(24)
     engine.manager.add("blended", tokens, exact_tokens=EXACT)
     engine.manager.weights_changed()  # all keys are made again
     engine.admit("blended")
@@ -79,7 +82,8 @@ def test_they_have_no_keys_under_new_weights_either() -> None:
     ("exact_tokens", "kept"), [(0, 0), (BLOCK - 1, 0), (BLOCK, BLOCK), (100, 24), (None, 24)]
 )
 def test_how_many_tokens_are_exact(exact_tokens: int | None, kept: int) -> None:
-    engine, tokens = Engine(24), prompt(24)
+    engine = Engine(24)
+    tokens = prompt(24)
     engine.manager.add("blended", tokens, exact_tokens=exact_tokens)
     engine.admit("blended")
     engine.manager.computed("blended", 24)

@@ -15,7 +15,8 @@ from tests.blocks.kit import (
     stored,
 )
 
-CAT, DOG = blake3(b"cat").digest(), blake3(b"dog").digest()
+CAT = blake3(b"cat").digest()
+DOG = blake3(b"dog").digest()
 
 
 def test_admit_takes_blocks_for_the_prompt_and_the_reserve(bare: Engine) -> None:
@@ -32,7 +33,8 @@ def test_not_enough_room_evicts(bare: Engine) -> None:
     bare.leave("a", prompt(32))
     bare.add("b", prompt(12, 1))
     answer = bare.manager.admit("b")
-    assert isinstance(answer, Admitted) and bare.stat("evicted_blocks") == 3
+    assert isinstance(answer, Admitted)
+    assert bare.stat("evicted_blocks") == 3
     assert bare.places(prompt(32)) == ["device"] * 5 + ["freed"] * 3
 
 
@@ -41,8 +43,10 @@ def test_an_eviction_that_needs_copies_is_waited_for(hosted: Engine) -> None:
     hosted.leave("a", prompt(32))
     hosted.add("b", prompt(12, 1))
     waiting = hosted.manager.admit("b")
-    assert isinstance(waiting, Waiting) and waiting.plan is not None
-    assert waiting.plan.direction is Direction.DOWN and waiting.tickets == {waiting.plan.ticket}
+    assert isinstance(waiting, Waiting)
+    assert waiting.plan is not None
+    assert waiting.plan.direction is Direction.DOWN
+    assert waiting.tickets == {waiting.plan.ticket}
     assert hosted.manager.admit("b") == Waiting(None, waiting.tickets)  # no more is evicted for it
     assert hosted.end(waiting.plan).freed == 3
     admitted = hosted.manager.admit("b")
@@ -88,7 +92,8 @@ def test_extend_gives_room_for_more_tokens(bare: Engine) -> None:
     bare.start("a", prompt(4))
     assert bare.manager.extend("a", 4) == Extended(bare.manager.table("a"), 0)
     answer = bare.manager.extend("a", 10)
-    assert isinstance(answer, Extended) and (answer.new, len(answer.table)) == (2, 3)
+    assert isinstance(answer, Extended)
+    assert (answer.new, len(answer.table)) == (2, 3)
     assert (bare.stat("cached"), bare.stat("in_use")) == (1, 2)
 
 
@@ -99,11 +104,14 @@ def test_extend_makes_room_as_admit_does(hosted: Engine) -> None:
     table = hosted.manager.table("a")
     assert isinstance(hosted.manager.extend("a", 12, evict=False), NoRoom)
     waiting = hosted.manager.extend("a", 12)
-    assert isinstance(waiting, Waiting) and waiting.plan is not None and len(waiting.plan.copies) == 2
+    assert isinstance(waiting, Waiting)
+    assert waiting.plan is not None
+    assert len(waiting.plan.copies) == 2
     assert hosted.manager.table("a") == table
     hosted.end(waiting.plan)
     answer = hosted.manager.extend("a", 12)
-    assert isinstance(answer, Extended) and (answer.new, answer.table[:1]) == (2, table)
+    assert isinstance(answer, Extended)
+    assert (answer.new, answer.table[:1]) == (2, table)
     assert hosted.places(prompt(28)) == ["device"] * 5 + ["host"] * 2
 
 
@@ -162,9 +170,12 @@ def test_a_twin_that_leaves_without_its_parent_is_none(hosted: Engine) -> None:
     hosted.leave("a", prompt(8))
     stored(hosted.cache, prompt(4))
     down = hosted.manager.demote(2)  # the first is on the host and is dropped at once; the second is copied
-    assert down is not None and len(down.copies) == 1 and hosted.places(prompt(8)) == ["host", "to_host"]
+    assert down is not None
+    assert len(down.copies) == 1
+    assert hosted.places(prompt(8)) == ["host", "to_host"]
     admitted = hosted.start("b", prompt(9))
-    assert admitted.by_tier == {"host": 4} and hosted.stat("cancelled_moves") == 0
+    assert admitted.by_tier == {"host": 4}
+    assert hosted.stat("cancelled_moves") == 0
     assert hosted.places(prompt(8)) == ["device", "device"]
     assert hosted.end(down).freed == 1
     assert hosted.places(prompt(8)) == ["device", "device"]
@@ -182,8 +193,10 @@ def test_a_host_twin_adopts_our_device_block(hosted: Engine) -> None:
     hosted.compute("a")
     assert hosted.places(prompt(8)) == ["device", "device"]
     hosted.finish("a")
-    assert hosted.manager.demote(2) is None and hosted.manager.free == 8
-    assert hosted.places(prompt(8)) == ["host", "host"] and hosted.stat("dropped_blocks") == 0
+    assert hosted.manager.demote(2) is None
+    assert hosted.manager.free == 8
+    assert hosted.places(prompt(8)) == ["host", "host"]
+    assert hosted.stat("dropped_blocks") == 0
 
 
 def test_release_unpins_the_path(bare: Engine) -> None:
@@ -197,7 +210,8 @@ def test_release_unpins_the_path(bare: Engine) -> None:
     bare.manager.check()
     assert bare.stat("evictable") == 2
     bare.manager.demote(8)
-    assert bare.places(prompt(8)) == ["freed"] * 2 and bare.manager.free == 8
+    assert bare.places(prompt(8)) == ["freed"] * 2
+    assert bare.manager.free == 8
 
 
 def test_persistent_nodes_are_never_candidates(bare: Engine) -> None:
@@ -237,7 +251,8 @@ def test_what_is_coming_cannot_be_pinned_yet(hosted: Engine) -> None:
     assert hosted.manager.pin(prompt(12)) == 8
     hosted.end(down)
     hosted.end(up)
-    assert hosted.manager.pin(prompt(12)) == 12 and hosted.stat("pinned") == 2
+    assert hosted.manager.pin(prompt(12)) == 12
+    assert hosted.stat("pinned") == 2
     hosted.manager.release("b")
     hosted.manager.demote(8)
     assert hosted.places(prompt(12)) == ["device"] * 3

@@ -19,7 +19,8 @@ from tests.blocks.kit import (
     workers_stopped,
 )
 
-CAT, DOG = blake3(b"cat").digest(), blake3(b"dog").digest()
+CAT = blake3(b"cat").digest()
+DOG = blake3(b"dog").digest()
 
 
 def test_fixed_pools_with_gauges_for_total_free_and_usable(hosted: Engine) -> None:
@@ -36,7 +37,9 @@ def test_fixed_pools_with_gauges_for_total_free_and_usable(hosted: Engine) -> No
     }
     hosted.finish("a")
     assert (hosted.manager.free, stats()["evictable"]) == (5, 3)
-    assert hosted.cache is not None and hosted.cache.slots is not None and hosted.cache.slots.count == 64
+    assert hosted.cache is not None
+    assert hosted.cache.slots is not None
+    assert hosted.cache.slots.count == 64
     hosted.demoted(3)
     gauges = admin.gauges(ledger_of(hosted.cache))
     assert (hosted.manager.free, gauges["ready"], gauges["free"], gauges["slots"]) == (8, 3, 61, 64)
@@ -44,10 +47,12 @@ def test_fixed_pools_with_gauges_for_total_free_and_usable(hosted: Engine) -> No
 
 def test_a_prefix_tree_by_chained_hash(bare: Engine) -> None:
     """Blocks form a prefix tree by chained hash: a block is shared only after the same prefix."""
-    head, tail = prompt(8), prompt(4, 1)
+    head = prompt(8)
+    tail = prompt(4, 1)
     bare.start("a", head + tail)
     same = bare.start("b", head + prompt(4, 2))
-    assert (same.shared, same.computed_tokens) == (2, 8) and same.table[:2] == bare.manager.table("a")[:2]
+    assert (same.shared, same.computed_tokens) == (2, 8)
+    assert same.table[:2] == bare.manager.table("a")[:2]
     bare.add("c", prompt(8, 3) + tail)  # the same third block after another prefix
     assert bare.manager.match("c").num_tokens == 0
 
@@ -117,7 +122,8 @@ def test_a_hit_on_a_block_on_its_way_to_host_cancels_the_move(hosted: Engine) ->
     """A hit on a block that is on its way to host cancels the move."""
     hosted.leave("a", prompt(8))
     down = hosted.manager.demote(2)
-    assert down is not None and len(down.copies) == 2
+    assert down is not None
+    assert len(down.copies) == 2
     hosted.add("b", prompt(8))
     admitted = hosted.admit("b")
     assert (admitted.by_tier, admitted.plan, admitted.waits) == ({"device": 4}, None, frozenset())
@@ -137,7 +143,8 @@ def test_a_hit_on_a_host_block_brings_it_back(hosted: Engine) -> None:
     hosted.kv[:] = 0
     hosted.add("b", prompt(13))
     admitted = hosted.admit("b")
-    assert admitted.plan is not None and admitted.plan.direction is Direction.UP
+    assert admitted.plan is not None
+    assert admitted.plan.direction is Direction.UP
     assert [copy.block for copy in admitted.plan.copies] == admitted.table[:3]
     assert (admitted.by_tier, admitted.computed_tokens, admitted.shared) == ({"host": 12}, 12, 3)
     assert admitted.waits == {admitted.plan.ticket}
@@ -154,10 +161,13 @@ def test_a_second_request_waits_for_the_same_move(hosted: Engine) -> None:
     hosted.kv[:] = 0
     for name in "bc":
         hosted.add(name, prompt(8) + prompt(2, 1))
-    first, second = hosted.admit("b"), hosted.admit("c")
-    assert first.plan is not None and second.plan is None
+    first = hosted.admit("b")
+    second = hosted.admit("c")
+    assert first.plan is not None
+    assert second.plan is None
     assert first.waits == second.waits == {first.plan.ticket}
-    assert first.table[:2] == second.table[:2] and first.table[2] != second.table[2]
+    assert first.table[:2] == second.table[:2]
+    assert first.table[2] != second.table[2]
     assert hosted.end(first.plan).ready == ("b", "c")
     hosted.is_right("c", 8)
     assert hosted.stat("promoted_blocks") == 2
@@ -176,7 +186,8 @@ def test_match_reports_device_host_and_storage_separately_in_tokens(shm_root: Pa
         assert engine.manager.match("b") == PrefixMatch(8, 12, 12)
         assert engine.manager.match("b").num_tokens == 32
         admitted = engine.admit("b")
-        assert admitted.plan is not None and len(admitted.plan.copies) == 3
+        assert admitted.plan is not None
+        assert len(admitted.plan.copies) == 3
         assert admitted.by_tier == {"device": 8, "host": 12}  # storage was not fetched
 
 
@@ -187,7 +198,8 @@ def test_a_preempted_request_finds_its_own_work(hosted: Engine) -> None:
     hosted.compute("a")
     hosted.manager.preempt("a")
     hosted.manager.check()
-    assert hosted.manager.match("a") == PrefixMatch(8, 0, 0) and hosted.manager.table("a") == []
+    assert hosted.manager.match("a") == PrefixMatch(8, 0, 0)
+    assert hosted.manager.table("a") == []
     hosted.demoted(1)
     assert hosted.manager.match("a") == PrefixMatch(4, 4, 0)
     assert hosted.resume("a").by_tier == {"device": 4, "host": 4}

@@ -25,7 +25,8 @@ from tests.blocks.kit import (
     stored,
 )
 
-CAT, DOG = blake3(b"cat").digest(), blake3(b"dog").digest()
+CAT = blake3(b"cat").digest()
+DOG = blake3(b"dog").digest()
 
 
 def test_reset_drains_moves_in_flight(hosted: Engine) -> None:
@@ -57,9 +58,12 @@ def in_all_states(engine: Engine) -> tuple[Plan, Plan]:
     engine.add("comes", prompt(9))
     up = engine.admit("comes").plan
     engine.add("waits", prompt(20, 3))
-    assert down is not None and up is not None
-    assert engine.places(prompt(4, 1)) == ["device"] and engine.stat("pinned") == 1
-    assert engine.places(prompt(4, 2)) == ["to_host"] and engine.places(prompt(8)) == ["to_device"] * 2
+    assert down is not None
+    assert up is not None
+    assert engine.places(prompt(4, 1)) == ["device"]
+    assert engine.stat("pinned") == 1
+    assert engine.places(prompt(4, 2)) == ["to_host"]
+    assert engine.places(prompt(8)) == ["to_device"] * 2
     assert engine.manager.in_flight == 2
     return down, up
 
@@ -113,12 +117,11 @@ def test_metrics(housed: Engine) -> None:
     moved = "evicted_blocks demoted_blocks promoted_blocks dropped_blocks cancelled_moves"
     assert [stats[name] for name in moved.split()] == [2, 5, 2, 0, 0]
     assert all(stats[f"{name}_seconds"] >= 0 for name in ("match", "host", "fetch"))
-    assert stats["match_seconds"] > 0 and stats["host_seconds"] > 0
+    assert stats["match_seconds"] > 0
+    assert stats["host_seconds"] > 0
     last, *_ = ledger_of(housed.cache).requests.newest()
-    assert (
-        last.namespace == housed.cache.namespace.root[:NAMESPACE_BYTES]
-        and last.asked_tokens == 5 // BLOCK * BLOCK
-    )
+    assert last.namespace == housed.cache.namespace.root[:NAMESPACE_BYTES]
+    assert last.asked_tokens == 5 // BLOCK * BLOCK
 
 
 def test_blocks_outside_the_tree_return_on_release(bare: Engine) -> None:
@@ -197,7 +200,8 @@ def test_with_prefix_caching_off_it_is_a_plain_pool(shm_root: Path) -> None:
         assert engine.manager.free == 8
         engine.start("b", prompt(13))
         engine.add("c", prompt(13))
-        assert engine.manager.match("c") == PrefixMatch(0, 0, 0) and engine.manager.prefetch("c") is None
+        assert engine.manager.match("c") == PrefixMatch(0, 0, 0)
+        assert engine.manager.prefetch("c") is None
         assert engine.admit("c").shared == 0
         assert (engine.stat("in_use"), engine.stat("cached"), engine.manager.pin(prompt(13))) == (8, 0, 0)
         engine.add("d", prompt(1))
@@ -230,7 +234,8 @@ def test_discard_of_a_request_that_waits_for_copies(hosted: Engine) -> None:
     hosted.manager.check()
     assert (hosted.stat("in_flight"), hosted.manager.free) == (2, 6)
     hosted.end(up)
-    assert hosted.places(prompt(8)) == ["device"] * 2 and hosted.stat("evictable") == 2
+    assert hosted.places(prompt(8)) == ["device"] * 2
+    assert hosted.stat("evictable") == 2
 
 
 def test_moves_can_be_paused_and_drained(hosted: Engine) -> None:
@@ -239,13 +244,16 @@ def test_moves_can_be_paused_and_drained(hosted: Engine) -> None:
     hosted.leave("b", prompt(8, 1))
     down = hosted.manager.demote(2)
     hosted.manager.pause()
-    assert hosted.manager.paused and hosted.manager.in_flight == 1
+    assert hosted.manager.paused
+    assert hosted.manager.in_flight == 1
     hosted.end(down)  # running copies end as usual
     assert hosted.manager.in_flight == 0
     hosted.add("c", prompt(9))
-    assert hosted.manager.match("c") == PrefixMatch(0, 0, 0) and hosted.manager.prefetch("c") is None
+    assert hosted.manager.match("c") == PrefixMatch(0, 0, 0)
+    assert hosted.manager.prefetch("c") is None
     assert hosted.admit("c").plan is None
-    assert hosted.manager.demote(9) is None and hosted.stat("dropped_blocks") == 2
+    assert hosted.manager.demote(9) is None
+    assert hosted.stat("dropped_blocks") == 2
     assert hosted.manager.write_back(prompt(4, 5), [0]) is None
     hosted.manager.release("c")
     hosted.manager.resume()
@@ -273,7 +281,8 @@ def test_clearing_has_a_visible_state(hosted: Engine) -> None:
     hosted.add("big", prompt(32, 7))
     assert hosted.manager.admit("big") == Waiting(None, frozenset({down.ticket, up.ticket}))
     hosted.end(up)
-    assert hosted.manager.in_flight == 1 and len(hosted.admit("big").table) == 8
+    assert hosted.manager.in_flight == 1
+    assert len(hosted.admit("big").table) == 8
 
 
 def test_cache_clear_gives_the_host_chunks_up(hosted: Engine) -> None:
@@ -281,7 +290,8 @@ def test_cache_clear_gives_the_host_chunks_up(hosted: Engine) -> None:
     hosted.leave("a", prompt(16))
     hosted.demoted(4)
     hosted.manager.reset()
-    assert hosted.places(prompt(16)) == ["host"] * 4 and hosted.cache is not None
+    assert hosted.places(prompt(16)) == ["host"] * 4
+    assert hosted.cache is not None
     assert hosted.cache.clear().ok
     assert hosted.places(prompt(16)) == ["freed"] * 4
     assert admin.gauges(ledger_of(hosted.cache))["free"] == 64
@@ -298,20 +308,24 @@ def test_a_rank_that_dies_is_noticed(shm_root: Path) -> None:
         engine.manager.completed(plan.ticket, rank=0)
         assert [settled.ended for settled in engine.manager.lost(1)] == [True]
         engine.manager.check()
-        assert engine.manager.in_flight == 0 and engine.manager.free == 8
+        assert engine.manager.in_flight == 0
+        assert engine.manager.free == 8
         assert engine.places(prompt(8)) == ["freed"] * 2
 
 
 def test_replicas_share_host_and_disk_but_never_device_ids(shm_root: Path, tmp_path: Path) -> None:
     """Data-parallel replicas share host and disk but never device ids."""
     with cache_at(shm_root, tmp_path) as ours, cache_at(shm_root, tmp_path) as theirs:
-        one, two = Engine(8, ours), Engine(4, theirs)
+        one = Engine(8, ours)
+        two = Engine(4, theirs)
         one.leave("a", prompt(8))
         two.add("a", prompt(9))  # the same name means nothing to another replica
         assert two.manager.match("a") == PrefixMatch(0, 8, 0)
-        assert one.manager.free == 6 and two.manager.free == 4
+        assert one.manager.free == 6
+        assert two.manager.free == 4
         assert two.resume("a").by_tier == {"host": 8}
-        assert one.manager.free == 6 and two.manager.free == 1
+        assert one.manager.free == 6
+        assert two.manager.free == 1
 
 
 def test_draft_layers_are_part_of_the_layout(shm_root: Path) -> None:
@@ -325,7 +339,8 @@ def test_draft_layers_are_part_of_the_layout(shm_root: Path) -> None:
     for layout in (plain, draft):
         with Cache(options, namespace=NAMESPACE, layout=layout) as cache:
             keys.append({key for _, _, key in cache.keys(prompt(8))})
-            assert cache.slots is not None and cache.slots.view(0).nbytes >= layout.chunk_bytes
+            assert cache.slots is not None
+            assert cache.slots.view(0).nbytes >= layout.chunk_bytes
     assert len(keys[0] | keys[1]) == 4
 
 
@@ -333,7 +348,8 @@ def test_a_storage_tier_is_given_keys_and_no_token_ids(housed: Engine) -> None:
     """Decided otherwise: a storage tier is not given token ids (they are the user's text); keys name them."""
     tokens = [1_000_003 + n for n in range(16)]
     housed.leave("a", tokens)
-    assert housed.cache is not None and housed.cache.flush(60)
+    assert housed.cache is not None
+    assert housed.cache.flush(60)
     [key, *_] = housed.keys(tokens)
     directories = [tier.ledger.directory for tier in housed.cache._tiers.all if tier.contains(key)]  # type: ignore[attr-defined]
     assert len(directories) == 2

@@ -23,7 +23,8 @@ from tests.blocks.kit import (
     wait_until,
 )
 
-CAT, DOG = blake3(b"cat").digest(), blake3(b"dog").digest()
+CAT = blake3(b"cat").digest()
+DOG = blake3(b"dog").digest()
 
 
 def test_leaves_go_first_by_recency_and_parents_when_no_child_is_left(bare: Engine) -> None:
@@ -53,7 +54,8 @@ def test_demote_if_the_host_has_room_or_can_make_it_else_drop(shm_root: Path) ->
     with cache_at(shm_root, slots=16, clock=clock) as cache:
         engine = Engine(16, cache, write_back=False)
         engine.leave("a", prompt(16))
-        assert engine.demoted(4) == 16 and engine.places(prompt(16)) == ["host"] * 4
+        assert engine.demoted(4) == 16
+        assert engine.places(prompt(16)) == ["host"] * 4
         for seed in range(1, 5):  # 16 blocks more: the host drops its oldest chunks for them
             clock.advance(100)
             engine.leave(f"{seed}", prompt(16, seed))
@@ -70,8 +72,10 @@ def test_demote_if_the_host_has_room_or_can_make_it_else_drop(shm_root: Path) ->
         clock.advance(100)
         engine.leave("z", prompt(16, 9))
         plan = engine.manager.demote(4)
-        assert plan is not None and len(plan.copies) == 2
-        assert engine.manager.free == 14 and engine.stat("dropped_blocks") == 2
+        assert plan is not None
+        assert len(plan.copies) == 2
+        assert engine.manager.free == 14
+        assert engine.stat("dropped_blocks") == 2
         engine.end(plan)
         assert engine.places(prompt(16, 9)) == ["host", "host", "freed", "freed"]  # the head is kept
 
@@ -93,7 +97,8 @@ def pushed_out(engine: Engine, tokens: list[int]) -> bool:
         name = f"fill {seed} {engine.stat('requests')}"
         engine.leave(name, prompt(16, seed + int(engine.stat("requests"))))
         engine.demoted(4)
-        assert engine.cache is not None and engine.cache.flush(60)
+        assert engine.cache is not None
+        assert engine.cache.flush(60)
     return "host" not in engine.places(tokens)
 
 
@@ -101,20 +106,28 @@ def test_write_back_at_finish_copies_what_is_missing_only(housed: Engine) -> Non
     """Storage: write-back at finish (asynchronous, only what is missing there)."""
     housed.start("a", prompt(13))
     plan = housed.manager.finish("a")
-    assert plan is not None and plan.direction is Direction.DOWN and len(plan.copies) == 3
+    assert plan is not None
+    assert plan.direction is Direction.DOWN
+    assert len(plan.copies) == 3
     # read until it ended
-    assert housed.places(prompt(12)) == ["device"] * 3 and housed.stat("evictable") == 0
+    assert housed.places(prompt(12)) == ["device"] * 3
+    assert housed.stat("evictable") == 0
     housed.end(plan)
-    assert housed.places(prompt(12)) == ["device"] * 3 and housed.stat("evictable") == 3
-    assert housed.cache is not None and housed.cache.flush(60)
+    assert housed.places(prompt(12)) == ["device"] * 3
+    assert housed.stat("evictable") == 3
+    assert housed.cache is not None
+    assert housed.cache.flush(60)
     assert housed.cache.holders(housed.keys(prompt(12))[2]) == ["host", "disk"]
     housed.start("b", prompt(12) + prompt(8, 1))
     plan = housed.manager.finish("b")
-    assert plan is not None and len(plan.copies) == 2
+    assert plan is not None
+    assert len(plan.copies) == 2
     housed.end(plan)
     housed.start("c", prompt(13))
     assert housed.manager.finish("c") is None
-    assert housed.manager.demote(16) is None and housed.manager.free == 16  # evicting it costs nothing
+    # evicting it costs nothing
+    assert housed.manager.demote(16) is None
+    assert housed.manager.free == 16
 
 
 def test_prefetch_brings_the_leading_run_and_takes_no_blocks(shm_root: Path, tmp_path: Path) -> None:
@@ -130,7 +143,8 @@ def test_prefetch_brings_the_leading_run_and_takes_no_blocks(shm_root: Path, tmp
         engine.add("a", tokens)
         assert engine.manager.match("a") == PrefixMatch(0, 0, 20)
         future = engine.manager.prefetch("a")
-        assert future is not None and engine.manager.prefetch("a") in (future, None)
+        assert future is not None
+        assert engine.manager.prefetch("a") in (future, None)
         assert (engine.manager.free, engine.manager.in_flight) == (16, 0)
         assert future.result(60).num_tokens == 20
         assert engine.manager.match("a") == PrefixMatch(0, 20, 0)
@@ -139,7 +153,8 @@ def test_prefetch_brings_the_leading_run_and_takes_no_blocks(shm_root: Path, tmp
         assert (admitted.by_tier, admitted.computed_tokens) == ({"disk": 20}, 20)
         engine.end(admitted.plan)
         engine.is_right("a", 20)
-        assert engine.stat("hit_tokens_storage") == 20 and engine.stat("fetch_seconds") > 0
+        assert engine.stat("hit_tokens_storage") == 20
+        assert engine.stat("fetch_seconds") > 0
 
 
 def test_what_did_not_come_up_gives_its_blocks_to_the_request(hosted: Engine) -> None:
@@ -171,7 +186,8 @@ def test_lengths_agree_by_minimum_over_ranks(shm_root: Path) -> None:
         assert retrieved(cache, prompt(16)) == (12, True)
         engine.add("b", prompt(16))
         admitted = engine.admit("b")
-        assert admitted.plan is not None and admitted.computed_tokens == 12
+        assert admitted.plan is not None
+        assert admitted.computed_tokens == 12
         engine.copy(admitted.plan)
         assert not engine.manager.completed(admitted.plan.ticket, rank=0).ended
         settled = engine.manager.completed(admitted.plan.ticket, rank=1, blocks=2)
@@ -182,14 +198,18 @@ def test_lengths_agree_by_minimum_over_ranks(shm_root: Path) -> None:
 def test_a_decoder_writes_back_by_keys_from_tokens_alone(shm_root: Path) -> None:
     """Producer/decoder split: the decoder writes back by keys from tokens alone (no tree), the producer's keys."""
     with cache_at(shm_root) as ours, cache_at(shm_root) as theirs:
-        producer, decoder = Engine(8, ours), Engine(8, theirs)
-        image, tokens = [Item(2, 5, CAT)], prompt(19)
+        producer = Engine(8, ours)
+        decoder = Engine(8, theirs)
+        image = [Item(2, 5, CAT)]
+        tokens = prompt(19)
         producer.start("a", tokens[:8], items=image, salt="bob")
         producer.finish("a")
         for i, block in enumerate(truth(tokens, image, salt="bob")):
             decoder.kv[i + 3] = block
         plan = decoder.manager.write_back(tokens, [3, 4, 5, 6], items=image, salt="bob")
-        assert plan is not None and [copy.block for copy in plan.copies] == [5, 6]  # the producer's are there
+        # the producer's are there
+        assert plan is not None
+        assert [copy.block for copy in plan.copies] == [5, 6]
         assert (decoder.manager.free, decoder.stat("cached")) == (8, 0)
         decoder.end(plan)
         producer.manager.reset()

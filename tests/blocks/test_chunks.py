@@ -40,7 +40,8 @@ def test_a_prompt_is_admitted_with_room_for_its_first_chunk_alone() -> None:
     engine.finish("a")
     engine.add("b", LONG)
     answer = engine.manager.admit("b", chunk_tokens=1)
-    assert isinstance(answer, Admitted) and (answer.shared, len(answer.table)) == (10, 11)
+    assert isinstance(answer, Admitted)
+    assert (answer.shared, len(answer.table)) == (10, 11)
 
 
 def test_the_least_is_a_chunk_and_no_more_is_taken_than_a_prompt_needs() -> None:
@@ -50,7 +51,8 @@ def test_the_least_is_a_chunk_and_no_more_is_taken_than_a_prompt_needs() -> None
     assert engine.manager.admit("a", chunk_tokens=BLOCK + 1) == NoRoom(2, 1)
     engine.add("b", prompt(2))
     answer = engine.manager.admit("b", chunk_tokens=100, reserve_tokens=1)
-    assert isinstance(answer, Admitted) and len(answer.table) == 1
+    assert isinstance(answer, Admitted)
+    assert len(answer.table) == 1
     with pytest.raises(ValueError, match="chunk_tokens must be at least 1"):
         engine.manager.admit("a", chunk_tokens=0)
 
@@ -64,7 +66,8 @@ def test_a_host_hit_longer_than_the_free_blocks_is_loaded_as_far_as_there_is_roo
         engine.add("a", LONG)
         assert engine.manager.admit("a") == NoRoom(11, 5)
         answer = engine.manager.admit("a", chunk_tokens=BLOCK)
-        assert isinstance(answer, Admitted) and answer.plan is not None
+        assert isinstance(answer, Admitted)
+        assert answer.plan is not None
         assert (len(answer.table), len(answer.plan.copies), answer.computed_tokens) == (5, 5, 5 * BLOCK)
         assert engine.end(answer.plan).ready == ("a",)
         engine.is_right("a", 5 * BLOCK)
@@ -82,7 +85,8 @@ def test_a_host_hit_with_room_for_all_of_it_is_loaded_whole(shm_root: Path) -> N
         engine.demoted(10)
         engine.add("a", LONG)
         answer = engine.manager.admit("a", chunk_tokens=1)
-        assert isinstance(answer, Admitted) and answer.plan is not None
+        assert isinstance(answer, Admitted)
+        assert answer.plan is not None
         assert (len(answer.table), len(answer.plan.copies)) == (11, 10)
         engine.end(answer.plan)
         computed_in_chunks(engine, "a", 1)
@@ -97,7 +101,9 @@ def test_an_image_that_there_is_no_room_for_is_not_cut(shm_root: Path) -> None:
         engine.start("busy", prompt(9 * BLOCK, 1))
         engine.add("a", LONG, items=image)
         answer = engine.manager.admit("a", chunk_tokens=BLOCK)
-        assert isinstance(answer, Admitted) and answer.plan is None and answer.computed_tokens == 0
+        assert isinstance(answer, Admitted)
+        assert answer.plan is None
+        assert answer.computed_tokens == 0
         assert len(answer.table) == 3
 
 
@@ -128,7 +134,8 @@ def test_a_pool_grows_and_shrinks_with_what_is_cached(shm_root: Path) -> None:
     assert manager.stats()["cached"] == 4
     manager.resize(2)  # the descendants of removed blocks are removed too
     manager.check()
-    assert manager.total == 2 and manager.stats()["cached"] + manager.free == 2
+    assert manager.total == 2
+    assert manager.stats()["cached"] + manager.free == 2
     manager.add("b", list(range(9)))
     assert manager.match("b").device_tokens == 4 * int(manager.stats()["cached"])
     with pytest.raises(ValueError, match="at least one block"):
@@ -145,7 +152,8 @@ def test_what_hangs_below_a_removed_block_goes_with_it_wherever_it_is() -> None:
     assert [engine.manager._tree.nodes[key].block for key in engine.keys(prompt(8, 1))] == [1, 0]
     engine.manager.resize(1)
     engine.manager.check()
-    assert engine.places(prompt(8, 1)) == ["freed", "freed"] and engine.manager.free == 1
+    assert engine.places(prompt(8, 1)) == ["freed", "freed"]
+    assert engine.manager.free == 1
 
 
 def test_a_pool_that_cannot_shrink_changes_nothing() -> None:

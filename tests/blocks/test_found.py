@@ -18,7 +18,8 @@ def test_a_manager_without_a_cache_has_a_namespace(bare: Engine) -> None:
     bare.leave("a", prompt(9))
     bare.add("b", prompt(9), salt="bob")
     bare.add("c", prompt(9))
-    assert bare.manager.match("b") == PrefixMatch(0, 0, 0) and bare.manager.match("c") == PrefixMatch(8, 0, 0)
+    assert bare.manager.match("b") == PrefixMatch(0, 0, 0)
+    assert bare.manager.match("c") == PrefixMatch(8, 0, 0)
     bare.manager.weights_changed()
     assert bare.manager.match("c") == PrefixMatch(0, 0, 0)
 
@@ -31,7 +32,8 @@ def test_resume_does_not_bring_a_dead_rank_back(shm_root: Path) -> None:
         engine.manager.lost(1)
         engine.manager.pause()
         engine.manager.resume()
-        assert engine.manager.paused and engine.manager.demote(2) is None
+        assert engine.manager.paused
+        assert engine.manager.demote(2) is None
         assert engine.places(prompt(8)) == ["freed"] * 2
 
 
@@ -43,7 +45,8 @@ def test_a_prefetch_is_counted_for_one_admission_only(shm_root: Path, tmp_path: 
         engine = Engine(8, cache, write_back=False)
         engine.add("a", prompt(17))
         future = engine.manager.prefetch("a")
-        assert future is not None and future.result(60).num_tokens == 16
+        assert future is not None
+        assert future.result(60).num_tokens == 16
         assert engine.resume("a").by_tier == {"disk": 16}
         engine.manager.preempt("a")
         engine.demoted(4)
@@ -59,7 +62,8 @@ def test_a_prefetch_that_was_cancelled_does_not_break_the_admission(shm_root: Pa
         try:
             engine.add("a", prompt(17))
             future = engine.manager.prefetch("a")
-            assert future is not None and future.cancel()
+            assert future is not None
+            assert future.cancel()
             stored_by_hand = engine.manager.write_back(prompt(4), [0])
             assert stored_by_hand is not None
             engine.manager.completed(stored_by_hand.ticket)
@@ -75,7 +79,8 @@ def test_a_run_that_is_cut_short_ends_before_an_item_as_well(hosted: Engine) -> 
     hosted.kv[:] = 0
     for name in "bc":
         hosted.add(name, prompt(17), items=items)
-    first, second = hosted.admit("b"), hosted.admit("c")
+    first = hosted.admit("b")
+    second = hosted.admit("c")
     assert first.computed_tokens == second.computed_tokens == 16
     settled = hosted.end(first.plan, blocks=3)  # that is inside the image, where no prefill can begin
     assert (settled.shortened, settled.again) == ({"b": 4}, ("c",))
@@ -94,7 +99,8 @@ def test_nothing_to_prefetch(shm_root: Path, tmp_path: Path) -> None:
             assert engine.manager.prefetch(name) is None, name
         engine.add("new", prompt(9, 2))  # only the tiers know of this one
         future = engine.manager.prefetch("new")
-        assert future is not None and future.result(60).num_tokens == 0
+        assert future is not None
+        assert future.result(60).num_tokens == 0
     with cache_at(shm_root) as cache:
         engine = Engine(8, cache)
         engine.add("a", prompt(9))
@@ -111,11 +117,13 @@ def test_an_end_that_never_was_is_no_end(hosted: Engine, released: bool) -> None
         hosted.manager.release("b")
     else:
         hosted.manager.preempt("b")
-    assert hosted.manager.in_flight == 1 and hosted.stat("in_flight") == 4
+    assert hosted.manager.in_flight == 1
+    assert hosted.stat("in_flight") == 4
     settled = hosted.end(up, blocks=2)
     assert (settled.shortened, settled.again, settled.ready, settled.freed) == ({}, (), (), 2)
     assert hosted.places(prompt(16)) == ["device", "device", "host", "host"]
-    assert hosted.cache is not None and admin.gauges(ledger_of(hosted.cache))["reserved"] == 0
+    assert hosted.cache is not None
+    assert admin.gauges(ledger_of(hosted.cache))["reserved"] == 0
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -133,7 +141,8 @@ def test_match_promises_nothing_below_the_minimum(shm_root: Path, half: bool) ->
         engine.manager.release("b")
         engine.demoted(1)
         engine.add("c", prompt(17), items=items)
-        assert engine.manager.match("c") == PrefixMatch(4, 12, 0) and engine.admit("c").computed_tokens == 16
+        assert engine.manager.match("c") == PrefixMatch(4, 12, 0)
+        assert engine.admit("c").computed_tokens == 16
 
 
 def test_a_negative_count_is_refused_and_changes_nothing(hosted: Engine) -> None:

@@ -72,7 +72,8 @@ def test_mistake_8_a_heap_that_is_searched_or_rebuilt_on_each_match(
         manager.computed("x", 9)
         manager.finish("x")
         manager.check() if n % 100 == 0 else None
-    longest, steps = 0, 6000
+    longest = 0
+    steps = 6000
     for n in range(steps):
         manager.add("x", [n % 300 + 1] * 9)
         manager.admit("x")
@@ -85,7 +86,8 @@ def test_mistake_8_a_heap_that_is_searched_or_rebuilt_on_each_match(
 
 @pytest.mark.slow
 def test_mistake_8_prompts_kept_alive_by_nodes() -> None:
-    block_tokens, prompts = 1024, 32
+    block_tokens = 1024
+    prompts = 32
     manager = BlockManager(prompts * 16, block_tokens)
     manager.add("first", prompt(16 * block_tokens, 99))
     tracemalloc.start()
@@ -119,7 +121,8 @@ def test_mistake_9_state_changed_before_the_refusal_with_no_rollback(shm_root: P
         assert engine.places(prompt(8)) == ["device", "host"]  # its recency was not touched
         engine.manager.release("runs")
         engine.manager.check()
-        assert engine.stat("in_use") == 0 and engine.manager.has_room(8, evict=True)
+        assert engine.stat("in_use") == 0
+        assert engine.manager.has_room(8, evict=True)
 
 
 def test_mistake_9_extend_is_all_or_nothing(bare: Engine) -> None:
@@ -127,7 +130,8 @@ def test_mistake_9_extend_is_all_or_nothing(bare: Engine) -> None:
     bare.start("b", prompt(8, 1))
     table = bare.manager.table("b")
     assert bare.manager.extend("b", 16) == NoRoom(2, 1)
-    assert bare.manager.table("b") == table and bare.manager.free == 1
+    assert bare.manager.table("b") == table
+    assert bare.manager.free == 1
     bare.manager.check()
 
 
@@ -140,10 +144,12 @@ def test_mistake_10_a_hit_on_a_block_in_flight_that_leaves_a_hole(hosted: Engine
     down = hosted.manager.demote(1)  # device, leaving, coming: all in one path
     first, second, third = (hosted.admit(name) for name in "bcd")
     hosted.end(down)
-    assert first.plan is not None and second.plan is third.plan is None
+    assert first.plan is not None
+    assert second.plan is third.plan is None
     for admitted in (first, second, third):
         assert (admitted.computed_tokens, admitted.shared, len(admitted.table)) == (16, 4, 5)
-        assert admitted.table[:4] == first.table[:4] and len(set(admitted.table)) == 5
+        assert admitted.table[:4] == first.table[:4]
+        assert len(set(admitted.table)) == 5
         assert admitted.waits == {first.plan.ticket}
     settled = hosted.end(first.plan)
     assert settled.ready == ("b", "c", "d")
@@ -157,11 +163,14 @@ def test_mistake_10_who_shares_a_block_that_did_not_come_waits_again(hosted: Eng
     hosted.kv[:] = 0
     for name in "bcd":
         hosted.add(name, prompt(12)[: 5 if name == "d" else 12] + prompt(2, 1))
-    first, second, third = hosted.admit("b"), hosted.admit("c"), hosted.admit("d")
+    first = hosted.admit("b")
+    second = hosted.admit("c")
+    third = hosted.admit("d")
     assert [a.computed_tokens for a in (first, second, third)] == [12, 12, 4]
     settled = hosted.end(first.plan, blocks=1)
     assert (settled.shortened, settled.again, settled.ready) == ({"b": 4}, ("c",), ("b", "d"))
-    assert hosted.manager.table("c") == [] and hosted.manager.table("b") == first.table
+    assert hosted.manager.table("c") == []
+    assert hosted.manager.table("b") == first.table
     hosted.compute("b")
     assert hosted.admit("c").by_tier == {"device": 12}
     for name in "bcd":
@@ -177,14 +186,17 @@ def test_mistake_11_a_late_ticket_after_its_block_was_used_again(hosted: Engine)
     hosted.start("b", prompt(4, 1))  # in the same block
     hosted.finish("b")
     second = hosted.manager.demote(1)
-    assert second is not None and second.copies[0].block == first.copies[0].block
+    assert second is not None
+    assert second.copies[0].block == first.copies[0].block
     assert second.ticket != first.ticket
     before = hosted.manager.stats()
     late = hosted.manager.completed(first.ticket)  # of the same block, to the host as well
     assert (late.known, late.ended, late.freed, late.ready, late.again) == (False, False, 0, (), ())
     assert not hosted.manager.failed(first.ticket).known
-    assert not hosted.manager.completed(999).known and not hosted.manager.completed(-1).known
-    assert hosted.manager.stats() == before and hosted.places(prompt(4, 1)) == ["to_host"]
+    assert not hosted.manager.completed(999).known
+    assert not hosted.manager.completed(-1).known
+    assert hosted.manager.stats() == before
+    assert hosted.places(prompt(4, 1)) == ["to_host"]
     hosted.end(second)
     assert hosted.cache is not None
     assert retrieved(hosted.cache, prompt(4, 1)) == (4, True)
@@ -241,7 +253,8 @@ def test_mistake_12_a_freed_block_that_counts_as_one_on_the_host(hosted: Engine)
     hosted.finish("b")
     hosted.demoted(4)
     gauges = admin.gauges(ledger)
-    assert gauges["free"] + gauges["ready"] == 64 and gauges["ready"] == 4
+    assert gauges["free"] + gauges["ready"] == 64
+    assert gauges["ready"] == 4
     hosted.manager.check()
 
 
@@ -279,7 +292,8 @@ def test_mistake_13_one_bad_report_and_nobody_listens_any_more(shm_root: Path) -
                 engine.manager.completed(plan.ticket, rank=rank)
             with pytest.raises(ValueError, match="not one of the 2 ranks"):
                 engine.manager.lost(rank)
-        assert engine.manager.in_flight == 1 and not engine.manager.completed(plan.ticket).ended
+        assert engine.manager.in_flight == 1
+        assert not engine.manager.completed(plan.ticket).ended
         assert engine.manager.completed(plan.ticket, rank=1).freed == 2
         assert engine.places(prompt(8)) == ["host"] * 2
 
@@ -293,7 +307,9 @@ def test_mistake_13_a_copy_whose_end_is_never_told_stops_nobody_else(hosted: Eng
         hosted.leave(f"{n}", prompt(19, n + 1))
     assert hosted.manager.in_flight == 1
     hosted.manager.reset(abandon=True)
-    assert hosted.manager.free == 8 and up is not None and not hosted.manager.completed(up.ticket).known
+    assert hosted.manager.free == 8
+    assert up is not None
+    assert not hosted.manager.completed(up.ticket).known
 
 
 def test_mistake_17_evicting_parents_before_children(hosted: Engine) -> None:
@@ -313,7 +329,8 @@ def test_mistake_17_the_host_gets_parents_before_children(shm_root: Path) -> Non
         engine = Engine(24, cache, write_back=False)
         engine.leave("a", prompt(80))
         plan = engine.manager.demote(20)  # a quarter of the slots is promised to one: the head
-        assert plan is not None and len(plan.copies) == 4
+        assert plan is not None
+        assert len(plan.copies) == 4
         engine.end(plan)
         assert engine.places(prompt(80)) == ["host"] * 4 + ["freed"] * 16
         assert retrieved(cache, prompt(80)) == (16, True)
@@ -342,7 +359,8 @@ def test_mistake_19_a_rank_that_has_nothing_reports_as_well(shm_root: Path) -> N
         assert not engine.manager.completed(plan.ticket, rank=2).ended
         assert engine.manager.free == 6  # rank 1 may be reading still
         assert engine.manager.completed(plan.ticket, rank=1).ended
-        assert engine.manager.free == 8 and engine.places(prompt(8)) == ["freed"] * 2
+        assert engine.manager.free == 8
+        assert engine.places(prompt(8)) == ["freed"] * 2
 
 
 def test_mistake_20_loading_what_is_cheaper_to_compute(shm_root: Path) -> None:
@@ -364,7 +382,9 @@ def test_mistake_20_writing_what_is_there_or_never_read_again(shm_root: Path, tm
         engine.leave("a", prompt(16))
         engine.leave("once", prompt(16, 1))
         assert engine.stat("demoted_blocks") == 8
-        assert engine.manager.demote(16) is None and engine.manager.free == 16  # not copied a second time
+        # not copied a second time
+        assert engine.manager.demote(16) is None
+        assert engine.manager.free == 16
         assert cache.flush(60)
         keys = engine.keys(prompt(16))
         assert cache.holders(keys[0]) == ["host"]  # it was not read
@@ -372,7 +392,8 @@ def test_mistake_20_writing_what_is_there_or_never_read_again(shm_root: Path, tm
             engine.leave(f"hit {n}", prompt(17))
             assert engine.manager.demote(16) is None
             assert cache.flush(60)
-        assert engine.stat("promoted_blocks") == 8 and engine.stat("demoted_blocks") == 8
+        assert engine.stat("promoted_blocks") == 8
+        assert engine.stat("demoted_blocks") == 8
         assert cache.holders(keys[0]) == cache.holders(keys[3]) == ["host", "disk"]
         assert cache.holders(engine.keys(prompt(16, 1))[0]) == ["host"]
 
@@ -399,13 +420,17 @@ def test_a_waiting_answer_is_not_a_promise(hosted: Engine) -> None:
     hosted.leave("a", prompt(32))
     hosted.add("b", prompt(20, 1))
     hosted.add("c", prompt(20, 2))
-    first, second = hosted.manager.admit("b"), hosted.manager.admit("c")
-    assert isinstance(first, Waiting) and isinstance(second, Waiting)
-    assert first.plan is not None and second.plan is None
+    first = hosted.manager.admit("b")
+    second = hosted.manager.admit("c")
+    assert isinstance(first, Waiting)
+    assert isinstance(second, Waiting)
+    assert first.plan is not None
+    assert second.plan is None
     hosted.end(first.plan)
     assert isinstance(hosted.manager.admit("c"), Admitted)
     again = hosted.manager.admit("b")
-    assert isinstance(again, NoRoom) and again.available == 3
+    assert isinstance(again, NoRoom)
+    assert again.available == 3
     assert first.plan.direction is Direction.DOWN
     hosted.manager.release("c")
     assert len(hosted.admit("b").table) == 5

@@ -46,11 +46,13 @@ def test_a_write_is_done_when_all_ranks_have_said_so(four: Engine, order: tuple[
     plan = going_down(four, prompt(12))
     for rank in order[:-1]:
         assert four.manager.completed(plan.ticket, rank=rank) == YET
-        assert four.places(prompt(12)) == ["to_host"] * 3 and four.manager.free == 13
+        assert four.places(prompt(12)) == ["to_host"] * 3
+        assert four.manager.free == 13
         four.manager.check()
     assert four.manager.completed(plan.ticket, rank=order[-1]) == Settled(freed=3)
     assert four.places(prompt(12)) == ["host"] * 3
-    assert four.cache is not None and retrieved(four.cache, prompt(12)) == (12, True)
+    assert four.cache is not None
+    assert retrieved(four.cache, prompt(12)) == (12, True)
 
 
 @pytest.mark.parametrize("good", [(3, 3, 2, 3), (2, 3, 3, 3), (0, 3, 3, 3), (1, 0, 2, 3), (3, 3, 3, 3)])
@@ -85,7 +87,8 @@ def test_a_rank_that_reports_twice_or_late_changes_nothing(four: Engine) -> None
     for rank in range(4):
         assert four.manager.failed(plan.ticket, rank=rank) == UNKNOWN
         assert four.manager.completed(plan.ticket, rank=rank) == UNKNOWN
-    assert four.manager.stats() == before and four.places(prompt(12)) == ["host"] * 3
+    assert four.manager.stats() == before
+    assert four.places(prompt(12)) == ["host"] * 3
 
 
 def test_tickets_end_in_any_order_on_each_rank(four: Engine) -> None:
@@ -94,7 +97,8 @@ def test_tickets_end_in_any_order_on_each_rank(four: Engine) -> None:
         for plan in plans[rank:] + plans[:rank]:
             four.manager.completed(plan.ticket, rank=rank)
             four.manager.check()
-    assert four.manager.in_flight == 0 and four.manager.free == 16
+    assert four.manager.in_flight == 0
+    assert four.manager.free == 16
     assert all(four.places(prompt(8, n)) == ["host"] * 2 for n in range(4))
 
 
@@ -105,12 +109,15 @@ def test_what_builds_upon_a_move_waits_for_it(hosted: Engine) -> None:
     first = hosted.admit("short")
     hosted.add("long", prompt(17))
     second = hosted.admit("long")
-    assert first.plan is not None and second.plan is not None
-    assert second.waits == {first.plan.ticket, second.plan.ticket} and second.computed_tokens == 16
+    assert first.plan is not None
+    assert second.plan is not None
+    assert second.waits == {first.plan.ticket, second.plan.ticket}
+    assert second.computed_tokens == 16
     assert hosted.end(second.plan) == YET  # its copies have ended, but nothing is known of its head
     assert hosted.manager.in_flight == 2
     settled = hosted.end(first.plan)
-    assert sorted(settled.ready) == ["long", "short"] and hosted.manager.in_flight == 0
+    assert sorted(settled.ready) == ["long", "short"]
+    assert hosted.manager.in_flight == 0
     hosted.is_right("long", 16)
 
 
@@ -120,11 +127,15 @@ def test_what_builds_upon_a_move_may_itself_come_in_part(hosted: Engine) -> None
     for name, tokens in (("short", 9), ("long", 17), ("twin", 17)):
         hosted.add(name, prompt(tokens))
     first, second, third = (hosted.admit(name) for name in ("short", "long", "twin"))
-    assert first.plan is not None and second.plan is not None and third.plan is None
+    assert first.plan is not None
+    assert second.plan is not None
+    assert third.plan is None
     assert hosted.end(second.plan, blocks=1) == YET
     settled = hosted.end(first.plan)
-    assert sorted(settled.ready) == ["long", "short"] and settled.shortened == {"long": 12}
-    assert settled.again == ("twin",) and hosted.manager.table("twin") == []
+    assert sorted(settled.ready) == ["long", "short"]
+    assert settled.shortened == {"long": 12}
+    assert settled.again == ("twin",)
+    assert hosted.manager.table("twin") == []
     hosted.is_right("long", 12)
 
 
@@ -135,11 +146,13 @@ def test_what_builds_upon_a_move_that_failed_waits_to_be_admitted_again(hosted: 
     first = hosted.admit("short").plan
     hosted.add("long", prompt(17))
     second = hosted.admit("long").plan
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     hosted.end(second)
     settled = hosted.end(first, blocks=1)
     assert (settled.again, settled.shortened) == (("long",), {"short": 4})
-    assert hosted.manager.in_flight == 0 and hosted.manager.table("long") == []
+    assert hosted.manager.in_flight == 0
+    assert hosted.manager.table("long") == []
     hosted.compute("short")
     assert hosted.resume("long").computed_tokens == 16
 
@@ -167,7 +180,8 @@ def test_a_rank_that_dies_fails_what_waits_for_it(four: Engine, when: str) -> No
     if when == "after":
         settled = [four.manager.completed(plan.ticket, rank=rank) for plan, rank in others]
         settled = [one for one in settled if one.ended]
-    assert len(settled) == 2 and four.manager.in_flight == 0
+    assert len(settled) == 2
+    assert four.manager.in_flight == 0
     assert {**settled[0].shortened, **settled[1].shortened} == {"b": 0}
     four.manager.check()
     assert four.places(prompt(12)) == ["freed"] * 3
@@ -181,8 +195,10 @@ def test_no_new_moves_without_all_ranks(four: Engine) -> None:
     for rank in range(4):
         four.manager.completed(going_plan.ticket, rank=rank)
     four.leave("c", prompt(8, 1))
-    assert four.manager.lost(0) == [] and four.manager.paused
-    assert four.manager.demote(2) is None and four.manager.free == 16
+    assert four.manager.lost(0) == []
+    assert four.manager.paused
+    assert four.manager.demote(2) is None
+    assert four.manager.free == 16
     four.add("b", prompt(9))
     assert four.admit("b").plan is None  # it continues, and computes
     four.compute("b")

@@ -67,8 +67,10 @@ def test_an_image_whose_end_goes_while_it_is_looked_for(
     """What is held of a run may be less than was found: that, too, may end inside an item."""
     tokens = with_half_an_image_on_the_host(hosted)
     hosted.add("a", tokens, items=IMAGE)
-    assert hosted.cache is not None and hosted.cache.slots is not None
-    ledger, hold = ledger_of(hosted.cache), hosted.cache.slots.hold
+    assert hosted.cache is not None
+    assert hosted.cache.slots is not None
+    ledger = ledger_of(hosted.cache)
+    hold = hosted.cache.slots.hold
 
     def after_another_removed_it(slots: Slots, generations: Generations) -> list[bool]:
         admin.remove(ledger, hosted.keys(tokens, IMAGE)[gone : gone + 1])
@@ -121,7 +123,8 @@ def test_a_write_back_keeps_no_block_that_it_does_not_copy(shm_root: Path) -> No
         engine.start("a", prompt(32))
         plan = engine.manager.finish("a")
         # a quarter of the slots is what one member may reserve
-        assert plan is not None and len(plan.copies) == 4
+        assert plan is not None
+        assert len(plan.copies) == 4
         assert engine.stat("evictable") == 4
         engine.manager.check()
         engine.end(plan)
@@ -135,7 +138,8 @@ def test_a_plain_pool_writes_back_and_tells_of_new_weights(shm_root: Path) -> No
         tokens = prompt(8)
         engine.start("a", tokens)
         plan = engine.manager.write_back(tokens, engine.manager.table("a")[:2])
-        assert engine.end(plan).ended and engine.places(tokens) == ["host", "host"]
+        assert engine.end(plan).ended
+        assert engine.places(tokens) == ["host", "host"]
         assert cache.lookup(tokens).num_tokens == 8
         engine.manager.weights_changed()
         assert cache.lookup(tokens).num_tokens == 0
@@ -153,7 +157,8 @@ def test_the_heir_of_a_run_is_in_no_other_move(shm_root: Path) -> None:
         engine.kv[:] = 0
         engine.add("a", [*long, 1])
         engine.add("b", branch)
-        first, second = engine.admit("a"), engine.admit("b")
+        first = engine.admit("a")
+        second = engine.admit("b")
         engine.manager.release("a")
         settled = engine.end(first.plan, blocks=2)
         assert (settled.shortened, settled.again) == ({}, ("b",))
@@ -195,8 +200,10 @@ def test_the_end_of_a_copy_looks_at_nobody_else(hosted: Engine, monkeypatch: pyt
     hosted.demoted(4)
     for name in "bc":
         hosted.add(name, prompt(17))
-    first, second = hosted.admit("b"), hosted.admit("c")
-    assert first.plan is not None and second.waits == {first.plan.ticket}
+    first = hosted.admit("b")
+    second = hosted.admit("c")
+    assert first.plan is not None
+    assert second.waits == {first.plan.ticket}
     hosted.copy(first.plan)
     with monkeypatch.context() as patched:
         patched.setattr(hosted.manager._allocator, "requests", OneByOne(hosted.manager._requests))
@@ -208,7 +215,8 @@ def test_the_end_of_a_copy_looks_at_nobody_else(hosted: Engine, monkeypatch: pyt
 @contextmanager
 def nobody_gets_in(cache: Cache) -> Iterator[None]:
     """The ledger's gate is shut, as by a process that was stopped inside."""
-    shut, opens = Event(), Event()
+    shut = Event()
+    opens = Event()
 
     def stay() -> None:
         ledger_of(cache).session.gate.run(lambda: (shut.set(), opens.wait(60)), 60, exclusive=True)
@@ -238,7 +246,8 @@ def test_a_busy_ledger_is_waited_for_once(shm_root: Path, begun: bool) -> None:
             else:
                 engine.end(plan)
             assert time.monotonic() - began < 20
-        assert engine.manager.free == 16 and engine.stat("dropped_blocks") == 16
+        assert engine.manager.free == 16
+        assert engine.stat("dropped_blocks") == 16
 
 
 def test_a_prefetch_is_shared_by_those_only_who_need_no_more(shm_root: Path, tmp_path: Path) -> None:
@@ -261,7 +270,8 @@ def test_a_prefetch_is_shared_by_those_only_who_need_no_more(shm_root: Path, tmp
             assert engine.manager.prefetch("a") is whole is not part
         finally:
             goes_on.set()
-        assert whole is not None and whole.result(60).num_tokens == 16
+        assert whole is not None
+        assert whole.result(60).num_tokens == 16
         assert engine.admit("b").computed_tokens == 16
 
 

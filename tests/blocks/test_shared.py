@@ -42,7 +42,8 @@ def _promotes(host: Path, disk: Path) -> None:
         engine = Engine(16, cache)
         engine.start("keep", prompt(8, 5))  # so that the ids are others
         admitted = engine.start("b", [*TOKENS, 1, 2])
-        assert admitted.by_tier == {"host": 24} and admitted.table[0] != 0
+        assert admitted.by_tier == {"host": 24}
+        assert admitted.table[0] != 0
         engine.finish("b")
 
 
@@ -101,14 +102,16 @@ def test_an_engine_that_dies_in_its_copies_leaves_nothing_half_written(
 
 def test_two_managers_share_host_and_disk_but_no_device_ids(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as ours, cache_at(shm_root, tmp_path) as theirs:
-        one, two = Engine(8, ours), Engine(8, theirs)
+        one = Engine(8, ours)
+        two = Engine(8, theirs)
         one.start("a", TOKENS)
         two.start("a", prompt(12, 1))
         assert one.manager.table("a")[:3] == two.manager.table("a")[:3]  # the same numbers of other memory
         one.finish("a")
         two.finish("a")
         assert (one.manager.free, two.manager.free) == (2, 5)
-        assert two.places(TOKENS) == ["host"] * 6 and one.places(TOKENS) == ["device"] * 6
+        assert two.places(TOKENS) == ["host"] * 6
+        assert one.places(TOKENS) == ["device"] * 6
         assert two.start("b", TOKENS[:13]).by_tier == {"host": 12}
         assert one.start("b", [*prompt(12, 1), 3]).by_tier == {"host": 12}
         one.is_right("b")
@@ -117,12 +120,15 @@ def test_two_managers_share_host_and_disk_but_no_device_ids(shm_root: Path, tmp_
 
 def test_two_managers_that_demote_the_same_write_it_once(shm_root: Path) -> None:
     with cache_at(shm_root) as ours, cache_at(shm_root) as theirs:
-        one, two = Engine(8, ours, write_back=False), Engine(8, theirs, write_back=False)
+        one = Engine(8, ours, write_back=False)
+        two = Engine(8, theirs, write_back=False)
         one.leave("a", TOKENS)
         two.leave("a", TOKENS)
         first = one.manager.demote(3)
         assert first is not None
-        assert two.manager.demote(3) is None and two.manager.free == 5  # another process is writing them
+        # another process is writing them
+        assert two.manager.demote(3) is None
+        assert two.manager.free == 5
         one.end(first)
         assert two.manager.demote(3) is not None
         assert two.places(TOKENS) == ["to_host"] * 3 + ["host"] * 3
@@ -139,7 +145,8 @@ def test_the_disk_behind_it_brings_back_what_the_host_has_lost(shm_root: Path, t
         engine.add("b", [*TOKENS, 1])
         assert engine.manager.match("b") == PrefixMatch(0, 0, 24)
         future = engine.manager.prefetch("b")
-        assert future is not None and future.result(60).by_tier["disk"] == 24
+        assert future is not None
+        assert future.result(60).by_tier["disk"] == 24
         assert engine.manager.match("b") == PrefixMatch(0, 24, 0)
         assert engine.resume("b").by_tier == {"disk": 24}
         assert engine.stat("hit_tokens_storage") == 24
@@ -160,9 +167,8 @@ def test_one_prefetch_serves_all_who_want_the_same(shm_root: Path, tmp_path: Pat
         assert all(future is not None and future.result(60).num_tokens == 24 for future in futures)
         tiers = cache.stats()["tiers"]
         assert tiers["disk"]["loaded_chunks"] == 6  # type: ignore[index]
-        assert [len(engine.admit(f"{n}").waits) for n in range(4)] == [
-            1
-        ] * 4 and engine.manager.in_flight == 1
+        assert [len(engine.admit(f"{n}").waits) for n in range(4)] == [1] * 4
+        assert engine.manager.in_flight == 1
 
 
 def test_retrieve_and_lookup_find_what_a_manager_wrote(shm_root: Path, tmp_path: Path) -> None:
@@ -205,7 +211,8 @@ def test_tenants_and_adapters_do_not_share(shm_root: Path) -> None:
 
 def test_new_weights_of_one_process_are_new_for_all(shm_root: Path) -> None:
     with cache_at(shm_root) as ours, cache_at(shm_root) as theirs:
-        one, two = Engine(8, ours), Engine(8, theirs)
+        one = Engine(8, ours)
+        two = Engine(8, theirs)
         one.leave("a", TOKENS)
         two.leave("a", TOKENS[:9])
         two.add("b", [*TOKENS, 1])
@@ -224,7 +231,8 @@ def test_an_engine_outlives_its_cache(shm_root: Path, tmp_path: Path) -> None:
         engine.add("b", TOKENS[:17])
         up = engine.admit("b").plan
         written = engine.manager.finish("runs")
-        assert up is not None and written is not None
+        assert up is not None
+        assert written is not None
     assert engine.manager.completed(up.ticket).shortened == {"b": 8}  # it is unknown whose slots they were
     assert engine.manager.completed(written.ticket).ended
     engine.manager.check()
@@ -235,6 +243,8 @@ def test_an_engine_outlives_its_cache(shm_root: Path, tmp_path: Path) -> None:
     assert engine.manager.match("c") == PrefixMatch(16, 0, 0)
     engine.resume("c")
     engine.finish("c")
-    assert engine.manager.demote(16) is None and engine.manager.free == 16  # dropped: there is nowhere to go
+    # dropped: there is nowhere to go
+    assert engine.manager.demote(16) is None
+    assert engine.manager.free == 16
     assert engine.places(TOKENS[:16]) == ["freed"] * 4
     engine.manager.check()

@@ -23,7 +23,8 @@ def keys_of(path: Sequence[int]) -> list[bytes]:
 
 def grown(tree: Tree, path: Sequence[int], first_block: int) -> Node:
     """Enter what the tree lacks of a path, as a request that is still locked."""
-    keys, found = keys_of(path), tree.path(keys_of(path))
+    keys = keys_of(path)
+    found = tree.path(keys_of(path))
     tip = found[-1] if found else None
     if tip is not None:
         tree.lock(tip)
@@ -59,7 +60,9 @@ def test_leaves_go_first_and_the_oldest_of_them() -> None:
     assert evicted(tree, 1) == [22]  # a leaf, though its parent is no younger
     assert evicted(tree, 1) == [30]
     assert evicted(tree, 9) == [12, 11, 10]  # a parent becomes a candidate when its last child was removed
-    assert tree.evict(1) == [] and tree.evictable == 0 and not tree.nodes
+    assert tree.evict(1) == []
+    assert tree.evictable == 0
+    assert not tree.nodes
 
 
 def test_a_parent_has_been_used_when_its_child_was() -> None:
@@ -87,7 +90,8 @@ def test_locks_climb_and_end() -> None:
     tree.lock(tip)
     tree.lock(tip)
     assert [node.locks for node in upward(tip)] == [2, 1, 1]
-    assert tree.evict(9) == [] and tree.evictable == 0
+    assert tree.evict(9) == []
+    assert tree.evictable == 0
     tree.unlock(tip, tree.now())
     assert tree.evict(9) == []
     tree.unlock(tip, tree.now())
@@ -99,7 +103,8 @@ def test_locks_climb_and_end() -> None:
 def test_a_child_that_leaves_is_found_until_it_has_gone_and_may_be_called_back() -> None:
     tree = Tree()
     tip = used(tree, [1, 2], 10)
-    assert tree.evict(1) == [tip] and tip.place is Place.TO_HOST
+    assert tree.evict(1) == [tip]
+    assert tip.place is Place.TO_HOST
     assert tree.evict(1) == [tip.parent]  # its only child does not count any more
     keys = keys_of([1, 2])
     path = tree.path(keys)
@@ -107,7 +112,8 @@ def test_a_child_that_leaves_is_found_until_it_has_gone_and_may_be_called_back()
     for node in path:
         tree.cancel_eviction(node)
     tree.check()
-    assert [node.place for node in path] == [Place.DEVICE] * 2 and tree.evicting == 0
+    assert [node.place for node in path] == [Place.DEVICE] * 2
+    assert tree.evicting == 0
     assert evicted(tree, 1) == [11]  # leaf first, as before
     assert [node.block for node in tree.path(keys)] == [10]
 
@@ -137,7 +143,8 @@ def test_what_comes_is_found_but_never_evicted() -> None:
         (Place.TO_DEVICE, 7, 2),
     ]
     assert tree.path(keys_of([1, 2, 3])) == [tip, *nodes]
-    assert tree.evict(9) == [] and tree.evictable == 0
+    assert tree.evict(9) == []
+    assert tree.evictable == 0
     tree.finish_loading(nodes)
     tree.check()
     assert tree.evict(9) == []  # locked by the move still
@@ -166,12 +173,14 @@ def test_clear_frees_what_nobody_needs_and_the_rest_with_its_last_lock() -> None
     assert tree.clear() == [21]
     tree.check()
     assert (tree.detached, tree.on_device, tree.locked, tree.evictable) == (2, 0, 0, 0)
-    assert tree.path(keys_of([1, 2])) == [] and tree.evict(9) == []
+    assert tree.path(keys_of([1, 2])) == []
+    assert tree.evict(9) == []
     other = used(tree, [1, 2], 30)  # the same keys again are other nodes
     assert tree.remove(tip) is None
     assert tree.unlock(tip, tree.now()) == []
     assert tree.unlock(tip, tree.now()) == [11, 10]
-    assert tree.detached == 0 and tree.path(keys_of([1, 2]))[-1] is other
+    assert tree.detached == 0
+    assert tree.path(keys_of([1, 2]))[-1] is other
     tree.check()
 
 
@@ -182,14 +191,16 @@ def test_drop_takes_one_leaf_that_nobody_needs() -> None:
     assert tree.remove(tip) is None
     tree.unlock(tip, tree.now())
     assert tree.remove(tip.parent) is None
-    assert tree.remove(tip) == 11 and tip.place is Place.FREED
+    assert tree.remove(tip) == 11
+    assert tip.place is Place.FREED
     assert tree.remove(tip) is None
     assert tree.remove(tip.parent) == 10
     tree.check()
 
 
 def test_the_heap_stays_bounded_whatever_is_used_again_and_again() -> None:
-    tree, most = Tree(), 0
+    tree = Tree()
+    most = 0
     for path in range(50):
         used(tree, [path, 1], path * 2)
     for step in range(5_000):  # some four times what the heap may hold
@@ -199,7 +210,9 @@ def test_the_heap_stays_bounded_whatever_is_used_again_and_again() -> None:
     assert most <= 2 * 50 + 1024 + 1
     tree.check()
     order = tree.remove_evicted(tree.evict(100))
-    assert order[:4] == [1, 0, 3, 2] and len(order) == 100  # the stale entries had no effect
+    # the stale entries had no effect
+    assert order[:4] == [1, 0, 3, 2]
+    assert len(order) == 100
 
 
 @pytest.mark.parametrize(
@@ -290,7 +303,8 @@ class Twins:
     """A tree and its model, which do the same."""
 
     def __init__(self) -> None:
-        self.tree, self.model = Tree(), Model()
+        self.tree = Tree()
+        self.model = Model()
         self.now = self.block = 0
         self.leaving: list[Node] = []
         self.paths: dict[bytes, tuple[int, ...]] = {}
@@ -309,7 +323,8 @@ class Twins:
 
     def hit(self, path: tuple[int, ...]) -> Node | None:
         """Find a path, call back what leaves on it, lock its end."""
-        heads, nodes = self.model.found(path), self.tree.path(keys_of(path))
+        heads = self.model.found(path)
+        nodes = self.tree.path(keys_of(path))
         assert [node.block for node in nodes] == [self.model.blocks[head] for head in heads]
         for head, node in zip(heads, nodes, strict=True):
             if node.place is Place.TO_HOST:
@@ -339,7 +354,8 @@ class Twins:
         """One of the requests ends."""
         if not self.locks:
             return
-        tip, path = self.locks.pop(which % len(self.locks)), self.model.tips.pop(which % len(self.model.tips))
+        tip = self.locks.pop(which % len(self.locks))
+        path = self.model.tips.pop(which % len(self.model.tips))
         self.now = self.tree.now()
         freed = self.tree.unlock(tip, self.now)
         if path in self.model.place and self.model.blocks[path] == tip.block:
@@ -350,7 +366,8 @@ class Twins:
         """Each evicted node is, at its turn, a leaf, and no leaf is older."""
         chosen = self.tree.evict(count)
         for node in chosen:
-            path, leaves = self.paths[node.key], self.model.leaves()
+            path = self.paths[node.key]
+            leaves = self.model.leaves()
             assert path in leaves
             assert self.model.use[path] == min(self.model.use[leaf] for leaf in leaves)
             self.model.place[path] = Place.TO_HOST
@@ -417,7 +434,8 @@ class Twins:
         assert set(self.tree.clear()) == free
         freed = [block for tip in self.locks for block in self.tree.unlock(tip, self.tree.now())]
         assert sorted(freed) == sorted(rest)
-        self.locks, self.model = [], Model()
+        self.locks = []
+        self.model = Model()
 
     def check(self) -> None:
         """Both are in the same state."""
@@ -430,7 +448,8 @@ class Twins:
         assert self.tree.evictable == self.model.evictable()
         counts = [sum(p is place for p in self.model.place.values()) for place in Place]
         there = dict(zip(Place, counts, strict=True))
-        assert self.tree.on_device == there[Place.DEVICE] and self.tree.loading == there[Place.TO_DEVICE]
+        assert self.tree.on_device == there[Place.DEVICE]
+        assert self.tree.loading == there[Place.TO_DEVICE]
         assert self.tree.evicting == there[Place.TO_HOST] == len(self.leaving)
 
 

@@ -158,7 +158,9 @@ def reserved_for(cache: Cache, tokens: Prompt) -> list[Outcome]:
 
 def copied(cache: Cache, tokens: Prompt, outcomes: Sequence[Outcome]) -> list[ChunkRef]:
     """Fill the reserved slots of a prompt by hand; return what can be committed."""
-    keys, blocks, written = keys_of(cache, tokens), kv_of(tokens).blocks, list[ChunkRef]()
+    keys = keys_of(cache, tokens)
+    blocks = kv_of(tokens).blocks
+    written = list[ChunkRef]()
     for i, item in enumerate(outcomes):
         if isinstance(item, Reserved):
             slots_of(cache).view(item.slot)[: LAYOUT.chunk_bytes] = blocks[i]

@@ -62,7 +62,8 @@ def cache_over(
 
 def store(cache: Cache) -> KV:
     kv = kv_of()
-    assert cache.store(TOKENS, kv.transfer).refused == 0 and cache.flush(60)
+    assert cache.store(TOKENS, kv.transfer).refused == 0
+    assert cache.flush(60)
     return kv
 
 
@@ -87,11 +88,13 @@ def test_approximate_kv_is_never_found_under_an_exact_key(shm_root: Path, url: s
         assert retrieve(lossy)[0].by_tier == {"host": 96}  # the decoded bytes are there now
         with cache_over(shm_root, remote=url) as exact:
             hit, kv = retrieve(exact)
-            assert hit.num_tokens == 0 and not kv.blocks.any()
+            assert hit.num_tokens == 0
+            assert not kv.blocks.any()
             assert not {key for *_, key in lossy.keys(TOKENS)} & {key for *_, key in exact.keys(TOKENS)}
             computed = store(exact)
             hit, kv = retrieve(exact)
-            assert hit.num_tokens == 96 and kv.same(computed)
+            assert hit.num_tokens == 96
+            assert kv.same(computed)
         hit, kv = retrieve(lossy)
         assert np.array_equal(kv.blocks, after("q4", computed))
 
@@ -101,14 +104,17 @@ def test_a_lossy_disk_is_approximate_too(shm_root: Path, tmp_path: Path) -> None
         kv = store(lossy)
         lossy._tiers.host.clear()  # type: ignore[union-attr]
         hit, found = retrieve(lossy)
-        assert hit.by_tier == {"disk": 96} and np.array_equal(found.blocks, after("q8", kv))
-        assert hit.approximate == "q8" and hit.exact_tokens == 0
+        assert hit.by_tier == {"disk": 96}
+        assert np.array_equal(found.blocks, after("q8", kv))
+        assert hit.approximate == "q8"
+        assert hit.exact_tokens == 0
     with cache_over(shm_root, tmp_path) as exact:
         assert retrieve(exact)[0].num_tokens == 0
 
 
 def test_each_set_of_codecs_has_keys_of_its_own(url: str, tmp_path: Path) -> None:
-    names, roots = [], set()
+    names = []
+    roots = set()
     for options in (
         {"remote": url}, {"remote": f"{url}&codec=zstd"}, {"remote": f"{url}&codec=q4"},
         {"remote": f"{url}&codec=q8"}, {"remote": f"{url}&codec=qzstd"},
@@ -151,7 +157,8 @@ def test_an_exact_tier_takes_no_lossy_chunk(url: str) -> None:
         with cache_over(None, namespace=blended, remote=url) as other:
             assert other.namespace.root == lossy.namespace.root
             hit, kv = retrieve(other)
-            assert hit.num_tokens == 0 and not kv.blocks.any()
+            assert hit.num_tokens == 0
+            assert not kv.blocks.any()
         assert retrieve(lossy)[0].num_tokens == 96  # it stayed
 
 
@@ -167,8 +174,11 @@ def test_answers_say_which_tokens_are_exact(shm_root: Path, url: str) -> None:
             lossy.prefetch(TOKENS).result(60),
             lossy.explain(TOKENS),
         ):
-            assert hit.approximate == "q4" and hit.num_tokens == 96
-            assert hit.exact_tokens == 0 and not hit.exact.any() and hit.mask.all()
+            assert hit.approximate == "q4"
+            assert hit.num_tokens == 96
+            assert hit.exact_tokens == 0
+            assert not hit.exact.any()
+            assert hit.mask.all()
         assert retrieve(lossy)[1].same(
             kv
         )  # host memory has the bytes that were stored, but no answer relies on that
@@ -178,7 +188,9 @@ def test_answers_say_which_tokens_are_exact(shm_root: Path, url: str) -> None:
     with cache_over(shm_root, remote=url) as exact:
         store(exact)
         hit = retrieve(exact)[0]
-        assert hit.approximate == "" and hit.exact_tokens == 96 and np.array_equal(hit.exact, hit.mask)
+        assert hit.approximate == ""
+        assert hit.exact_tokens == 96
+        assert np.array_equal(hit.exact, hit.mask)
         assert (
             exact.stats()["counters"]["approximate_hit_tokens"] == 288
         )  # of all processes that share the host tier
@@ -195,7 +207,8 @@ def verdict(
         kl=Interval(0.001, 0.0, 0.002), top1=Interval(top1, top1 - 0.001, top1 + 0.001),
         same_text=Interval(0.9, 0.8, 1.0), answers=None, ttft=Interval(0.4, 0.3, 0.5), bytes=0.26,
     )  # fmt: skip
-    bounds, controls = Bounds(kl=0.01, top1=0.99, answers=0.9, prompts=50), {"zeroed KV": True}
+    bounds = Bounds(kl=0.01, top1=0.99, answers=0.9, prompts=50)
+    controls = {"zeroed KV": True}
     reasons = objections(found, bounds, controls, 60, 0.95)
     result = Result(
         codec_setting(codec, chunk_tokens), bounds, found, controls, 60, "ab" * 16, 16, 0.95, 0,
@@ -213,7 +226,8 @@ def test_it_starts_with_a_passing_verdict_only(url: str, tmp_path: Path) -> None
         pass
     with cache_over(None, remote=remote, quality_verdicts=tmp_path, unchecked=True) as cache:
         (state,) = cache.stats()["approximate"]
-        assert state["checked"] == "unchecked" and "q4" in str(state["setting"])
+        assert state["checked"] == "unchecked"
+        assert "q4" in str(state["setting"])
     wrong = {
         "codec": {"codec": "q8"},
         "chunk": {"codec": "q4", "chunk_tokens": 256},
@@ -257,7 +271,8 @@ def test_lossy_tiers_are_left_out_after_the_weights_have_changed(
             cache.weights_changed()
             kv = store(cache)
             hit, found = retrieve(cache)
-            assert hit.by_tier == {"host": 96} and found.same(kv)
+            assert hit.by_tier == {"host": 96}
+            assert found.same(kv)
             assert cache.lookup(TOKENS, tiers=["disk"]).num_tokens == 0
         assert sum("left out" in record.message for record in caplog.records) == 1
     with cache_over(shm_root, tmp_path, disk_codec="q4", unchecked=True) as cache:
@@ -284,7 +299,8 @@ def test_new_weights_without_a_verdict_find_nothing_that_others_brought_up(
         assert retrieve(measured)[0].num_tokens == 0
         kv = store(measured)
         hit, found = retrieve(measured)
-        assert hit.by_tier == {"host": 96} and found.same(kv)
+        assert hit.by_tier == {"host": 96}
+        assert found.same(kv)
 
 
 def test_lossy_tiers_are_left_out_for_an_adapter_without_a_verdict(
@@ -297,14 +313,16 @@ def test_lossy_tiers_are_left_out_for_an_adapter_without_a_verdict(
     with cache_over(shm_root, tmp_path, **options) as cache:
         kv = kv_of()
         for lora, on_disk in ((None, 96), ("style", 0)):
-            assert cache.store(TOKENS, kv.transfer, lora=lora).refused == 0 and cache.flush(60)
+            assert cache.store(TOKENS, kv.transfer, lora=lora).refused == 0
+            assert cache.flush(60)
             assert cache.lookup(TOKENS, tiers=["host"], lora=lora).num_tokens == 96
             assert cache.lookup(TOKENS, tiers=["disk"], lora=lora).num_tokens == on_disk
         assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed", "left out"]
         assert sum("left out" in record.message for record in caplog.records) == 1
     verdict(tmp_path / "verdicts", "q4", weights="w1+adapters style")
     with cache_over(shm_root, tmp_path, **options) as cache:
-        assert cache.store(TOKENS, kv.transfer, lora="style").refused == 0 and cache.flush(60)
+        assert cache.store(TOKENS, kv.transfer, lora="style").refused == 0
+        assert cache.flush(60)
         assert cache.lookup(TOKENS, tiers=["disk"], lora="style").num_tokens == 96
         assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed"]
     with (
@@ -324,7 +342,8 @@ def test_stats_are_about_the_present_weights(tmp_path: Path) -> None:
             assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed"]
             cache.weights_changed("step 2")
             (state,) = cache.stats()["approximate"]
-            assert state["checked"] == after and "step 2" in str(state["detail"])
+            assert state["checked"] == after
+            assert "step 2" in str(state["detail"])
 
 
 def test_a_verdict_of_an_adapter_is_for_it_and_for_the_weights_that_it_names(
@@ -340,7 +359,8 @@ def test_a_verdict_of_an_adapter_is_for_it_and_for_the_weights_that_it_names(
             if version:
                 cache.weights_changed(version)
             for lora, on_disk in expected.items():  # the adapter is the first to be asked about
-                assert cache.store(TOKENS, kv_of().transfer, lora=lora).refused == 0 and cache.flush(60)
+                assert cache.store(TOKENS, kv_of().transfer, lora=lora).refused == 0
+                assert cache.flush(60)
                 assert cache.lookup(TOKENS, tiers=["disk"], lora=lora).num_tokens == on_disk
         verdict(tmp_path / "verdicts", "q4", weights=NAMESPACE.of_version("step 3").weights)
         cache.weights_changed("step 3")  # nothing is known of adapters with these weights
@@ -380,9 +400,11 @@ def test_chunks_that_are_not_finite_come_back_as_they_were(url: str) -> None:
     with cache_over(None, remote=f"{url}&codec=q4", unchecked=True) as cache:
         kv = kv_of()
         kv.blocks.view("<f2")[2, 5] = np.inf
-        assert cache.store(TOKENS, kv.transfer).refused == 0 and cache.flush(60)
+        assert cache.store(TOKENS, kv.transfer).refused == 0
+        assert cache.flush(60)
         hit, found = retrieve(cache)
-        assert hit.num_tokens == 96 and np.array_equal(found.blocks[2], kv.blocks[2])
+        assert hit.num_tokens == 96
+        assert np.array_equal(found.blocks[2], kv.blocks[2])
         assert np.array_equal(np.delete(found.blocks, 2, 0), np.delete(after("q4", kv), 2, 0))
 
 
@@ -399,4 +421,5 @@ def test_damaged_bytes_in_the_store_are_a_miss(url: str, redis: Server) -> None:
         field, value = max(server.hgetall(name).items(), key=lambda item: len(item[1]))
         server.hset(name, field, value[:200] + bytes([value[200] ^ 1]) + value[201:])
         hit, _ = retrieve(cache)
-        assert hit.num_tokens == 48 and hit.reason is Reason.FAILED_CHECK
+        assert hit.num_tokens == 48
+        assert hit.reason is Reason.FAILED_CHECK

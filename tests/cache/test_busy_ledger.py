@@ -17,7 +17,8 @@ from tests.ledger.support import gate_taken
 
 T = TypeVar("T")
 # deadlines of a call, and of the tiers: a call that waits for the tiers' deadline is late on any machine
-SHORT, LONG = 0.05, 20.0
+SHORT = 0.05
+LONG = 20.0
 
 
 @contextmanager
@@ -42,7 +43,8 @@ def test_what_the_disk_did_not_say_in_time_is_not_called_absent(shm_root: Path, 
         looked = soon(lambda: cache.lookup(prompt(4, 1), deadline_seconds=SHORT))
         assert (looked.num_tokens, looked.reason) == (0, Reason.DEADLINE)
         hit = soon(lambda: cache.retrieve(prompt(4, 1), blank(prompt(4, 1)).transfer, deadline_seconds=SHORT))
-        assert (hit.num_tokens, hit.reason) == (0, Reason.DEADLINE) and "disk" in hit.detail
+        assert (hit.num_tokens, hit.reason) == (0, Reason.DEADLINE)
+        assert "disk" in hit.detail
         assert soon(lambda: cache.explain(prompt(4, 1), deadline_seconds=SHORT)).reason is Reason.DEADLINE
         only = soon(lambda: cache.lookup(prompt(4, 1), tiers=["host"], deadline_seconds=SHORT))
         # the store that could explain the miss is busy, and the call does not wait for it
@@ -85,7 +87,8 @@ def test_stats_show_what_can_be_shown_and_say_what_is_missing(
         assert list(stats["failed"]) == [tier]  # type: ignore[call-overload]
         assert "ledger_busy" in stats["failed"][tier]  # type: ignore[index]
         tiers: dict[str, dict[str, int]] = stats["tiers"]  # type: ignore[assignment]
-        assert tiers.pop(tier) == {} and all(tiers.values())
+        assert tiers.pop(tier) == {}
+        assert all(tiers.values())
         assert stats["counters"]["lookups"] == 1 == counters_of(cache)["lookups"]  # type: ignore[index]
 
 
@@ -99,5 +102,6 @@ def test_clear_ends_soon_and_names_what_it_could_not_clear(shm_root: Path, tmp_p
             cleared = cache.clear()
             assert time.monotonic() - began < 25
         other = "disk" if tier == "host" else "host"
-        assert list(cleared.failed) == [tier] and cleared.chunks == {tier: 0, other: 4}
+        assert list(cleared.failed) == [tier]
+        assert cleared.chunks == {tier: 0, other: 4}
         assert cache.clear().chunks == {tier: 4, other: 0}

@@ -47,11 +47,19 @@ def test_opening_logs_five_lines_once(
         pass
     first, second = [one.getMessage() for one in caplog.records if "PagodaKV opened" in one.getMessage()]
     title, tiers, found, where, look = first.splitlines()
-    assert "llama" in title and short in title and "64 tokens" in title
-    assert "host 4." in tiers and "disk 16." in tiers and "redis shared" in tiers and " tokens" in tiers
+    assert "llama" in title
+    assert short in title
+    assert "64 tokens" in title
+    assert "host 4." in tiers
+    assert "disk 16." in tiers
+    assert "redis shared" in tiers
+    assert " tokens" in tiers
     assert "host 0 chunks = 0 tokens, disk 0 chunks" in found
-    assert str(shm_root) in where and str(tmp_path) in where and "redis://" in where
-    assert "pagoda stats" in look and "pagoda explain" in look
+    assert str(shm_root) in where
+    assert str(tmp_path) in where
+    assert "redis://" in where
+    assert "pagoda stats" in look
+    assert "pagoda explain" in look
     assert "host 4 chunks = 256 tokens" in second
     assert "hunter2" not in caplog.text
 
@@ -102,8 +110,11 @@ def test_a_call_is_a_line_without_its_prompt(
     assert retrieved.startswith("retrieve: 256 tokens asked, 128 hit (host 128), then absent, ")
     assert all(line.endswith(" ms") for line in (stored, looked, retrieved))
     fields = calls[2].__dict__["pagoda"]
-    assert fields["hit_tokens"] == {"host": 128} and fields["reason"] == "absent" and fields["ms"] > 0
-    assert "98765" not in caplog.text and SECRET not in caplog.text
+    assert fields["hit_tokens"] == {"host": 128}
+    assert fields["reason"] == "absent"
+    assert fields["ms"] > 0
+    assert "98765" not in caplog.text
+    assert SECRET not in caplog.text
 
 
 CHILD = """
@@ -127,9 +138,11 @@ def test_json_is_one_object_a_line_and_only_for_our_loggers(shm_root: Path, tmp_
     blocks = [line for line in told if line["message"].startswith("PagodaKV opened")]
     assert len(blocks) == 2  # one an open, though the handler was asked for twice
     assert all(line["logger"].startswith("pagoda") and line["process"] and line["time"] for line in told)
-    assert blocks[0]["level"] == "INFO" and blocks[0]["model"] == "llama"
+    assert blocks[0]["level"] == "INFO"
+    assert blocks[0]["model"] == "llama"
     assert [tier["tier"] for tier in blocks[0]["tiers"]] == ["host", "disk", "redis"]
-    assert done.stdout == "" and "hunter2" not in done.stderr
+    assert done.stdout == ""
+    assert "hunter2" not in done.stderr
 
 
 def test_another_log_format_is_refused() -> None:
@@ -151,7 +164,8 @@ class Broken(logging.Handler):
 def test_a_handler_or_a_filter_that_raises_breaks_no_call(
     part: str, shm_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours, broken = logging.getLogger("pagoda"), Broken()
+    ours = logging.getLogger("pagoda")
+    broken = Broken()
     if part == "handler":
         broken.filter = lambda _: True  # type: ignore[method-assign]
     ours.addHandler(broken)

@@ -21,7 +21,8 @@ def test_every_tier_is_cleared_and_counted(shm_root: Path, tmp_path: Path) -> No
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(5))
         cleared = cache.clear()
-        assert cleared.ok and cleared.chunks == {"host": 5, "disk": 5}
+        assert cleared.ok
+        assert cleared.chunks == {"host": 5, "disk": 5}
         assert served(cache, prompt(5))[0].num_tokens == 0
     with cache_at(shm_root / "after", tmp_path) as cache:
         assert served(cache, prompt(5))[0].num_tokens == 0
@@ -42,16 +43,19 @@ def test_what_comes_up_in_the_middle_of_a_clear_is_cleared_above_as_well(
     """Another call loads the chunks from the disk, which is not cleared yet, after the host is cleared."""
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(4))
-        host, [disk] = cache._tiers.host, cache._tiers.lower
+        host = cache._tiers.host
+        [disk] = cache._tiers.lower
         assert host is not None
-        clear, came = disk.clear, []
+        clear = disk.clear
+        came = []
 
         def bring_up_and_clear(namespace: bytes | None = None) -> int:
             came.append(served(cache, prompt(4))[0].num_tokens)
             return clear(namespace)
 
         monkeypatch.setattr(disk, "clear", bring_up_and_clear)
-        assert cache.clear().chunks == {"host": 8, "disk": 4} and came == [64]
+        assert cache.clear().chunks == {"host": 8, "disk": 4}
+        assert came == [64]
         assert admin.gauges(host.ledger)["ready"] == 0
         assert served(cache, prompt(4))[0].num_tokens == 0
 
@@ -91,7 +95,8 @@ def test_a_tier_that_fails_is_named_and_the_others_are_cleared(
 
         monkeypatch.setattr(host, "clear", broken)
         cleared = cache.clear()
-        assert not cleared.ok and cleared.chunks["disk"] == 5
+        assert not cleared.ok
+        assert cleared.chunks["disk"] == 5
         assert "out of order" in cleared.failed["host"]
 
 
@@ -102,7 +107,9 @@ def test_what_waits_in_a_staging_buffer_does_not_come_back(
     """Without a host slot, a chunk waits in a buffer until the disk takes it, also while another cache clears."""
     with cache_at(None, tmp_path) as cache, cache_at(None, tmp_path) as other:
         [disk] = cache._tiers.lower
-        save, waits, may_save = disk.save, threading.Event(), threading.Event()
+        save = disk.save
+        waits = threading.Event()
+        may_save = threading.Event()
 
         def save_later(
             chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
@@ -145,7 +152,8 @@ def test_a_store_that_began_before_does_not_come_back(shm_root: Path, tmp_path: 
 
         thread = threading.Thread(target=storing)
         thread.start()
-        until, rounds = time.monotonic() + 60, 0
+        until = time.monotonic() + 60
+        rounds = 0
         while rounds < 20 or (not clears and time.monotonic() < until):  # until the thread has started
             rounds += 1
             clears += sum(cache.clear().chunks.values())

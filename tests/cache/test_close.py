@@ -39,7 +39,8 @@ class Slow:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._real = kv_of(tokens).transfer  # type: ignore[arg-type]
-        self.inside, self.may_go_on = threading.Event(), threading.Event()
+        self.inside = threading.Event()
+        self.may_go_on = threading.Event()
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         self.inside.set()
@@ -86,10 +87,12 @@ def test_a_close_while_the_disk_hangs_keeps_the_slot_that_is_read_into(
     cache, slab = faulty_cache(shm_root, tmp_path)
     slab.fail_next("read", Fault.HANG)
     hit = cache.retrieve(prompt(2), blank(prompt(2)).transfer, deadline_seconds=0.2)
-    assert hit.num_tokens == 0 and slab.hanging.is_set()
+    assert hit.num_tokens == 0
+    assert slab.hanging.is_set()
     cache.close(0.2)
     host = cache._tiers.host
-    assert host is not None and not host.ledger.session.closed
+    assert host is not None
+    assert not host.ledger.session.closed
     slab.release()
     wait_until(lambda: host.ledger.session.closed)
 
@@ -119,7 +122,8 @@ def test_a_closed_cache_leaves_no_file_mapped_until_a_collection(
     try:
         with cache_at(shm_root, tmp_path, policy=policy) as cache:
             stored(cache, prompt(4))
-            assert served(cache, prompt(4))[0].num_tokens and mapped()
+            assert served(cache, prompt(4))[0].num_tokens
+            assert mapped()
         del cache
         wait_until(lambda: not mapped(), 10.0)
     finally:

@@ -92,7 +92,8 @@ def with_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _stores_and_loads(shm_root: Path) -> None:
-    library, seen = called(LIBRARY), list[bool]()
+    library = called(LIBRARY)
+    seen = list[bool]()
     with cache_at(shm_root, None) as cache:
         slab = slab_of(cache)
 
@@ -100,21 +101,26 @@ def _stores_and_loads(shm_root: Path) -> None:
             seen.append(slab._pinned is not None)
 
         stored(cache, prompt(2))
-        assert pinned_bytes(cache) == 0 and slab._pinned is None  # a CPU's KV needs no driver
+        # a CPU's KV needs no driver
+        assert pinned_bytes(cache) == 0
+        assert slab._pinned is None
         tokens = prompt(4, 1)
         assert cache.store(tokens, OnDevice(kv_of(tokens).transfer, begun)).num_chunks == 4
         kv = blank(tokens)
         assert cache.retrieve(tokens, OnDevice(kv.transfer, begun)).num_tokens == len(tokens)
-        assert kv.same(kv_of(tokens)) and seen == [True, True]
+        assert kv.same(kv_of(tokens))
+        assert seen == [True, True]
         wait_pinned(cache)
-        assert library.stub_registered() == slab.nbytes and library.stub_retained() == 1
+        assert library.stub_registered() == slab.nbytes
+        assert library.stub_retained() == 1
         address = slab.view(5).ctypes.data
         assert device_address(address, slab.slot_bytes) == address
         for _ in range(3):
             assert cache.store(prompt(1, 2), OnDevice(kv_of(prompt(1, 2)).transfer)).refused == 0
         assert library.stub_registrations() == 1
         gone = slots_of(cache)
-    assert library.stub_registered() == 0 and library.stub_fault() == b""
+    assert library.stub_registered() == 0
+    assert library.stub_fault() == b""
     gone.use_device(0)  # a closed cache reports nothing
     assert library.stub_registrations() == 1
 
@@ -125,10 +131,12 @@ def test_kv_on_a_gpu_registers_the_slots_before_its_first_copy(shm_root: Path, w
 
 def _loads(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
-        kv, begun = blank(prompt(4)), list[bool]()
+        kv = blank(prompt(4))
+        begun = list[bool]()
         there = OnDevice(kv.transfer, lambda: begun.append(slab_of(cache)._pinned is not None))
         assert cache.retrieve(prompt(4), there).num_tokens == len(prompt(4))
-        assert kv.same(kv_of(prompt(4))) and begun == [True]
+        assert kv.same(kv_of(prompt(4)))
+        assert begun == [True]
 
 
 def test_a_load_alone_registers_them_too(shm_root: Path, with_driver: Path) -> None:
@@ -157,7 +165,9 @@ def _is_refused(shm_root: Path) -> None:
             assert cache.retrieve(tokens, OnDevice(kv.transfer)).num_tokens == len(tokens)
             assert kv.same(kv_of(tokens))
         held = slab_of(cache)._pinned
-        assert held is not None and held.wait(60) and "OUT_OF_MEMORY" in held.trouble
+        assert held is not None
+        assert held.wait(60)
+        assert "OUT_OF_MEMORY" in held.trouble
         assert pinned_bytes(cache) == 0
 
 
@@ -196,7 +206,8 @@ def _forks(shm_root: Path) -> None:
         in_child(work)
         assert pinned_bytes(cache) == slab_of(cache).nbytes
         assert served(cache, prompt(3))[0].num_tokens == len(prompt(3))
-    assert library.stub_registered() == 0 and library.stub_fault() == b""
+    assert library.stub_registered() == 0
+    assert library.stub_fault() == b""
 
 
 def test_a_forked_child_calls_no_driver(shm_root: Path, with_driver: Path) -> None:
@@ -219,7 +230,8 @@ def test_slots_that_a_gpu_may_still_write_outlive_their_process(
 ) -> None:
     clock = Ahead()
     with Cache(config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
-        began, ledger = SPAWN.Event(), host_of(cache).ledger
+        began = SPAWN.Event()
+        ledger = host_of(cache).ledger
         process = SPAWN.Process(target=_begins_to_write, args=(shm_root, uses_device, began), daemon=True)
         process.start()
         assert began.wait(60)

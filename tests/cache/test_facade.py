@@ -46,7 +46,9 @@ def test_what_is_stored_is_served_from_host_memory(cache: Cache) -> None:
     assert answer == (10, 160, 0, 0, None)
     hit, _ = served(cache, tokens)
     assert (hit.num_tokens, hit.by_tier, hit.reason) == (160, {"host": 160}, None)
-    assert hit.mask.shape == (168,) and hit.mask[:160].all() and not hit.mask[160:].any()
+    assert hit.mask.shape == (168,)
+    assert hit.mask[:160].all()
+    assert not hit.mask[160:].any()
 
 
 def test_the_disk_serves_what_the_host_tier_has_lost(shm_root: Path, tmp_path: Path) -> None:
@@ -79,7 +81,8 @@ def test_a_run_may_change_tiers_more_than_once(shm_root: Path, tmp_path: Path) -
         keys = [key for _, _, key in cache.keys(tokens)]
         admin.remove(cache._tiers.host.ledger, keys[3:5])  # type: ignore[union-attr]
         hit, _ = served(cache, tokens)
-        assert hit.num_tokens == 192 and hit.by_tier == {"host": 160, "disk": 32}
+        assert hit.num_tokens == 192
+        assert hit.by_tier == {"host": 160, "disk": 32}
 
 
 def test_chosen_tiers(cache: Cache) -> None:
@@ -95,7 +98,8 @@ def test_chosen_tiers(cache: Cache) -> None:
 
 
 def test_a_store_to_chosen_tiers_stays_there(cache: Cache) -> None:
-    only_host, only_disk = prompt(3, 1), prompt(3, 2)
+    only_host = prompt(3, 1)
+    only_disk = prompt(3, 2)
     stored(cache, only_host, tiers=["host"])
     stored(cache, only_disk, tiers=["disk"])
     assert cache.lookup(only_host).by_tier == {"host": 48}
@@ -115,7 +119,8 @@ def test_start_tokens_skips_what_the_engine_has(cache: Cache) -> None:
     stored(cache, tokens)
     hit, kv = served(cache, tokens, start_tokens=3 * CHUNK)
     assert (hit.start_tokens, hit.num_tokens, hit.stop_tokens) == (48, 112, 160)
-    assert not hit.mask[:48].any() and hit.mask[48:].all()
+    assert not hit.mask[:48].any()
+    assert hit.mask[48:].all()
     assert not kv.blocks[:3].any()  # never written
 
 
@@ -205,7 +210,8 @@ def test_keys_that_do_not_fit_are_refused(cache: Cache) -> None:
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_caller_may_not_know_the_position_of_its_keys(cache: Cache, tier: str) -> None:
     """Then only the keys say what is meant; a tenant's salt is compared nevertheless."""
-    tokens, kv = prompt(10), blank(prompt(7))
+    tokens = prompt(10)
+    kv = blank(prompt(7))
     keys = [key for _, _, key in cache.keys(tokens)]
     stored(cache, tokens)
     if tier == "disk":
@@ -235,7 +241,8 @@ def test_tokens_of_any_kind_mean_the_same(cache: Cache) -> None:
 
 def test_multimodal_items_are_part_of_the_keys(cache: Cache) -> None:
     tokens = prompt(4)
-    image, other = Item(20, 30, b"i" * 32), Item(20, 30, b"o" * 32)
+    image = Item(20, 30, b"i" * 32)
+    other = Item(20, 30, b"o" * 32)
     stored(cache, tokens, items=[image])
     assert cache.lookup(tokens, items=[image]).num_tokens == 64
     assert cache.lookup(tokens, items=[other]).num_tokens == 16
@@ -298,7 +305,8 @@ def test_stats_add_up(cache: Cache) -> None:
     assert isinstance(counters, dict)
     assert (counters["lookups"], counters["hits"], counters["hit_tokens"]) == (3, 1, 160)
     assert counters["asked_tokens"] == 168 * 2 + 10
-    assert counters["hit_tokens_host"] == 160 and counters["hit_tokens_disk"] == 0
+    assert counters["hit_tokens_host"] == 160
+    assert counters["hit_tokens_disk"] == 0
     assert counters["stored_chunks"] == counters["loaded_chunks"] == 10
     assert counters["stored_bytes"] == counters["loaded_bytes"] == 10 * LAYOUT.chunk_bytes
     assert stats["misses"] == {"absent": 1, "short_prompt": 1}
@@ -330,7 +338,8 @@ def test_single_requests_are_remembered_by_the_store_that_counts_them(cache: Cac
     cache.retrieve(tokens[:5], blank(tokens[:5]).transfer)
     cache.lookup(tokens, counted=False)
     (_, host), (_, disk) = cache._tiers.ledgers()
-    none, found = {"host": 0, "disk": 0, "remote": 0}, {"host": 2 * CHUNK, "disk": 0, "remote": 0}
+    none = {"host": 0, "disk": 0, "remote": 0}
+    found = {"host": 2 * CHUNK, "disk": 0, "remote": 0}
     ours, theirs = (cache._weights.scope(None, salt)[0].root[:NAMESPACE_BYTES] for salt in (None, "a tenant"))
     assert [
         (one.asked_tokens, one.hit_tokens, one.namespace, one.reason) for one in host.requests.newest()
@@ -364,7 +373,8 @@ def test_kv_that_is_too_short_for_its_tokens_is_refused_and_leaves_nothing(cache
     with pytest.raises(ValueError, match=r"is not (in|within) the"):
         cache.store(tokens, blank(tokens[: 3 * CHUNK]).transfer)
     ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-    assert admin.gauges(ledger)["reserved"] == 0 and cache.lookup(tokens).num_tokens == 0
+    assert admin.gauges(ledger)["reserved"] == 0
+    assert cache.lookup(tokens).num_tokens == 0
     stored(cache, tokens)
     with pytest.raises(ValueError, match=r"is not (in|within) the"):
         cache.retrieve(tokens, blank(tokens[: 3 * CHUNK]).transfer)
@@ -424,15 +434,19 @@ def test_what_is_pinned_outlives_what_is_stored_afterwards(shm_root: Path, tmp_p
         assert served(cache, prompt(8), salt="one")[0].by_tier == {"host": 128}
         assert cache.holders(cache.keys(prompt(8), salt="one")[0][2]) == ["host", "disk"]
         assert cache.unpin(prompt(2), salt="one", owner="me", tiers=["disk"]) == {"disk": 2}
-        assert cache.unpin(owner="me") == {"host": 8, "disk": 6} and cache.unpin() == {"host": 0, "disk": 0}
+        assert cache.unpin(owner="me") == {"host": 8, "disk": 6}
+        assert cache.unpin() == {"host": 0, "disk": 0}
 
 
 def test_a_hit_is_true_if_there_is_one(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(2))
-        assert cache.lookup(prompt(2)) and int(cache.lookup(prompt(2))) == 2 * CHUNK
-        assert not cache.lookup(prompt(2, 1)) and int(cache.lookup(prompt(2, 1))) == 0
-        assert not cache.lookup(prompt(0.5)) and cache.lookup(prompt(0.5)).reason is Reason.SHORT_PROMPT
+        assert cache.lookup(prompt(2))
+        assert int(cache.lookup(prompt(2))) == 2 * CHUNK
+        assert not cache.lookup(prompt(2, 1))
+        assert int(cache.lookup(prompt(2, 1))) == 0
+        assert not cache.lookup(prompt(0.5))
+        assert cache.lookup(prompt(0.5)).reason is Reason.SHORT_PROMPT
 
 
 def test_a_tier_that_cannot_be_opened_leaves_none_open(shm_root: Path, tmp_path: Path) -> None:
@@ -467,7 +481,8 @@ def test_a_tier_that_cannot_be_closed_leaves_no_other_open(
 ) -> None:
     cache = Cache(config_of(shm_root, tmp_path), namespace=NAMESPACE, layout=LAYOUT)
     stored(cache, prompt(2))
-    host, [disk] = cache._tiers.host, cache._tiers.lower
+    host = cache._tiers.host
+    [disk] = cache._tiers.lower
     assert host is not None
     close = disk.close
 
@@ -480,7 +495,8 @@ def test_a_tier_that_cannot_be_closed_leaves_no_other_open(
     for tier in (host, disk):
         assert not tier.find(cache_keys := [key for _, _, key in cache.keys(prompt(2))]), cache_keys
     with cache_at(shm_root, tmp_path) as again:  # another process could not open either exclusively
-        assert again._tiers.host is not None and again._tiers.host.ledger is not host.ledger
+        assert again._tiers.host is not None
+        assert again._tiers.host.ledger is not host.ledger
         assert served(again, prompt(2))[0].num_tokens == 32
 
 

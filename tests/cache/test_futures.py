@@ -65,7 +65,8 @@ def test_asyncio_forms_say_the_same_as_the_calls(shm_root: Path) -> None:
         assert (await cache.alookup(tokens)).num_tokens == 96
         kv = blank(tokens)
         hits = await asyncio.gather(*(cache.aretrieve(tokens, kv.transfer) for _ in range(8)))
-        assert {hit.num_tokens for hit in hits} == {96} and kv.same(kv_of(tokens))
+        assert {hit.num_tokens for hit in hits} == {96}
+        assert kv.same(kv_of(tokens))
         assert (await cache.aprefetch(tokens)).num_tokens == 96
         with pytest.raises(ValueError):
             await cache.alookup(tokens, start_tokens=1)
@@ -124,7 +125,8 @@ def test_a_cancelled_retrieve_ends_before_the_await_does(shm_root: Path, tmp_pat
 def test_a_cancelled_store_is_whole_or_not_there(shm_root: Path) -> None:
     tokens = prompt(40)
     with cache_at(shm_root, None) as cache:
-        began, cancelled = threading.Event(), threading.Event()
+        began = threading.Event()
+        cancelled = threading.Event()
 
         class Slow(Watching):
             def before(self) -> None:

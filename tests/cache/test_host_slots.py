@@ -42,7 +42,8 @@ from tests.ledger.support import shut_to_threads
 
 def read(cache: Cache, tokens: Prompt) -> tuple[int, Bytes]:
     """Copy a prompt out by hand; return how many leading chunks are valid, and the bytes."""
-    slots, blocks = slots_of(cache), np.zeros((len(tokens) // CHUNK, LAYOUT.chunk_bytes), np.uint8)
+    slots = slots_of(cache)
+    blocks = np.zeros((len(tokens) // CHUNK, LAYOUT.chunk_bytes), np.uint8)
     found = slots.match_prefix(keys_of(cache, tokens), 0)
     for i, slot in enumerate(found.slots.tolist()):
         blocks[i] = slots.view(slot)[: LAYOUT.chunk_bytes]
@@ -54,7 +55,8 @@ def test_there_are_slots_only_with_a_host_tier(shm_root: Path, tmp_path: Path) -
     with cache_at(None, tmp_path) as cache:
         assert cache.slots is None
     with cache_at(shm_root, tmp_path) as cache:
-        assert cache.slots is cache.slots and slots_of(cache).count == 64
+        assert cache.slots is cache.slots
+        assert slots_of(cache).count == 64
 
 
 def test_a_request_that_may_not_read_is_in_no_rate(shm_root: Path, tmp_path: Path) -> None:
@@ -64,7 +66,8 @@ def test_a_request_that_may_not_read_is_in_no_rate(shm_root: Path, tmp_path: Pat
         slots.count_request(100, {"host": 100}, None)
         slots.count_request(700, {}, Reason.NOT_ASKED)
         stats = cache.stats()
-        assert stats["misses"] == {"not_asked": 1} and stats["hit_rate"] == 1.0
+        assert stats["misses"] == {"not_asked": 1}
+        assert stats["hit_rate"] == 1.0
         assert (stats["counters"]["lookups"], stats["counters"]["asked_tokens"]) == (1, 100)
         last = slots._ledger.requests.newest()
         assert {(one.asked_tokens, one.reason) for one in last} == {(100, None), (700, "not_asked")}
@@ -74,7 +77,9 @@ def test_what_is_copied_in_by_hand_is_the_cache_s(shm_root: Path, tmp_path: Path
     tokens = prompt(6)
     with cache_at(shm_root, tmp_path) as cache:
         copies = copied(cache, tokens, reserved_for(cache, tokens))
-        assert cache.lookup(tokens).num_tokens == 0 and len(copies) == 6  # not before it is committed
+        # not before it is committed
+        assert cache.lookup(tokens).num_tokens == 0
+        assert len(copies) == 6
         assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [True] * 6
         assert cache.lookup(tokens).by_tier == {"host": 96}
         assert served(cache, tokens)[0].num_tokens == 96
@@ -93,7 +98,8 @@ def test_what_the_cache_stored_is_copied_out_by_hand(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         kv = stored(cache, tokens)
         count, blocks = read(cache, prompt(6))
-        assert count == 6 and (blocks == kv.blocks).all()
+        assert count == 6
+        assert (blocks == kv.blocks).all()
         longer = np.concatenate([tokens, prompt(2, 1)])
         found = slots_of(cache).match_prefix(keys_of(cache, longer)[2:], 2)
         assert (len(found.slots), found.reason) == (4, Reason.ABSENT)
@@ -101,7 +107,8 @@ def test_what_the_cache_stored_is_copied_out_by_hand(shm_root: Path) -> None:
 
 def test_a_look_without_touch_changes_nothing(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
-        copies, columns = written(cache, prompt(3)), slots_of(cache)._ledger.columns
+        copies = written(cache, prompt(3))
+        columns = slots_of(cache)._ledger.columns
         rows = [copy.slot for copy in copies]
 
         def state() -> list[list[int]]:
@@ -136,7 +143,8 @@ def test_write_back_writes_what_is_left_when_it_closes(shm_root: Path, tmp_path:
 
 def test_selective_writes_what_was_copied_out_often(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path, write_policy="selective", selective_hits=2) as cache:
-        copies, slots = written(cache, prompt(5)), slots_of(cache)
+        copies = written(cache, prompt(5))
+        slots = slots_of(cache)
         for times in (1, 2):
             assert len(slots.match_prefix(keys_of(cache, prompt(5)), 0).slots) == 5
             slots.note_access(slots.namespace(), copies)
@@ -149,7 +157,8 @@ def test_selective_writes_what_was_copied_out_often(shm_root: Path, tmp_path: Pa
 def test_a_chunk_that_goes_during_the_copy_is_not_valid(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         written(cache, prompt(4))
-        slots, keys = slots_of(cache), keys_of(cache, prompt(4))
+        slots = slots_of(cache)
+        keys = keys_of(cache, prompt(4))
         found = slots.match_prefix(keys, 0)
         assert admin.remove(slots._ledger, keys[2:3]) == 1
         assert slots.still_valid(found.slots, found.generations).tolist() == [True, True, False, True]
@@ -162,14 +171,16 @@ def test_what_was_cleared_during_the_copy_is_not_stored(shm_root: Path, tmp_path
         copies = copied(cache, prompt(4), reserved_for(cache, prompt(4)))
         cache.clear()
         assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [False] * 4
-        assert cache.flush(100) and cache.lookup(prompt(4)).num_tokens == 0
+        assert cache.flush(100)
+        assert cache.lookup(prompt(4)).num_tokens == 0
         assert admin.gauges(slots_of(cache)._ledger)["reserved"] == 0
 
 
 def test_held_chunks_stay_until_they_are_released(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         written(cache, prompt(4, 99))
-        slots, keys = slots_of(cache), keys_of(cache, prompt(4, 99))
+        slots = slots_of(cache)
+        keys = keys_of(cache, prompt(4, 99))
         held = slots.match_prefix(keys, 0, touch=False)
         assert slots.hold(held.slots, held.generations) == [True] * 4
         for seed in range(10):
@@ -184,7 +195,8 @@ def test_held_chunks_stay_until_they_are_released(shm_root: Path) -> None:
 
 def test_a_reserve_may_be_longer_than_a_window(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
-        slots, tokens = slots_of(cache), prompt(14)
+        slots = slots_of(cache)
+        tokens = prompt(14)
         assert slots._ledger.window == 8
         assert len(written(cache, tokens)) == 14
         assert served(cache, tokens)[0].num_tokens == 14 * CHUNK
@@ -198,7 +210,8 @@ def test_a_reserve_may_be_longer_than_a_window(shm_root: Path) -> None:
 def test_the_chain_goes_on_from_one_window_to_the_next(shm_root: Path) -> None:
     """Else a policy would take the chunk after a window for the child of the chunk before the whole run."""
     with cache_at(shm_root, None) as cache:
-        slots, tokens = slots_of(cache), prompt(14)
+        slots = slots_of(cache)
+        tokens = prompt(14)
         found = np.array([chunk.slot for chunk in written(cache, tokens)])
         assert (slots._ledger.columns.parent_slot[found[1:]] == found[:-1]).all()
 
@@ -227,7 +240,8 @@ def test_what_is_no_key_is_wrong_use(shm_root: Path) -> None:
 
 def test_namespaces_are_told_apart_and_known_by_their_labels(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
-        slots, tokens = slots_of(cache), prompt(2)
+        slots = slots_of(cache)
+        tokens = prompt(2)
         keys = [key for _, _, key in cache.keys(tokens, salt="a tenant")]
         root = slots.namespace(salt="a tenant")
         rooms = slots.reserve(keys, namespace=root, start=0, parent=None)
@@ -253,7 +267,8 @@ def _all_are_misses(slots: HostSlots, keys: list[bytes], copies: list[ChunkRef])
     assert slots.adopt([Reserved(c.key, c.slot, c.generation) for c in copies], 0) == [False] * len(copies)
     slots.abort([Reserved(copy.key, copy.slot, copy.generation) for copy in copies])
     assert slots.view(copies[0].slot).shape == (LAYOUT.slot_bytes,)
-    assert (slots.count, len(slots.namespace())) == (64, 32) and slots.stamp() > 0
+    assert (slots.count, len(slots.namespace())) == (64, 32)
+    assert slots.stamp() > 0
 
 
 def test_after_close_everything_is_a_miss(
@@ -261,7 +276,9 @@ def test_after_close_everything_is_a_miss(
 ) -> None:
     caplog.set_level(logging.ERROR)
     with cache_at(shm_root, tmp_path) as cache:
-        slots, keys, copies = slots_of(cache), keys_of(cache, prompt(4)), written(cache, prompt(4))
+        slots = slots_of(cache)
+        keys = keys_of(cache, prompt(4))
+        copies = written(cache, prompt(4))
     _all_are_misses(slots, keys, copies)
     slots.view(copies[0].slot)[:] = 255  # a late copy does no harm
     with cache_at(shm_root, None) as cache:
@@ -278,7 +295,8 @@ def test_a_closed_cache_gives_its_slots_up_though_another_has_the_ledger_open(
         slots = slots_of(cache)
         held = slots.match_prefix(keys_of(cache, prompt(4)), 0)
         assert all(slots.hold(held.slots, held.generations))
-        first, second = prompt(4, 1), prompt(4, 2)
+        first = prompt(4, 1)
+        second = prompt(4, 2)
         late = copied(cache, first, reserved_for(cache, first))
         given_up = [item for item in reserved_for(cache, second) if isinstance(item, Reserved)]
         cache.close()
@@ -295,11 +313,13 @@ def test_a_closed_cache_gives_its_slots_up_though_another_has_the_ledger_open(
 
 def test_a_slot_is_ready_between_its_commit_and_its_end(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
-        slots, tokens = slots_of(cache), prompt(8)
+        slots = slots_of(cache)
+        tokens = prompt(8)
         copies = copied(cache, tokens, reserved_for(cache, tokens))
         rows = np.array([copy.slot for copy in copies])
         generations = np.array([copy.generation for copy in copies], np.uint64)
-        assert slots.still_valid(rows, generations).all() and not slots.ready(rows, generations).any()
+        assert slots.still_valid(rows, generations).all()
+        assert not slots.ready(rows, generations).any()
         slots.commit({slots.namespace(): copies[:6]})
         slots.abort([Reserved(copy.key, copy.slot, copy.generation) for copy in copies[6:]])
         assert slots.ready(rows, generations).tolist() == [True] * 6 + [False] * 2
@@ -319,7 +339,8 @@ def _copies_out(shm_root: Path, tmp_path: Path) -> None:
             lambda: len(slots_of(cache).match_prefix(keys_of(cache, prompt(10)), 0, touch=False).slots) == 10
         )
         count, blocks = read(cache, prompt(10))
-        assert count == 10 and (blocks == kv_of(prompt(10)).blocks).all()
+        assert count == 10
+        assert (blocks == kv_of(prompt(10)).blocks).all()
 
 
 @pytest.mark.slow
@@ -330,7 +351,8 @@ def test_two_processes_share_the_slots(shm_root: Path, tmp_path: Path) -> None:
 
 def test_a_forked_child_of_a_cache_in_private_memory_misses(shm_root: Path) -> None:
     with cache_at(shm_root, None, host_shared=False) as cache:
-        slots, tokens = slots_of(cache), prompt(4)
+        slots = slots_of(cache)
+        tokens = prompt(4)
         copies = written(cache, tokens)
 
         def child() -> None:
@@ -347,7 +369,8 @@ def test_a_forked_child_of_a_cache_in_private_memory_misses(shm_root: Path) -> N
 
 def test_a_reserve_waits_no_longer_than_it_is_told(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
-        slots, keys = slots_of(cache), keys_of(cache, prompt(2))
+        slots = slots_of(cache)
+        keys = keys_of(cache, prompt(2))
         with shut_to_threads(slots._ledger), ThreadPoolExecutor(1) as thread:
             late = thread.submit(
                 slots.reserve, keys, namespace=bytes(32), start=0, parent=None, deadline_seconds=0.01
@@ -365,7 +388,8 @@ def _clears_and_fills(shm_root: Path) -> None:
 def test_no_byte_of_a_held_slot_changes_though_another_process_clears_it(shm_root: Path) -> None:
     tokens = prompt(4, 99)
     with cache_at(shm_root, None) as cache:
-        copies, slots = written(cache, tokens), slots_of(cache)
+        copies = written(cache, tokens)
+        slots = slots_of(cache)
         rows = [copy.slot for copy in copies], [copy.generation for copy in copies]
         places = np.array(rows[0]), np.array(rows[1], np.uint64)
         assert slots.hold(*places) == [True] * 4

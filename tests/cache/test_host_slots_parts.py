@@ -45,7 +45,9 @@ def reserved_in_parts(cache: Cache, tokens: Prompt, parts: int = 2) -> list[Rese
 
 def copied_part(cache: Cache, tokens: Prompt, rooms: Sequence[Reserved], part: int) -> list[ChunkRef]:
     """Adopt one half of the chunks and fill it; return what can be committed."""
-    slots, keys, blocks = slots_of(cache), keys_of(cache, tokens), kv_of(tokens).blocks
+    slots = slots_of(cache)
+    keys = keys_of(cache, tokens)
+    blocks = kv_of(tokens).blocks
     assert slots.adopt(rooms, part) == [True] * len(rooms)
     for i, room in enumerate(rooms):
         slots.view(room.slot)[part * HALF : (part + 1) * HALF] = blocks[i, part * HALF : (part + 1) * HALF]
@@ -122,7 +124,8 @@ def test_a_chunk_of_two_processes_is_there_when_both_have_written_it(
                 assert counters_of(cache)["stored_bytes"] == 0
                 assert all(isinstance(item, Busy) for item in reserved_for(cache, tokens))
         assert served(cache, tokens)[0].by_tier == {"host": 64}
-        assert cache.flush(100) and on_disk(cache, tokens) == 4
+        assert cache.flush(100)
+        assert on_disk(cache, tokens) == 4
         assert counters_of(cache)["stored_bytes"] == 4 * LAYOUT.chunk_bytes
         pipe.send("end")
         admin.check(slots_of(cache)._ledger)
@@ -141,10 +144,12 @@ def test_a_rank_that_is_killed_before_its_part_takes_the_chunk_with_it(
         assert commit_part(cache, copied_part(cache, tokens, rooms, 0), 0) == [True] * 4
         ledger = slots_of(cache)._ledger
         # its bytes may still be written
-        assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 4
+        assert admin.reap(ledger) == 0
+        assert admin.gauges(ledger)["reserved"] == 4
         process.kill()
         process.join(60)
-        assert admin.reap(ledger) == 4 and admin.gauges(ledger)["reserved"] == 0
+        assert admin.reap(ledger) == 4
+        assert admin.gauges(ledger)["reserved"] == 0
         assert nowhere(cache, tokens)
         assert len(written(cache, tokens)) == 4  # any process may reserve the keys again
         assert served(cache, tokens)[0].num_tokens == 64
@@ -153,13 +158,15 @@ def test_a_rank_that_is_killed_before_its_part_takes_the_chunk_with_it(
 def test_what_one_rank_gives_up_is_not_stored(shm_root: Path, tmp_path: Path) -> None:
     tokens = prompt(3)
     with cache_at(shm_root, tmp_path) as cache:
-        slots, rooms = slots_of(cache), reserved_in_parts(cache, tokens)
+        slots = slots_of(cache)
+        rooms = reserved_in_parts(cache, tokens)
         copies = copied_part(cache, tokens, rooms, 0)
         assert commit_part(cache, copies, 0) == [True] * 3
         slots.abort(rooms)
         assert slots.adopt(rooms, 1) == [False] * 3
         assert commit_part(cache, copies, 1) == [False] * 3
-        assert nowhere(cache, tokens) and admin.gauges(slots._ledger)["reserved"] == 0
+        assert nowhere(cache, tokens)
+        assert admin.gauges(slots._ledger)["reserved"] == 0
 
 
 def test_of_a_commit_only_what_is_visible_is_written_down(shm_root: Path, tmp_path: Path) -> None:
@@ -172,12 +179,14 @@ def test_of_a_commit_only_what_is_visible_is_written_down(shm_root: Path, tmp_pa
         assert cache.lookup(prompt(4)).num_tokens == on_disk(cache, prompt(4)) * CHUNK == 2 * CHUNK
         assert counters_of(cache)["stored_bytes"] == 2 * LAYOUT.chunk_bytes
         assert commit_part(cache, halves[0][2:], 0) == [True] * 2
-        assert cache.flush(100) and on_disk(cache, prompt(4)) == 4
+        assert cache.flush(100)
+        assert on_disk(cache, prompt(4)) == 4
 
 
 def test_parts_that_are_none(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
-        slots, namespace = slots_of(cache), slots_of(cache).namespace()
+        slots = slots_of(cache)
+        namespace = slots_of(cache).namespace()
         with pytest.raises(ValueError, match="parts must be at least 1"):
             slots.reserve([bytes(32)], namespace=namespace, start=0, parent=None, parts=0)
         with pytest.raises(ValueError, match="part must not be negative"):

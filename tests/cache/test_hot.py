@@ -76,13 +76,15 @@ def test_what_the_disk_has_lost_is_written_again_when_it_is_used(
     with small_disk(shm_root, tmp_path, clock, write_policy=policy, selective_hits=1) as cache:
         stored(cache, HOT)
         served(cache, HOT)
-        assert cache.flush(100) and on_disk(cache, HOT) == 20
+        assert cache.flush(100)
+        assert on_disk(cache, HOT) == 20
         disk = cache._tiers.lower[0]
         for key in keys_of(cache, HOT)[5:]:
             assert disk.remove(key)
         clock.advance(1)
         assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
-        assert cache.flush(100) and on_disk(cache, HOT) == 20
+        assert cache.flush(100)
+        assert on_disk(cache, HOT) == 20
 
 
 def test_another_process_of_the_host_tier_fills_the_disk_that_it_brings(
@@ -93,7 +95,8 @@ def test_another_process_of_the_host_tier_fills_the_disk_that_it_brings(
         stored(first, HOT)
         with small_disk(shm_root, tmp_path / "two", FakeClock()) as second:
             assert served(second, HOT)[0].by_tier == {"host": 20 * CHUNK}
-            assert second.flush(100) and on_disk(second, HOT) == 20
+            assert second.flush(100)
+            assert on_disk(second, HOT) == 20
 
 
 def asked_again(cache: Cache) -> float:
@@ -156,7 +159,8 @@ def test_a_hit_waits_for_no_tier_below(shm_root: Path, tmp_path: Path) -> None:
     config = config_of(shm_root, None)
     host = HostTier.open(LAYOUT, Path(config.host_path), config.host_bytes, clock=clock)
     slow = Slow.open(LAYOUT, tmp_path, DISK, clock=clock)
-    slow.may_answer, slow.touches = threading.Event(), 0
+    slow.may_answer = threading.Event()
+    slow.touches = 0
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[host, slow], clock=clock) as cache:
         cache.store(HOT, kv_of(HOT).transfer)
         for _ in range(20):
@@ -182,4 +186,6 @@ def test_notes_of_uses_are_bounded(shm_root: Path, tmp_path: Path) -> None:
         for _ in range(100):
             queue.note_access(access)
         assert queue._accessed <= 1 << 16
-        assert cache.flush(100) and not queue._accesses and not queue._accessed
+        assert cache.flush(100)
+        assert not queue._accesses
+        assert not queue._accessed

@@ -45,7 +45,8 @@ def interrupted_calls(cache: Cache, times: int, seed: int) -> None:
 
 def outstanding(cache: Cache) -> dict[str, object]:
     """Return the resources that calls, or their I/O, have not released."""
-    resources, host = cache._resources, cache._tiers.host
+    resources = cache._resources
+    host = cache._tiers.host
     return {
         "reserved": [admin.check(ledger).gauges["reserved"] for _, ledger in cache._tiers.ledgers()],
         "copies": len(host._copies) if host is not None else 0,
@@ -57,12 +58,14 @@ def outstanding(cache: Cache) -> dict[str, object]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tiers", ["host", "host and disk", "disk"])
 def test_a_cache_leaves_nothing_behind(shm_root: Path, tmp_path: Path, tiers: str) -> None:
-    host, disk = (shm_root if "host" in tiers else None), (tmp_path if "disk" in tiers else None)
+    host = shm_root if "host" in tiers else None
+    disk = tmp_path if "disk" in tiers else None
     with cache_at(host, disk) as cache:
         ledgers = [ledger for _, ledger in cache._tiers.ledgers()]
         interrupted_calls(cache, 1000, 1)
         assert all(map(others_get_in, ledgers))
-        assert cache.flush(100) and close_dropped(100)
+        assert cache.flush(100)
+        assert close_dropped(100)
         for ledger in ledgers:
             admin.reap(ledger)
         nothing = {"reserved": [0] * len(ledgers), "copies": 0, "buffers": 0, "waiting": 0}
@@ -96,7 +99,8 @@ def test_what_a_broken_load_may_read_into_is_nobody_elses_until_it_has_ended(
         with contextlib.suppress(Interrupted):
             cache.retrieve(prompt(3), blank(prompt(3)).transfer)
         monkeypatch.undo()
-        assert len(reading) == 3 and close_dropped(60)
+        assert len(reading) == 3
+        assert close_dropped(60)
         assert (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([3, 0], 3)
         reading.clear()
         assert close_dropped(60)  # reads that outlived the call may still have slots
@@ -109,13 +113,15 @@ def test_a_buffer_that_was_lost_makes_room_for_another() -> None:
     for _ in range(3 * staging.count):
         assert isinstance(staging.acquire(), np.ndarray), "the previous one was not released"
     kept = [staging.acquire() for _ in range(staging.count)]
-    assert staging.acquire() is None and staging.in_use == len(kept)
+    assert staging.acquire() is None
+    assert staging.in_use == len(kept)
 
 
 def test_a_tier_is_closed_whatever_broke_the_start_of_its_threads_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, times = threading.Thread.start, itertools.count()
+    start = threading.Thread.start
+    times = itertools.count()
 
     def interrupted(thread: threading.Thread) -> None:
         late = thread.name == "pagoda-disk-2"

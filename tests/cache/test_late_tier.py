@@ -79,7 +79,8 @@ def test_engines_start_without_a_disk_and_a_bare_cache_does_not() -> None:
 def test_a_cache_starts_without_its_disk_says_so_and_uses_it_later(
     shm_root: Path, drive: Drive, caplog: pytest.LogCaptureFixture
 ) -> None:
-    old, new = prompt(2, seed=1), prompt(2, seed=2)
+    old = prompt(2, seed=1)
+    new = prompt(2, seed=2)
     with cache_at(None, drive.path) as cache:
         stored(cache, old)
     drive.goes_away()
@@ -157,7 +158,8 @@ def test_a_cache_of_the_same_weights_that_has_the_tier_compares_its_root(
         drive.comes_back()
         config = config_of(shm_root, drive.path, start_without="lower")
         with Cache(config, namespace=NAMESPACE, layout=LAYOUT, weights_of=cache) as other:
-            assert other.tiers == ("host", "disk") and cache.tiers == ("host",)
+            assert other.tiers == ("host", "disk")
+            assert cache.tiers == ("host",)
             assert other.lookup(tokens).num_tokens == 0
 
 

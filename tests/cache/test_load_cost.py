@@ -37,7 +37,8 @@ def test_the_faster_way_is_taken() -> None:
         load_cost.record_load("disk", MB, 0.1)
         load_cost.record_load("host", MB, 0.001)
     load_cost.record_prefill(256, 0.05)
-    assert load_cost.is_worth_loading("host") and not load_cost.is_worth_loading("disk")
+    assert load_cost.is_worth_loading("host")
+    assert not load_cost.is_worth_loading("disk")
     for _ in range(20):
         load_cost.record_prefill(256, 0.5)
     assert load_cost.is_worth_loading("disk")
@@ -97,16 +98,19 @@ def test_loads_at_the_same_time_are_charged_their_share(monkeypatch: pytest.Monk
 
 
 def test_only_one_process_measures_a_slow_tier_again() -> None:
-    clock, speeds = FakeClock(), SpeedTable()
+    clock = FakeClock()
+    speeds = SpeedTable()
     one, other = (LoadCost(MB, 256, clock, speeds=speeds, tiers=("host", "disk")) for _ in range(2))
     one.record_prefill(256, 0.001)
     for tier in ("host", "disk"):
         assert not one.take_probe(tier)  # it is not slow
         for _ in range(3):
             one.record_load(tier, MB, 10.0)
-        assert not other.is_worth_loading(tier) and not other.take_probe(tier)
+        assert not other.is_worth_loading(tier)
+        assert not other.take_probe(tier)
     clock.advance(1.1)
-    assert other.take_probe("disk") and not one.take_probe("disk")
+    assert other.take_probe("disk")
+    assert not one.take_probe("disk")
     assert not one.is_worth_loading("disk")  # no request waits for the measurement
     assert one.is_worth_loading("host")  # which only a request can measure
 
@@ -134,7 +138,8 @@ def test_what_another_process_measures_first_is_known_at_once(tmp_path: Path) ->
     """That there is no row of a name is remembered only as long as the page has not changed."""
     table = SpeedTable(tmp_path / "speeds")
     another = SpeedTable(tmp_path / "speeds")
-    assert table.read("disk").number == 0 and table.read("disk").number == 0
+    assert table.read("disk").number == 0
+    assert table.read("disk").number == 0
     speed = Speed()
     speed.add(MB, 0.1, 1)
     another.write("disk", speed)
@@ -178,11 +183,13 @@ def test_what_was_measured_and_what_follows_is_logged(caplog: pytest.LogCaptureF
     for _ in range(2):
         load_cost.record_load("disk", 1100 * MB, 1.0)
     taken = "prefill 7,000 tokens/s, disk 1.1 GB/s (275,000 tokens/s): hits in disk are taken"
-    assert lines() == [f"INFO {taken}"] and lines() == []
+    assert lines() == [f"INFO {taken}"]
+    assert lines() == []
     for _ in range(5):
         load_cost.record_load("disk", 1100 * MB, 100.0)
     refused = "prefill 7,000 tokens/s, disk 11.0 MB/s (2,750 tokens/s)"
-    assert lines() == [f"WARNING {refused}: hits in disk are computed (worth_it)"] and lines() == []
+    assert lines() == [f"WARNING {refused}: hits in disk are computed (worth_it)"]
+    assert lines() == []
     assert load_cost.refusal("disk") == f"computing is faster than reading from disk: {refused}"
     for seconds in (1.0, 100.0, 1.0):
         for _ in range(5):
@@ -265,7 +272,8 @@ def test_a_run_that_is_cheaper_to_compute_is_left_alone(shm_root: Path, tmp_path
 
 def test_a_tier_that_was_slow_before_a_reboot_is_tried_after_it() -> None:
     """The time of a measurement is one since the boot, so after a reboot it may be far ahead."""
-    clock, speeds = FakeClock(), SpeedTable()
+    clock = FakeClock()
+    speeds = SpeedTable()
     clock.advance(1_000_000)
     before = LoadCost(MB, 256, clock, speeds=speeds, tiers=("disk",))
     before.record_prefill(256, 0.001)
@@ -273,12 +281,14 @@ def test_a_tier_that_was_slow_before_a_reboot_is_tried_after_it() -> None:
         before.record_load("disk", MB, 10.0)
     assert not before.take_probe("disk")
     after = LoadCost(MB, 256, FakeClock(), speeds=speeds, tiers=("host", "disk"))
-    assert not after.is_worth_loading("disk") and after.take_probe("disk")
+    assert not after.is_worth_loading("disk")
+    assert after.take_probe("disk")
 
 
 def test_the_next_process_knows_what_the_last_one_has_learned(shm_root: Path, tmp_path: Path) -> None:
     """The disk keeps it: host memory is empty after a reboot."""
-    tokens, other = prompt(10), Namespace(model="another-model")
+    tokens = prompt(10)
+    other = Namespace(model="another-model")
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
         cache.observe_prefill(1_000_000, 0.0001)
@@ -299,11 +309,13 @@ def test_the_next_process_knows_what_the_last_one_has_learned(shm_root: Path, tm
 
 
 def test_a_slow_tier_is_measured_again_in_the_background(shm_root: Path, tmp_path: Path) -> None:
-    tokens, clock = prompt(20), FakeClock()
+    tokens = prompt(20)
+    clock = FakeClock()
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
     with cache_at(shm_root / "after", tmp_path, clock=clock, worth_it=True) as cache:
-        load_cost, asked = cache._resources.load_cost, cache.lookup
+        load_cost = cache._resources.load_cost
+        asked = cache.lookup
         cache.observe_prefill(CHUNK, 1.0)
         for _ in range(3):
             load_cost.record_load("disk", 4 * cache.layout.chunk_bytes, 10_000.0)
@@ -371,12 +383,14 @@ def test_a_hit_of_just_the_minimum_is_loaded(shm_root: Path, tmp_path: Path) -> 
 
 
 def test_a_hit_below_the_minimum_is_not_loaded(shm_root: Path) -> None:
-    tokens, other = prompt(10), prompt(10, 1)
+    tokens = prompt(10)
+    other = prompt(10, 1)
     with cache_at(shm_root, None, min_hit_tokens=100) as cache:
         stored(cache, tokens[: 3 * CHUNK])
         stored(cache, other)
         hit, kv = served(cache, tokens)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.BELOW_MINIMUM) and not kv.blocks.any()
+        assert (hit.num_tokens, hit.reason) == (0, Reason.BELOW_MINIMUM)
+        assert not kv.blocks.any()
         assert "48 of 100 tokens" in hit.detail
         assert cache.lookup(tokens).reason is Reason.BELOW_MINIMUM
         assert served(cache, tokens[: 3 * CHUNK])[0].reason is Reason.BELOW_MINIMUM

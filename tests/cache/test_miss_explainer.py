@@ -36,7 +36,8 @@ def _told(cache: Cache, chunks: float, reason: Reason, detail: str = "", seed: i
         assert hit.reason is reason, hit
         assert re.search(detail, hit.detail), hit.detail
     counters = cache.stats()["counters"]
-    assert isinstance(counters, dict) and isinstance(before, dict)
+    assert isinstance(counters, dict)
+    assert isinstance(before, dict)
     assert counters[f"miss_{reason}"] == before[f"miss_{reason}"] + 2
     return explained
 
@@ -125,7 +126,8 @@ def test_tier_skipped(shm_root: Path, tmp_path: Path) -> None:
         stored(cache, prompt(3))
     with cache_at(shm_root / "after", tmp_path) as cache:
         hit = cache.lookup(prompt(3), tiers=["host"])
-        assert hit.reason is Reason.TIER_SKIPPED and "disk has the chunk" in hit.detail
+        assert hit.reason is Reason.TIER_SKIPPED
+        assert "disk has the chunk" in hit.detail
         assert cache.lookup(prompt(3, 1), tiers=["host"]).reason is Reason.ABSENT
 
 
@@ -136,7 +138,8 @@ def test_a_disk_that_keeps_failing_is_left_out_and_says_so(shm_root: Path, tmp_p
     with cache:
         slab.fail_next("read", Fault.EIO, times=100)
         reasons = [served(cache, prompt(3, seed))[0].reason for seed in range(6)]
-        assert reasons[0] is Reason.IO_ERROR and reasons[-1] is Reason.TIER_SKIPPED
+        assert reasons[0] is Reason.IO_ERROR
+        assert reasons[-1] is Reason.TIER_SKIPPED
         assert "failed repeatedly" in cache.explain(prompt(3, 5)).detail
         stored(cache, prompt(3, 9), tiers=["host"])  # and the host tier continues
         assert served(cache, prompt(3, 9))[0].num_tokens == 48
@@ -148,7 +151,8 @@ def test_deadline(shm_root: Path, tmp_path: Path) -> None:
     with cache:
         slab.fail_next("read", Fault.HANG, times=3)  # loaded chunks are served even if they are late
         hit, _ = served(cache, prompt(3), deadline_seconds=0.0)
-        assert hit.num_tokens == 0 and hit.reason in (Reason.DEADLINE, Reason.LEDGER_BUSY)
+        assert hit.num_tokens == 0
+        assert hit.reason in (Reason.DEADLINE, Reason.LEDGER_BUSY)
         slab.heal()
 
 
@@ -178,7 +182,8 @@ def test_ledger_busy(shm_root: Path) -> None:
         assert process.exitcode == -signal.SIGKILL
         assert served(cache, prompt(3))[0].num_tokens == 48
         counters = cache.stats()["counters"]
-        assert isinstance(counters, dict) and counters["miss_ledger_busy"] >= 2
+        assert isinstance(counters, dict)
+        assert counters["miss_ledger_busy"] >= 2
 
 
 def test_the_reason_is_about_the_first_chunk_not_served(shm_root: Path) -> None:

@@ -79,18 +79,21 @@ def test_the_keys_of_another_tenant_are_a_miss_and_stay(shm_root: Path, tmp_path
         for tiers in (None, ["disk"]):
             kv = blank(tokens)
             hit = cache.retrieve(None, kv.transfer, keys=keys, salt="mallory", tiers=tiers)
-            assert hit.num_tokens == 0 and not kv.blocks.any()
+            assert hit.num_tokens == 0
+            assert not kv.blocks.any()
             assert tiers is not None or hit.reason is Reason.OTHER_NAMESPACE
             assert cache.lookup(None, keys=keys, salt="mallory", tiers=tiers).num_tokens == 0
             assert cache.lookup(tokens, salt="alice", tiers=tiers).num_tokens == 64
         answer = cache.store(None, kv_of(prompt(4, seed=9)).transfer, keys=keys, salt="mallory")
-        assert answer.reason is Reason.OTHER_NAMESPACE and cache.flush(100)
+        assert answer.reason is Reason.OTHER_NAMESPACE
+        assert cache.flush(100)
         assert cache.lookup(None, keys=keys, salt="mallory").num_tokens == 0
         assert served(cache, tokens, salt="alice")[0].num_tokens == 64
         shifted = [(begin + CHUNK, end + CHUNK, key) for begin, end, key in keys]
         assert cache.retrieve(None, blank(prompt(5)).transfer, keys=shifted, salt="alice").num_tokens == 0
         assert cache.lookup(tokens, salt="alice", tiers=["disk"]).num_tokens == 64
-        assert not _counter(cache, "failed_checks") and not _counter(cache, "failed_checks", "host")
+        assert not _counter(cache, "failed_checks")
+        assert not _counter(cache, "failed_checks", "host")
 
 
 def test_mistake_1_staging_memory_that_leaks_until_close_hangs(shm_root: Path, tmp_path: Path) -> None:
@@ -116,7 +119,8 @@ def test_mistake_1_staging_memory_that_leaks_until_close_hangs(shm_root: Path, t
 def test_mistake_2_locks_held_across_copies(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(4))
-        goes_on, inside = threading.Event(), threading.Barrier(3)
+        goes_on = threading.Event()
+        inside = threading.Barrier(3)
 
         class Slow(Watching):
             def before(self) -> None:
@@ -184,7 +188,8 @@ def test_mistake_5_accounting_that_drifts_until_every_write_is_refused(
         assert cache.flush(100)
         for _, ledger in cache._tiers.ledgers():
             gauges = admin.check(ledger).gauges
-            assert gauges["free"] + gauges["ready"] == gauges["slots"] and not gauges["reserved"]
+            assert gauges["free"] + gauges["ready"] == gauges["slots"]
+            assert not gauges["reserved"]
         stored(cache, prompt(10, 99))
         assert served(cache, prompt(10, 99), tiers=["disk"])[0].num_tokens == 160
 
@@ -314,7 +319,8 @@ def test_mistake_20_loading_what_is_cheaper_to_compute_and_writing_what_is_never
             served(cache, prompt(4))
         cache.observe_prefill(10**9, 0.001)
         hit, kv = served(cache, prompt(4))
-        assert (hit.num_tokens, hit.reason) == (0, Reason.NOT_WORTH_IT) and not kv.blocks.any()
+        assert (hit.num_tokens, hit.reason) == (0, Reason.NOT_WORTH_IT)
+        assert not kv.blocks.any()
 
 
 def test_mistake_21_a_hit_that_leaves_nothing_to_compute(shm_root: Path) -> None:
@@ -343,10 +349,12 @@ def test_mistake_23_metrics_that_reset_themselves(shm_root: Path) -> None:
         for _ in range(10_100):
             cache.lookup(None, keys=keys)
         counters = cache.stats()["counters"]
-        assert isinstance(counters, dict) and counters["lookups"] == counters["miss_absent"] == 10_100
+        assert isinstance(counters, dict)
+        assert counters["lookups"] == counters["miss_absent"] == 10_100
     with cache_at(shm_root, None) as again:  # nor after all processes have closed it
         counters = again.stats()["counters"]
-        assert isinstance(counters, dict) and counters["lookups"] == 10_100
+        assert isinstance(counters, dict)
+        assert counters["lookups"] == 10_100
 
 
 def test_mistake_25_a_removal_that_never_ends_on_a_shared_chain(shm_root: Path, tmp_path: Path) -> None:
@@ -358,7 +366,8 @@ def test_mistake_25_a_removal_that_never_ends_on_a_shared_chain(shm_root: Path, 
         keys = [key for _, _, key in cache.keys(head)]
         began = time.monotonic()
         for tier in cache._tiers.all:
-            assert tier.remove(keys[2]) and not tier.remove(keys[2])
+            assert tier.remove(keys[2])
+            assert not tier.remove(keys[2])
         assert cache.lookup(head).num_tokens == 32
         stored(cache, head)
         assert cache.lookup(np.concatenate([head, prompt(4, 3)])).num_tokens == 160

@@ -33,7 +33,8 @@ def _open(name: str, shm_root: Path, **options: object) -> Cache:
 
 def test_the_same_name_is_the_same_cache(shm_root: Path) -> None:
     cache = _open("one", shm_root)
-    assert _open("one", shm_root) is cache is Cache.get("one") and cache.name == "one"
+    assert _open("one", shm_root) is cache is Cache.get("one")
+    assert cache.name == "one"
     assert _open("two", shm_root) is not cache
     assert Cache.get("three") is None
 
@@ -60,7 +61,8 @@ def test_what_differs_in_a_secret_is_named_without_its_value(shm_root: Path) -> 
 def test_destroy_closes_and_forgets_but_keeps_what_is_stored(shm_root: Path) -> None:
     cache = _open("one", shm_root)
     stored(cache, prompt(3))
-    assert Cache.destroy("one") and not Cache.destroy("one")
+    assert Cache.destroy("one")
+    assert not Cache.destroy("one")
     assert Cache.get("one") is None
     assert cache.lookup(prompt(3)).reason is Reason.CLOSED
     again = _open("one", shm_root, min_hit_tokens=5)
@@ -70,7 +72,8 @@ def test_destroy_closes_and_forgets_but_keeps_what_is_stored(shm_root: Path) -> 
 def test_a_closed_cache_is_forgotten(shm_root: Path) -> None:
     cache = _open("one", shm_root)
     cache.close()
-    assert Cache.get("one") is None and _open("one", shm_root) is not cache
+    assert Cache.get("one") is None
+    assert _open("one", shm_root) is not cache
 
 
 def test_one_that_cannot_be_opened_is_not_kept(shm_root: Path) -> None:
@@ -86,11 +89,14 @@ def test_threads_that_open_at_once_get_one_cache(shm_root: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(opened) == 8 and len(set(map(id, opened))) == 1
+    assert len(opened) == 8
+    assert len(set(map(id, opened))) == 1
 
 
 def test_a_fork_while_another_thread_opens_a_cache_and_yet_another_changes_weights(shm_root: Path) -> None:
-    inside, leave, weights = threading.Barrier(3), threading.Event(), WeightsEpoch({"host": shm_root}, "m")
+    inside = threading.Barrier(3)
+    leave = threading.Event()
+    weights = WeightsEpoch({"host": shm_root}, "m")
 
     def hold(lock: AbstractContextManager[object]) -> None:
         with lock:
@@ -104,7 +110,9 @@ def test_a_fork_while_another_thread_opens_a_cache_and_yet_another_changes_weigh
 
     def work() -> None:
         epoch, errors = weights.raise_epoch()
-        assert Cache.get("one") is None and epoch.number == 1 and not errors
+        assert Cache.get("one") is None
+        assert epoch.number == 1
+        assert not errors
 
     in_child(work)
     leave.set()
@@ -125,7 +133,8 @@ def test_a_cache_with_a_name_is_found_by_it_as_long_as_somebody_has_it(shm_root:
     again.me = again  # type: ignore[attr-defined]  # only a collection frees it
     del again
     third = Cache(config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT, name="one")
-    assert Cache.destroy("one") and third.lookup(prompt(1)).reason is Reason.CLOSED
+    assert Cache.destroy("one")
+    assert third.lookup(prompt(1)).reason is Reason.CLOSED
 
 
 def test_a_name_is_free_again_when_its_cache_could_not_be_opened(shm_root: Path, tmp_path: Path) -> None:
@@ -138,4 +147,5 @@ def test_what_open_returned_is_kept_until_it_is_closed(shm_root: Path) -> None:
     _open("one", shm_root)
     gc.collect()
     kept = Cache.get("one")
-    assert kept is not None and kept.lookup(prompt(1)).reason is Reason.ABSENT
+    assert kept is not None
+    assert kept.lookup(prompt(1)).reason is Reason.ABSENT

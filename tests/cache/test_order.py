@@ -13,7 +13,9 @@ class Interrupted:
     """A transfer with a call before and after each copy."""
 
     def __init__(self, kv: Transfer, happens: Callable[[], int]) -> None:
-        self.layout, self._kv, self._happens = kv.layout, kv, happens
+        self.layout = kv.layout
+        self._kv = kv
+        self._happens = happens
         self.seen: list[int] = []
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
@@ -34,7 +36,8 @@ def test_nothing_is_found_before_its_bytes_are_in(shm_root: Path) -> None:
         tokens = prompt(4)
         kv = Interrupted(kv_of(tokens).transfer, lambda: cache.lookup(tokens).num_tokens)
         assert cache.store(tokens, kv).num_chunks == 4
-        assert kv.seen and max(kv.seen) == 0
+        assert kv.seen
+        assert max(kv.seen) == 0
         assert cache.lookup(tokens).num_tokens == len(tokens)
 
 

@@ -30,7 +30,8 @@ class Processor(SimpleSpanProcessor):
 @pytest.fixture(scope="module")
 def made() -> tuple[Processor, InMemorySpanExporter]:
     """The processor of this process's spans, whose provider can be set once, and what it exports to."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
     processor = Processor(exporter)
     provider.add_span_processor(processor)
     trace.set_tracer_provider(provider)
@@ -81,13 +82,19 @@ def test_each_call_is_a_span_under_that_of_its_caller(
         "pagoda.tiers": (),
         "pagoda.reason": "absent",
     }
-    assert other.attributes == nothing and asked.name == "a request"
-    assert refused.name == "pagoda.lookup" and refused.attributes is not None
-    assert refused.attributes["pagoda.reason"] == "closed" and refused.parent is None
+    assert other.attributes == nothing
+    assert asked.name == "a request"
+    assert refused.name == "pagoda.lookup"
+    assert refused.attributes is not None
+    assert refused.attributes["pagoda.reason"] == "closed"
+    assert refused.parent is None
     context = request.get_span_context()
     for span in (stored_, looked, retrieved, other):
-        assert span.parent is not None and span.parent.span_id == context.span_id
-        assert span.start_time is not None and span.end_time is not None and asked.end_time is not None
+        assert span.parent is not None
+        assert span.parent.span_id == context.span_id
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert asked.end_time is not None
         assert span.start_time < span.end_time <= asked.end_time
         assert "hunter2" not in span.to_json()
 

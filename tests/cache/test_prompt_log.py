@@ -82,7 +82,8 @@ def changed(tokens: np.ndarray, at: int) -> np.ndarray:
 def test_a_store_logs_its_prompt_once_and_a_clear_forgets_it(shm_root: Path, tmp_path: Path) -> None:
     tokens = prompt(3.5)
     with cache_at(shm_root, tmp_path) as cache:
-        ledger, root = slots_of(cache)._ledger, slots_of(cache).namespace()
+        ledger = slots_of(cache)._ledger
+        root = slots_of(cache).namespace()
         directory = ledger.directory
         for _ in range(3):
             cache.store(tokens, kv_of(tokens).transfer)
@@ -127,7 +128,8 @@ def test_only_what_was_stored_is_logged(shm_root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flushes", [False, True])
 def test_a_prompt_that_is_stored_in_parts_is_logged_a_few_times(ledger: Ledger, flushes: bool) -> None:
-    log, tokens = log_at(ledger), prompt(100)
+    log = log_at(ledger)
+    tokens = prompt(100)
     for chunks in range(1, 101):
         part = tokens[: chunks * CHUNK]
         log.append(ROOT, CHUNK, keys_of(part), part)
@@ -155,7 +157,8 @@ def test_only_one_of_two_processes_begins_a_new_file(ledger: Ledger) -> None:
         fill(range(1, 40))
         assert not (ledger.directory / OLD_PROMPTS).exists()
     fill(range(40, 41))
-    assert (ledger.directory / OLD_PROMPTS).exists() and not (ledger.directory / PROMPTS).exists()
+    assert (ledger.directory / OLD_PROMPTS).exists()
+    assert not (ledger.directory / PROMPTS).exists()
     assert len(list(logged_prompts(ledger.directory))) == 41
 
 
@@ -234,7 +237,9 @@ def test_what_is_torn_is_left_out_and_the_rest_is_read(ledger: Ledger, damage: s
 
 def test_nearest_is_the_longest_common_beginning_then_what_is_stored_then_what_is_alike() -> None:
     ours = prompt(6)
-    far, near, twin = changed(ours, 20), changed(ours, 50), changed(changed(ours, 50), 70)
+    far = changed(ours, 20)
+    near = changed(ours, 50)
+    twin = changed(changed(ours, 50), 70)
 
     def ask(*logged: LoggedPrompt, lost: bytes = b"") -> tuple[int | None, float]:
         found = nearest_prompt(ours, ROOT, logged, lambda key: () if key == lost else ("host",), lambda _: ())
@@ -264,31 +269,38 @@ def test_where_one_of_the_two_ends_no_token_differs() -> None:
         nearest_prompt(ours, ROOT, [one(stored)], lambda _: (), lambda _: ())
         for stored in (ours[:40], np.concatenate([ours, ours]))
     )
-    assert shorter is not None and (shorter.token, shorter.same_tokens, shorter.stored_id) == (None, 40, None)
-    assert longer is not None and (longer.token, longer.token_id) == (None, None)
+    assert shorter is not None
+    assert (shorter.token, shorter.same_tokens, shorter.stored_id) == (None, 40, None)
+    assert longer is not None
+    assert (longer.token, longer.token_id) == (None, None)
     besides = nearest_prompt(ours, ROOT, [one(ours)], lambda _: (), lambda _: (), besides=True)
     assert besides is None
 
 
 def test_another_namespace_is_compared_only_if_its_own_has_no_prompt() -> None:
-    ours, other = prompt(4), NAMESPACE.with_(salt="of a tenant").root
+    ours = prompt(4)
+    other = NAMESPACE.with_(salt="of a tenant").root
 
     def fields(_: bytes) -> tuple[str, ...]:
         return ("salt",)
 
     theirs = one(changed(ours, 50), root=other)
     found = nearest_prompt(ours, ROOT, [theirs], lambda _: (), fields)
-    assert found is not None and (found.token, found.namespace, found.other_fields) == (50, other, ("salt",))
+    assert found is not None
+    assert (found.token, found.namespace, found.other_fields) == (50, other, ("salt",))
     found = nearest_prompt(ours, ROOT, [theirs, one(changed(ours, 20))], lambda _: (), fields)
-    assert found is not None and (found.token, found.namespace, found.other_fields) == (20, ROOT, ())
+    assert found is not None
+    assert (found.token, found.namespace, found.other_fields) == (20, ROOT, ())
 
 
 def test_the_scheme_of_keys_is_found_by_the_log_or_by_what_is_stored() -> None:
-    stored, ours = prompt(4), changed(prompt(4), 40)
+    stored = prompt(4)
+    ours = changed(prompt(4), 40)
     names = []
     salted = [bytes([n]) * 32 for n in range(4)]
     for scheme in schemes(CHUNK):
-        keys, wanted = scheme(stored, ROOT, CHUNK), scheme(ours, ROOT, CHUNK)
+        keys = scheme(stored, ROOT, CHUNK)
+        wanted = scheme(ours, ROOT, CHUNK)
         logged = LoggedPrompt(ROOT, CHUNK, keys, stored, 0.0)
         assert keys_of_prompt(ours, ROOT, CHUNK, [logged], lambda _: False) == wanted
         assert keys_of_prompt(ours, ROOT, CHUNK, [], lambda key, keys=keys: key in keys) == wanted
@@ -321,8 +333,10 @@ def test_a_prompt_is_found_soon_and_as_it_was_stored(shm_root: Path) -> None:
 
 
 def test_what_was_cleared_before_it_is_written_is_not_logged(ledger: Ledger) -> None:
-    log, other = log_at(ledger), NAMESPACE.with_(salt="a tenant's")
-    cleared, kept = prompt(2, 1).tolist(), prompt(2, 2).tolist()
+    log = log_at(ledger)
+    other = NAMESPACE.with_(salt="a tenant's")
+    cleared = prompt(2, 1).tolist()
+    kept = prompt(2, 2).tolist()
     log.append(ROOT, CHUNK, put(ledger, NAMESPACE, cleared), as_token_ids(cleared))
     log.append(other.root, CHUNK, put(ledger, other, kept), as_token_ids(kept))
     admin.clear(ledger, ROOT)
@@ -335,7 +349,8 @@ def test_what_was_cleared_before_it_is_written_is_not_logged(ledger: Ledger) -> 
 def test_a_clear_while_a_prompt_is_written_leaves_nothing(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, tokens = log_at(ledger), prompt(2)
+    log = log_at(ledger)
+    tokens = prompt(2)
     log.append(ROOT, CHUNK, put(ledger, NAMESPACE, tokens.tolist()), tokens)
     explain = ledger.explain_miss
 
@@ -352,7 +367,9 @@ def test_a_clear_while_a_prompt_is_written_leaves_nothing(
 def test_a_prompt_that_is_stored_again_while_it_is_written_is_logged_once(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, explain, tokens = log_at(ledger), ledger.explain_miss, prompt(2)
+    log = log_at(ledger)
+    explain = ledger.explain_miss
+    tokens = prompt(2)
 
     def append_again(key: bytes) -> Miss:
         log.append(ROOT, CHUNK, keys_of(tokens), tokens)
@@ -368,7 +385,9 @@ def test_a_prompt_that_is_stored_again_while_it_is_written_is_logged_once(
 def test_a_file_that_another_process_has_renamed_meanwhile_is_not_lost(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, explain, sent = log_at(ledger), ledger.explain_miss, [prompt(512, seed) for seed in range(32)]
+    log = log_at(ledger)
+    explain = ledger.explain_miss
+    sent = [prompt(512, seed) for seed in range(32)]
     last = keys_of(sent[-1])[0]  # with this one the file is full
 
     def rename(key: bytes) -> Miss:
@@ -385,8 +404,11 @@ def test_a_file_that_another_process_has_renamed_meanwhile_is_not_lost(
 
 
 def test_a_flush_waits_for_another_one(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, explain = log_at(ledger), ledger.explain_miss
-    began, returned, seen = threading.Event(), threading.Event(), list[int]()
+    log = log_at(ledger)
+    explain = ledger.explain_miss
+    began = threading.Event()
+    returned = threading.Event()
+    seen = list[int]()
 
     def slow(key: bytes) -> Miss:
         began.set()
@@ -409,7 +431,8 @@ def test_a_flush_waits_for_another_one(ledger: Ledger, monkeypatch: pytest.Monke
 
 
 def test_no_prompt_is_lost_between_threads(ledger: Ledger) -> None:
-    log, ended = log_at(ledger), threading.Event()
+    log = log_at(ledger)
+    ended = threading.Event()
 
     def write(number: int) -> None:
         for seed in range(300):
@@ -454,7 +477,8 @@ def test_very_long_prompts(ledger: Ledger) -> None:
     log.append(ROOT, CHUNK, keys, tokens)
     log.close()
     (logged,) = logged_prompts(ledger.directory)
-    assert logged.keys == keys and (logged.tokens == tokens).all()
+    assert logged.keys == keys
+    assert (logged.tokens == tokens).all()
 
 
 def test_tokens_that_look_like_a_record_are_no_prompt(ledger: Ledger) -> None:
@@ -469,7 +493,8 @@ def test_tokens_that_look_like_a_record_are_no_prompt(ledger: Ledger) -> None:
 
 def test_many_prompts_at_once_are_all_written(ledger: Ledger) -> None:
     """More than may wait."""
-    log, sent = log_at(ledger), [prompt(512, seed) for seed in range(33)]
+    log = log_at(ledger)
+    sent = [prompt(512, seed) for seed in range(33)]
     with log._writing:  # so the log's own thread writes none of them, however slow this machine is
         for tokens in sent:
             log.append(ROOT, CHUNK, keys_of(tokens)[:1], tokens)
@@ -492,7 +517,8 @@ def test_a_file_that_cannot_be_renamed_stays_bounded(
 
 
 def test_a_prompt_that_was_not_written_is_written_when_it_is_stored_again(ledger: Ledger) -> None:
-    log, tokens = log_at(ledger), prompt(3)
+    log = log_at(ledger)
+    tokens = prompt(3)
     (ledger.directory / PROMPTS).mkdir()
     for _ in range(2):
         log.append(ROOT, CHUNK, keys_of(tokens), tokens)
@@ -561,5 +587,6 @@ def test_processes_that_are_killed_leave_whole_prompts_and_no_lock(tmp_path: Pat
         log.append(ROOT, CHUNK, keys_of(prompt(200, seed))[:1], prompt(200, seed))
         log.flush()
     found = list(logged_prompts(ledger.directory))
-    assert len(found) > 80 and all(len(logged.tokens) == 200 * CHUNK for logged in found)
+    assert len(found) > 80
+    assert all(len(logged.tokens) == 200 * CHUNK for logged in found)
     assert (ledger.directory / OLD_PROMPTS).stat().st_size < 3 << 19

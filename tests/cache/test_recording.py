@@ -75,7 +75,8 @@ def ask_and_store(cache: Cache, tokens: Prompt) -> int:
 
 
 def test_one_line_a_request(cache: Cache, trace: Path) -> None:
-    first, second = prompt(4.5), prompt(3, seed=1)
+    first = prompt(4.5)
+    second = prompt(3, seed=1)
     cache.lookup(first, counted=False)
     ask_and_store(cache, first)
     ask_and_store(cache, second)
@@ -118,7 +119,8 @@ def test_a_request_is_recorded_from_its_first_chunk(cache: Cache, trace: Path) -
 
 
 def test_who_only_stores_is_recorded_by_what_is_stored(cache: Cache, trace: Path) -> None:
-    growing, other = prompt(6), prompt(2, seed=1)
+    growing = prompt(6)
+    other = prompt(2, seed=1)
     for end in (2, 4, 6):  # as it is computed
         cache.store(growing[: end * CHUNK], kv_of(growing[: end * CHUNK]).transfer)
     cache.store(other, kv_of(other).transfer)
@@ -128,8 +130,11 @@ def test_who_only_stores_is_recorded_by_what_is_stored(cache: Cache, trace: Path
 
 
 def test_an_engine_with_hands_of_its_own_is_recorded(cache: Cache, trace: Path) -> None:
-    slots, tokens, later = slots_of(cache), prompt(6), prompt(2, seed=1)
-    keys, root = keys_of(cache, tokens), slots.namespace()
+    slots = slots_of(cache)
+    tokens = prompt(6)
+    later = prompt(2, seed=1)
+    keys = keys_of(cache, tokens)
+    root = slots.namespace()
     slots.abort([one for one in slots.reserve(keys[:4], namespace=root, start=0, parent=None) if one])  # type: ignore[misc]
     slots.reserve(keys[4:], namespace=root, start=4, parent=keys[3])
     slots.reserve(keys[2:3], namespace=root, start=2, parent=keys[1])
@@ -184,16 +189,22 @@ def test_it_says_nothing_of_the_text(shm_root: Path, trace: Path) -> None:
         hidden = keys_of(cache, tokens)
         cache.retrieve(tokens, blank(tokens).transfer, salt="a secret")
     text = trace.read_text()
-    assert "31337" not in text and "secret" not in text and "a-model" not in text
+    assert "31337" not in text
+    assert "secret" not in text
+    assert "a-model" not in text
     assert not any(key.hex() in text or str(int.from_bytes(key, "little")) in text for key in hidden)
     lines = [json.loads(line) for line in text.splitlines()]
-    assert len(lines) == 2 and not set(lines[0]["hash_ids"]) & set(lines[1]["hash_ids"])
+    assert len(lines) == 2
+    assert not set(lines[0]["hash_ids"]) & set(lines[1]["hash_ids"])
     assert set(lines[0]) == {"timestamp", "input_length", "output_length", "hash_ids", "chunk_tokens"}
     assert trace.stat().st_mode & 0o077 == 0
 
 
 def test_a_replay_of_it_hits_what_the_cache_did(shm_root: Path, trace: Path) -> None:
-    random, hits, asked, clock = np.random.default_rng(7), 0, 0, FakeClock()
+    random = np.random.default_rng(7)
+    hits = 0
+    asked = 0
+    clock = FakeClock()
     config = config_of(shm_root, None, record=str(trace), policy="lru")
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
         slots = slots_of(cache).count
@@ -203,7 +214,8 @@ def test_a_replay_of_it_hits_what_the_cache_did(shm_root: Path, trace: Path) -> 
             asked += len(tokens) // CHUNK
             clock.advance(60)  # chunks requested in the last seconds are kept, with every policy
     outcome = simulate(read_trace(trace), [TierSpec("host", slots, "lru")])
-    assert outcome.requests == 150 and outcome.accesses == asked
+    assert outcome.requests == 150
+    assert outcome.accesses == asked
     assert 0.2 < hits / asked < 0.9
     assert outcome.hit_rate == pytest.approx(hits / asked, abs=0.005)
 
@@ -243,7 +255,8 @@ def test_a_killed_process_leaves_whole_lines(shm_root: Path, trace: Path) -> Non
         process.join()
     append_lines(trace, [])
     lines = list(read_trace(trace))
-    assert len(lines) >= 3 and {len(line.hash_ids) for line in lines} == {4000}
+    assert len(lines) >= 3
+    assert {len(line.hash_ids) for line in lines} == {4000}
 
 
 def test_half_a_line_is_cut_off_by_the_next(trace: Path) -> None:
@@ -259,7 +272,8 @@ def test_a_disk_without_room_keeps_no_half_line(trace: Path, monkeypatch: pytest
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:3]))
     count, trouble = append_lines(trace, [b"a line\n"])
-    assert count == 0 and trouble is not None
+    assert count == 0
+    assert trouble is not None
     assert trace.read_bytes() == b""
 
 
@@ -320,7 +334,8 @@ def test_a_trace_is_continued_with_any_part_of_a_last_line(
     with cache_at(shm_root, None, record=str(trace)) as cache:
         ask_and_store(cache, prompt(2))
     kept = trace.read_bytes()
-    assert kept.startswith(content) and kept.count(b"\n") == content.count(b"\n") + 1
+    assert kept.startswith(content)
+    assert kept.count(b"\n") == content.count(b"\n") + 1
     assert len(list(read_trace(trace))) == content.count(b"\n") + 1
 
 
@@ -344,7 +359,8 @@ def test_a_file_that_takes_the_place_of_the_trace_is_not_written_to(
         ask_and_store(cache, prompt(2, 2))
         wait_until(lambda: dropped(cache) > 0)
     assert trace.read_bytes() == b"mine, without an end"
-    assert "not recorded" in caplog.text and "name a new file" in caplog.text
+    assert "not recorded" in caplog.text
+    assert "name a new file" in caplog.text
 
 
 def test_what_is_no_regular_file_is_not_refused(tmp_path: Path) -> None:

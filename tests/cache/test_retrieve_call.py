@@ -82,9 +82,11 @@ def test_a_run_longer_than_the_host_tier_passes_through_it(shm_root: Path, tmp_p
     on_disk(shm_root, tmp_path, 200)
     with cache_at(shm_root, tmp_path, host_size=16 * SLOT) as cache:
         hit, _ = served(cache, tokens)
-        assert hit.num_tokens == 200 * CHUNK and hit.by_tier == {"disk": 200 * CHUNK}
+        assert hit.num_tokens == 200 * CHUNK
+        assert hit.by_tier == {"disk": 200 * CHUNK}
         again, _ = served(cache, tokens)
-        assert again.num_tokens == 200 * CHUNK and again.by_tier["host"] > 0
+        assert again.num_tokens == 200 * CHUNK
+        assert again.by_tier["host"] > 0
         gauges = admin.gauges(cache._tiers.host.ledger)  # type: ignore[union-attr]
         assert gauges["reserved"] == 0
         assert cache.stats()["staging_buffers"] == 0
@@ -147,7 +149,8 @@ def test_chunks_cleared_while_they_come_up_from_the_disk_are_a_miss(shm_root: Pa
                     cache.clear()
 
         hit = cache.retrieve(tokens, Clearing(blank(tokens).transfer))
-        assert hit.num_tokens < 8 * CHUNK and hit.reason is Reason.CLEARED
+        assert hit.num_tokens < 8 * CHUNK
+        assert hit.reason is Reason.CLEARED
         assert cache.lookup(tokens).num_tokens == 0
 
 
@@ -165,7 +168,8 @@ def test_large_runs_are_copied_many_chunks_a_call(shm_root: Path) -> None:
 def test_a_chunk_that_is_being_stored_is_waited_for(shm_root: Path) -> None:
     tokens = prompt(4)
     with cache_at(shm_root, None) as cache:
-        began, goes_on = threading.Event(), threading.Event()
+        began = threading.Event()
+        goes_on = threading.Event()
 
         class Slow(Watching):
             def before(self) -> None:
@@ -205,7 +209,8 @@ def test_a_chunk_that_stays_busy_is_read_past_its_owner(shm_root: Path, tmp_path
         keys = [key for _, _, key in cache.keys(tokens)]
         ledger.reserve(keys[1:2], namespace=cache.namespace.root, tokens=CHUNK, start=1, parent=keys[0])
         hit, _ = served(cache, tokens, deadline_seconds=4.0)
-        assert hit.num_tokens == 64 and hit.by_tier == {"disk": 64}
+        assert hit.num_tokens == 64
+        assert hit.by_tier == {"disk": 64}
         assert cache.stats()["staging_buffers"] == 0
 
 
@@ -219,7 +224,8 @@ def test_a_disk_that_hangs_costs_one_deadline_and_leaves_nothing_behind(
         slab.fail_next("read", Fault.HANG, times=8)
         began = time.monotonic()
         hit, _ = served(cache, tokens, deadline_seconds=1.5)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.DEADLINE) and "disk" in hit.detail
+        assert (hit.num_tokens, hit.reason) == (0, Reason.DEADLINE)
+        assert "disk" in hit.detail
         assert time.monotonic() - began < 20
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         # a slot is not released while I/O may still write into it
@@ -283,7 +289,8 @@ def test_an_exception_of_a_tier_is_a_miss(shm_root: Path, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(ledger, "match_prefix", broken)
         hit = cache.retrieve(tokens, blank(tokens).transfer)
-        assert (hit.num_tokens, hit.reason) == (0, Reason.IO_ERROR) and "torn" in hit.detail
+        assert (hit.num_tokens, hit.reason) == (0, Reason.IO_ERROR)
+        assert "torn" in hit.detail
         assert cache.store(tokens, kv_of(tokens).transfer).reason is Reason.IO_ERROR
         monkeypatch.undo()
         assert cache.stats()["misses"] == {"io_error": 2}
@@ -345,11 +352,13 @@ def test_on_the_disk_too_the_tail_of_a_run_stays_older_than_its_head(
         ledger = cache._tiers.lower[0].ledger  # type: ignore[attr-defined]
         slots = ledger.match_prefix([key for _, _, key in cache.keys(tokens)], touch=False).slots
         uses = ledger.columns.last_use[slots]
-        assert len(uses) == 100 and (np.diff(uses) < 0).all()
+        assert len(uses) == 100
+        assert (np.diff(uses) < 0).all()
 
 
 def test_a_long_store_is_not_cut_by_the_patience_of_one_wait(shm_root: Path) -> None:
-    tokens, clock = prompt(40), FakeClock()
+    tokens = prompt(40)
+    clock = FakeClock()
     config = config_of(shm_root, None, deadline_seconds=100.0)
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
 
@@ -359,4 +368,5 @@ def test_a_long_store_is_not_cut_by_the_patience_of_one_wait(shm_root: Path) -> 
 
         assert cache.store(tokens, Slow(kv_of(tokens).transfer)).num_chunks == 40
         shorter = cache.store(prompt(40, 1), Slow(kv_of(prompt(40, 1)).transfer), deadline_seconds=100.0)
-        assert shorter.num_chunks == 24 and shorter.reason is Reason.DEADLINE
+        assert shorter.num_chunks == 24
+        assert shorter.reason is Reason.DEADLINE

@@ -11,8 +11,10 @@ from pagoda.cache.staging_buffers import StagingPool
 def test_there_are_only_so_many() -> None:
     staging = StagingPool(64 << 20)
     taken = [staging.acquire() for _ in range(staging.count)]
-    assert staging.count == 4 and all(buffer is not None for buffer in taken)
-    assert staging.acquire() is None and staging.acquire(0.01) is None
+    assert staging.count == 4
+    assert all(buffer is not None for buffer in taken)
+    assert staging.acquire() is None
+    assert staging.acquire(0.01) is None
     assert taken[0] is not None
     staging.release(taken[0])
     assert staging.acquire() is taken[0]
@@ -22,15 +24,19 @@ def test_there_are_only_so_many() -> None:
 def test_they_are_aligned_and_reused() -> None:
     staging = StagingPool(8192)
     buffer = staging.acquire()
-    assert buffer is not None and buffer.nbytes == 8192 and buffer.ctypes.data % 4096 == 0
+    assert buffer is not None
+    assert buffer.nbytes == 8192
+    assert buffer.ctypes.data % 4096 == 0
     staging.release(buffer)
     assert staging.acquire() is buffer
 
 
 def test_a_wait_ends_when_one_comes_back() -> None:
     staging = StagingPool(1 << 30)
-    first, second = staging.acquire(), staging.acquire()
-    assert first is not None and second is not None
+    first = staging.acquire()
+    second = staging.acquire()
+    assert first is not None
+    assert second is not None
     threading.Timer(0.05, staging.release, [first]).start()
     began = time.monotonic()
     assert staging.acquire(100) is first

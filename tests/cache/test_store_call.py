@@ -87,7 +87,8 @@ def test_what_finds_no_room_on_the_host_goes_below(shm_root: Path, tmp_path: Pat
     with cache_at(shm_root, tmp_path, write_policy=policy) as cache:
         answer = cache.store(tokens, kv_of(tokens).transfer)
         assert answer == (100, 100 * CHUNK, 0, 0, None)
-        assert cache.flush(100) and _on_disk(cache) == 100
+        assert cache.flush(100)
+        assert _on_disk(cache) == 100
         assert cache.stats()["staging_buffers"] == 0
         assert served(cache, tokens, tiers=["disk"])[0].num_tokens == 100 * CHUNK
         hit, _ = served(cache, tokens)
@@ -109,7 +110,8 @@ def test_a_flush_drops_nothing_while_chunks_in_buffers_wait(
     tokens = prompt(100)
     with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
         cache.store(tokens, kv_of(tokens).transfer)
-        assert cache.flush(100) and _on_disk(cache) == 100
+        assert cache.flush(100)
+        assert _on_disk(cache) == 100
         (queue,) = cache._resources.writeback
         assert queue._waiting == queue._buffered == 0, "else the queue has no bound from now on"
 
@@ -143,7 +145,8 @@ def refusing(cache: Cache, clock: FakeClock) -> None:
 
 
 def test_what_the_policy_of_the_host_keeps_out_goes_below(shm_root: Path, tmp_path: Path) -> None:
-    clock, tokens = FakeClock(), prompt(12)
+    clock = FakeClock()
+    tokens = prompt(12)
     config = config_of(shm_root, tmp_path, policy="hindsight")
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
         refusing(cache, clock)
@@ -163,7 +166,8 @@ def test_the_host_takes_what_its_policy_keeps_out_if_the_disk_does_not(
     shm_root: Path, tmp_path: Path, fault: Fault
 ) -> None:
     """No store waits for a disk if a tier above it has space."""
-    clock, tokens = FakeClock(), prompt(40)
+    clock = FakeClock()
+    tokens = prompt(40)
     disk_ledger = Ledger.open(StoreSpec(tmp_path, LAYOUT.fingerprint, "file", 256, LAYOUT.slot_bytes + 4096))
     slab = FaultySlab(disk_ledger.slab_path, 256, LAYOUT.slot_bytes + 4096)
     disk = DiskTier(LAYOUT, disk_ledger, slab, clock=clock)
@@ -175,7 +179,9 @@ def test_the_host_takes_what_its_policy_keeps_out_if_the_disk_does_not(
         began = time.monotonic()
         answer = cache.store(tokens, kv_of(tokens).transfer)
         assert time.monotonic() - began < PATIENT_SECONDS  # a write hangs for 60 s
-        assert answer.num_chunks + answer.refused == 40 and answer.refused <= 16  # there are 16 buffers
+        # there are 16 buffers
+        assert answer.num_chunks + answer.refused == 40
+        assert answer.refused <= 16
         assert host.find(keys_of(cache, tokens)[16:], start=16) == 24
         slab.heal()
 
@@ -188,7 +194,8 @@ def test_engines_that_copy_into_slots_themselves_are_refused_nothing_that_is_nee
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
         refusing(cache, clock)
         assert len(written(cache, prompt(6))) == 6
-        assert cache.flush(100) and on_disk(cache, prompt(6)) == 6
+        assert cache.flush(100)
+        assert on_disk(cache, prompt(6)) == 6
 
 
 def test_the_tail_of_a_prompt_goes_before_its_head(shm_root: Path) -> None:
@@ -227,7 +234,8 @@ def test_a_chunk_is_visible_only_after_its_copy(shm_root: Path) -> None:
                 seen.append(cache.lookup(tokens).num_tokens)
 
         cache.store(tokens, Peeking(kv_of(tokens).transfer))
-        assert seen == [0] and cache.lookup(tokens).num_tokens == 64
+        assert seen == [0]
+        assert cache.lookup(tokens).num_tokens == 64
 
 
 def test_what_is_cleared_during_its_copy_is_refused_with_the_reason(shm_root: Path) -> None:
@@ -294,16 +302,20 @@ def test_write_through_writes_every_chunk(shm_root: Path, tmp_path: Path) -> Non
 
 def test_selective_writes_what_was_hit_often_enough(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path, write_policy="selective", selective_hits=3) as cache:
-        tokens, other = prompt(10), prompt(10, 1)
+        tokens = prompt(10)
+        other = prompt(10, 1)
         stored(cache, tokens)
         stored(cache, other)
         for _ in range(2):
             served(cache, tokens)
-        assert cache.flush(100) and _on_disk(cache) == 0
+        assert cache.flush(100)
+        assert _on_disk(cache) == 0
         served(cache, tokens[: 6 * CHUNK])
-        assert cache.flush(100) and _on_disk(cache) == 6
+        assert cache.flush(100)
+        assert _on_disk(cache) == 6
         served(cache, tokens)
-        assert cache.flush(100) and _on_disk(cache) == 10
+        assert cache.flush(100)
+        assert _on_disk(cache) == 10
         assert cache.lookup(other, tiers=["disk"]).num_tokens == 0
 
 

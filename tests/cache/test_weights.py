@@ -47,13 +47,15 @@ def test_the_epoch_is_kept_under_every_root(tmp_path: Path) -> None:
     assert WeightsEpoch(roots, "m").epoch() == NEVER_CHANGED
     first = raised(WeightsEpoch(roots, "m"))
     other = WeightsEpoch(roots, "m")
-    assert first.number == 1 and other.epoch() == first
+    assert first.number == 1
+    assert other.epoch() == first
     assert WeightsEpoch(roots, "another").epoch() == NEVER_CHANGED
     for path in (tmp_path / "a").iterdir():
         path.unlink()  # wiped, as by a reboot
     assert WeightsEpoch(roots, "m").epoch() == first
     second = raised(other)
-    assert second.number == 2 and WeightsEpoch({"host": tmp_path / "a"}, "m").epoch() == second
+    assert second.number == 2
+    assert WeightsEpoch({"host": tmp_path / "a"}, "m").epoch() == second
     for path in (*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()):
         path.unlink()
     assert WeightsEpoch(roots, "m").epoch() == NEVER_CHANGED  # another process makes the files again
@@ -69,7 +71,8 @@ def test_a_root_that_is_opened_later_gets_the_epoch(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "host")  # a reboot
     assert WeightsEpoch(disk, "m").epoch() == first
     second = raised(WeightsEpoch(host | disk, "m"))
-    assert second.number == 2 and second.nonce != first.nonce
+    assert second.number == 2
+    assert second.nonce != first.nonce
 
 
 def test_two_roots_with_different_epochs_of_one_count_leave_both(tmp_path: Path) -> None:
@@ -88,7 +91,8 @@ def test_of_roots_that_changed_apart_the_higher_count_is_not_known_to_be_later(t
     before = [raised(WeightsEpoch(disk, "m")) for _ in range(4)]
     present = raised(WeightsEpoch(host, "m"))
     together = WeightsEpoch(host | disk, "m").epoch()
-    assert together.number == 5 and together not in (*before, present)
+    assert together.number == 5
+    assert together not in (*before, present)
     assert WeightsEpoch(host | disk, "m").epoch() == together
     assert WeightsEpoch(host, "m").epoch() == WeightsEpoch(disk, "m").epoch() == together
 
@@ -124,7 +128,8 @@ def test_two_changes_of_one_number_have_different_keys(shm_root: Path) -> None:
             assert cache.weights_changed() == 1
             assert cache._weights.scope()[0].weights_epoch == cache.present_namespace().weights_epoch == 1
             names.append((cache._weights.scope()[0].root, cache.present_namespace().root))
-    assert names[0][0] != names[1][0] and names[0][1] != names[1][1]
+    assert names[0][0] != names[1][0]
+    assert names[0][1] != names[1][1]
 
 
 def test_an_epoch_is_on_the_medium_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,16 +162,20 @@ def test_what_older_versions_count_is_taken_over(tmp_path: Path) -> None:
     assert [path.stat().st_size for path in old] == [3, 3], "older versions see the larger count too"
     weights = WeightsEpoch(roots, "m")
     fourth = raised(weights)
-    assert fourth.number == 4 and fourth.nonce and [path.stat().st_size for path in old] == [4, 4]
+    assert fourth.number == 4
+    assert fourth.nonce
+    assert [path.stat().st_size for path in old] == [4, 4]
     with open(old[1], "ab") as file:
         file.write(b"+")  # a change by an older version, while this one runs
     assert weights.epoch() == (5, 0)
     old[0].unlink()
-    assert WeightsEpoch(roots, "m").epoch() == (5, 0) and old[0].stat().st_size == 5
+    assert WeightsEpoch(roots, "m").epoch() == (5, 0)
+    assert old[0].stat().st_size == 5
 
 
 def test_two_that_raise_it_at_once_both_raise_it(tmp_path: Path) -> None:
-    one, two = WeightsEpoch({"disk": tmp_path}, "m"), WeightsEpoch({"disk": tmp_path}, "m")
+    one = WeightsEpoch({"disk": tmp_path}, "m")
+    two = WeightsEpoch({"disk": tmp_path}, "m")
     assert one.epoch() == two.epoch() == NEVER_CHANGED
     assert raised(one).number < raised(two).number
     assert one.epoch() == two.epoch()
@@ -196,7 +205,8 @@ def test_an_epoch_that_cannot_be_kept_is_nobody_elses(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     weights = WeightsEpoch({"disk": tmp_path / "file"}, "m")
     epoch, troubles = weights.raise_epoch()
-    assert list(troubles) == ["disk"] and weights.unrecorded == {"disk"}
+    assert list(troubles) == ["disk"]
+    assert weights.unrecorded == {"disk"}
     assert weights.epoch() == epoch, "this process does not return to an old epoch"
     assert WeightsEpoch({"disk": tmp_path / "file"}, "m").raise_epoch()[0].nonce != epoch.nonce
 
@@ -231,7 +241,8 @@ def test_a_lost_record_is_a_broken_promise(shm_root: Path, tmp_path: Path, loss:
         older = record.read_bytes()
         cache.weights_changed()
         stored(cache, tokens)
-        assert cache.flush(PATIENT_SECONDS) and another.flush(PATIENT_SECONDS)
+        assert cache.flush(PATIENT_SECONDS)
+        assert another.flush(PATIENT_SECONDS)
     with cache_at(None, tmp_path) as cache:
         assert served(cache, tokens)[0].num_tokens == 64
     lose(record, older, loss)
@@ -297,7 +308,8 @@ def test_a_record_that_cannot_be_read_is_no_promise_kept(tmp_path: Path) -> None
         spoil(cache)
     with cache_at(None, tmp_path) as cache:
         namespace, tiers = cache._weights.scope()
-        assert namespace.weights_epoch and tiers.left_out == ("disk",)
+        assert namespace.weights_epoch
+        assert tiers.left_out == ("disk",)
         assert served(cache, tokens)[0].num_tokens == 0
 
 
@@ -337,7 +349,8 @@ class OwnShared(DiskTier):
 
 
 def test_a_shared_tier_of_ones_own_is_left_out_while_its_weights_have_no_name(tmp_path: Path) -> None:
-    tokens, own = prompt(4), OwnShared.open(LAYOUT, tmp_path / "own", 1 << 20)
+    tokens = prompt(4)
+    own = OwnShared.open(LAYOUT, tmp_path / "own", 1 << 20)
     config = Config(chunk_tokens=CHUNK, host_size=0, deadline_seconds=PATIENT_SECONDS)
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[own]) as cache:
         stored(cache, tokens)
@@ -355,7 +368,8 @@ def test_a_shared_tier_of_ones_own_is_left_out_while_its_weights_have_no_name(tm
 
 def test_what_is_no_tier_is_refused(tmp_path: Path) -> None:
     class Half:
-        name, chunk_bytes = "half", LAYOUT.chunk_bytes
+        name = "half"
+        chunk_bytes = LAYOUT.chunk_bytes
 
     with pytest.raises(ValueError, match=r"Half is not a whole tier: derive it from pagoda\.tiers\.Tier"):
         Cache(Config(chunk_tokens=CHUNK, host_size=0), namespace=NAMESPACE, layout=LAYOUT, tiers=[Half()])  # type: ignore[list-item]
@@ -363,7 +377,8 @@ def test_what_is_no_tier_is_refused(tmp_path: Path) -> None:
 
 def test_two_caches_of_one_model_are_told_as_one(shm_root: Path, tmp_path: Path) -> None:
     """As Transformers' prompts and documents: another form of KV of the same weights, over the same roots."""
-    tokens, form = prompt(4), KVLayout.opaque(CHUNK, 8192, "another form")
+    tokens = prompt(4)
+    form = KVLayout.opaque(CHUNK, 8192, "another form")
     with (
         cache_at(shm_root, tmp_path) as cache,
         Cache(cache.config, namespace=NAMESPACE, layout=form, weights_of=cache) as other,
@@ -381,7 +396,8 @@ def test_two_caches_of_one_model_are_told_as_one(shm_root: Path, tmp_path: Path)
         other.store(tokens, kv_of(tokens, form).transfer)
         stored(cache, tokens)
         disks = [one._tiers.lower[0] for one in (cache, other)]
-        assert other.flush(PATIENT_SECONDS) and all(disk.stats()["ready"] for disk in disks)
+        assert other.flush(PATIENT_SECONDS)
+        assert all(disk.stats()["ready"] for disk in disks)
         cache.weights_changed()
         assert not any(disk.stats()["ready"] for disk in disks), "their root has not kept the epoch"
 
@@ -420,7 +436,8 @@ def test_a_full_disk_does_not_keep_the_epoch_from_being_raised(tmp_path: Path) -
 
 def test_without_a_shared_tier_it_holds_in_this_process() -> None:
     weights = WeightsEpoch({}, "m")
-    assert raised(weights).number == 1 and weights.epoch().number == 1
+    assert raised(weights).number == 1
+    assert weights.epoch().number == 1
 
 
 def test_nothing_stored_before_hits_again(
@@ -444,7 +461,8 @@ def test_nothing_stored_before_hits_again(
         shm_root / "rebooted", tmp_path
     ) as cache:  # the host tier was removed, the disk has the epoch
         assert served(cache, tokens)[0].by_tier == {"disk": 64}
-        assert cache.namespace.weights_epoch == 0 and cache._weights.scope()[0].weights_epoch == 1
+        assert cache.namespace.weights_epoch == 0
+        assert cache._weights.scope()[0].weights_epoch == 1
 
 
 def test_an_epoch_of_the_configuration_is_kept_apart_from_the_machine_s(shm_root: Path) -> None:

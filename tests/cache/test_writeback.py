@@ -27,7 +27,8 @@ class Stack:
         self.slab = FaultySlab(slow.slab_path, 64, STRIDE)
         self.quick = DiskTier(LAYOUT, quick, FileSlab(quick.slab_path, 64, STRIDE))
         self.slow = DiskTier(LAYOUT, slow, self.slab, io_threads=1)
-        self.quick.name, self.slow.name = "quick", "slow"
+        self.quick.name = "quick"
+        self.slow.name = "slow"
         self.cache = Cache(
             config_of(None, None, **options), namespace=NAMESPACE, layout=LAYOUT, tiers=[host, self.slow, self.quick]
         )  # fmt: skip
@@ -58,7 +59,8 @@ def test_a_tier_that_hangs_keeps_no_other_waiting(stack: Stack) -> None:
         tokens = prompt(4, seed)
         assert stack.cache.store(tokens, kv_of(tokens).transfer).refused == 0
     wait_until(lambda: stack.quick.stats()["ready"] == 24, PATIENT_SECONDS)
-    assert stack.slab.hanging.is_set() and stack.slow.stats()["ready"] == 0
+    assert stack.slab.hanging.is_set()
+    assert stack.slow.stats()["ready"] == 0
     stack.slab.release()
     assert stack.cache.flush(PATIENT_SECONDS)
     assert stack.slow.stats()["ready"] == 24

@@ -121,7 +121,9 @@ def refused(*args: object, stdin: str = "", **variables: str) -> str:
 
 def run_here(*args: object, stdin: str = "", **variables: str) -> tuple[int, str, str]:
     """Run the command in this process, with no configuration except `variables`; return exit code, stdout, stderr."""
-    out, err, environment = io.StringIO(), io.StringIO(), {**_unconfigured(args), **variables}
+    out = io.StringIO()
+    err = io.StringIO()
+    environment = {**_unconfigured(args), **variables}
     with (
         mock.patch.dict(os.environ, environment, clear=True),
         mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))),
@@ -151,7 +153,8 @@ def writer(root: Path) -> Iterator[subprocess.Popen[str]]:
         [sys.executable, "-c", _WRITER, str(root)], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
     )
     try:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
         yield process
     finally:
         process.kill()

@@ -33,15 +33,19 @@ def test_everything_in_all_tiers(shm_root: Path, tmp_path: Path) -> None:
             "PAGODA_DISK_SIZE": "1GiB",
         }
         found = answer("clear", "--yes", **where)
-        assert found["cleared"] == 9 and found["failed"] == {}
+        assert found["cleared"] == 9
+        assert found["failed"] == {}
         assert admin.gauges(ledger)["ready"] == admin.gauges(tier.ledger)["ready"] == 0
     shown = pagoda("clear", "--yes", **where)
-    assert shown.returncode == 0 and "host" in shown.stdout and "disk" in shown.stdout
+    assert shown.returncode == 0
+    assert "host" in shown.stdout
+    assert "disk" in shown.stdout
 
 
 def test_one_tenant_only(shm_root: Path) -> None:
     ledger = host(shm_root)
-    mine, theirs = LLAMA.with_(salt="mine"), LLAMA.with_(salt="theirs")
+    mine = LLAMA.with_(salt="mine")
+    theirs = LLAMA.with_(salt="theirs")
     put(ledger, mine, range(32))
     kept = put(ledger, theirs, range(48))
     assert answer("clear", shm_root, "--yes", "--namespace", mine.root.hex()[:12])["cleared"] == 2
@@ -100,7 +104,8 @@ def test_on_a_terminal_it_asks(shm_root: Path, typed: bytes, code: int, left: in
         pass
     os.close(ours)
     assert process.wait(120) == code, seen
-    assert b"ALL chunks" in seen and b"Traceback" not in seen
+    assert b"ALL chunks" in seen
+    assert b"Traceback" not in seen
     assert admin.gauges(ledger)["ready"] == left
 
 
@@ -140,17 +145,20 @@ def test_tiers_that_no_configuration_names_are_cleared(shm_root: Path, tmp_path:
     config = Config(
         chunk_tokens=16, host_path=str(shm_root), host_size="1MiB", disk_path=str(tmp_path), disk_size="1MiB"
     )
-    tokens, kv = list(range(64)), BlockKV(np.ones((4, 4096), np.uint8), layout)
+    tokens = list(range(64))
+    kv = BlockKV(np.ones((4, 4096), np.uint8), layout)
     with Cache(config, namespace=LLAMA, layout=layout) as cache:
         cache.store(tokens, kv)
-        assert cache.flush(60) and cache.lookup(tokens, tiers=["disk"]).num_tokens == 64
+        assert cache.flush(60)
+        assert cache.lookup(tokens, tiers=["disk"]).num_tokens == 64
         assert answer("clear", "--yes")["cleared"] == 8
         assert cache.lookup(tokens).num_tokens == 0
     assert {store["tier"] for store in answer("stats")["stores"]} == {"host", "disk"}  # type: ignore[attr-defined]
 
 
 def test_with_a_configuration_file_only_its_tiers(shm_root: Path, tmp_path: Path) -> None:
-    mine, other = host(shm_root / "mine"), host(shm_root / "other")
+    mine = host(shm_root / "mine")
+    other = host(shm_root / "other")
     for ledger in (mine, other):
         put(ledger, LLAMA, range(64))
     recorded_tiers.add("host", shm_root / "other")
@@ -158,7 +166,8 @@ def test_with_a_configuration_file_only_its_tiers(shm_root: Path, tmp_path: Path
     file = tmp_path / "mine.toml"
     file.write_text(f'host_path = "{shm_root / "mine"}"\n')
     found = answer("clear", "--yes", "--config", file)
-    assert found["cleared"] == 4 and found["failed"] == {}
+    assert found["cleared"] == 4
+    assert found["failed"] == {}
     assert (admin.gauges(mine)["ready"], admin.gauges(other)["ready"]) == (0, 4)
 
 
@@ -170,4 +179,5 @@ def test_a_remote_tier_whose_password_is_not_kept_is_named(shm_root: Path) -> No
     assert found["cleared"] == 4
     assert list(found["failed"]) == ["redis://:***@127.0.0.1:1/0"]  # type: ignore[call-overload]
     looked = done_here("stats")
-    assert looked.returncode == 0 and "redis://:***@127.0.0.1:1/0" in looked.stderr
+    assert looked.returncode == 0
+    assert "redis://:***@127.0.0.1:1/0" in looked.stderr

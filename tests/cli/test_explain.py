@@ -44,7 +44,8 @@ def test_all_there(shm_root: Path, tmp_path: Path) -> None:
     assert only(shm_root, tokens=[*PROMPT, 1, 2, 3])[:2] == (64, None)
     (tmp_path / "tokens").write_text(" ".join(map(str, PROMPT)))
     shown = pagoda("explain", shm_root, "--tokens", tmp_path / "tokens").stdout
-    assert "of 64 tokens" in shown and "100.0 %" in shown
+    assert "of 64 tokens" in shown
+    assert "100.0 %" in shown
 
 
 def test_absent_in_the_middle(shm_root: Path) -> None:
@@ -114,7 +115,8 @@ def test_busy_while_another_process_fills_it(shm_root: Path) -> None:
         text=True,
         cwd=Path.cwd(),
     ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "reserved\n"
+        assert process.stdout is not None
+        assert process.stdout.readline() == "reserved\n"
         assert only(shm_root)[:2] == (16, "busy")
         process.kill()
 
@@ -308,7 +310,8 @@ def test_the_token_that_differs_the_nearest_prompt_and_the_tiers_that_have_it(sh
 def test_without_a_log_the_chunk_is_said_and_that_the_token_is_not_known(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, PROMPT)
     shown = run_here("explain", shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))[1]
-    assert "chunk 2" in shown and "the token that differs is not known" in shown
+    assert "chunk 2" in shown
+    assert "the token that differs is not known" in shown
 
 
 def test_a_token_in_what_is_served_is_not_why_the_rest_misses(shm_root: Path) -> None:
@@ -316,7 +319,8 @@ def test_a_token_in_what_is_served_is_not_why_the_rest_misses(shm_root: Path) ->
     logged(ledger, LLAMA, planted(5))
     put(ledger, LLAMA, PROMPT[:48])  # stored so long ago that it is in the log no more
     shown = run_here("explain", shm_root, "--tokens", "-", stdin=json.dumps(PROMPT))[1]
-    assert "chunk 3" in shown and "the token that differs is not known" in shown
+    assert "chunk 3" in shown
+    assert "the token that differs is not known" in shown
 
 
 def test_what_the_tiers_serve_only_together_is_compared_with_another_prompt(
@@ -348,10 +352,8 @@ def test_which_field_of_the_namespace_is_another_and_no_salt(shm_root: Path) -> 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer for which the text of token 7 is "t7", with a chat template."""
-    words, pre_tokenizers = (
-        pytest.importorskip("tokenizers.models"),
-        pytest.importorskip("tokenizers.pre_tokenizers"),
-    )
+    words = pytest.importorskip("tokenizers.models")
+    pre_tokenizers = pytest.importorskip("tokenizers.pre_tokenizers")
     fast = pytest.importorskip("transformers").PreTrainedTokenizerFast
     cutter = pytest.importorskip("tokenizers").Tokenizer(
         words.WordLevel({f"t{number}": number for number in range(1000)}, unk_token="t0")
@@ -384,7 +386,8 @@ def test_text_and_messages_by_a_tokenizer(shm_root: Path, tmp_path: Path, tokeni
     assert cast("list[dict[str, object]]", told["nearest"])[0]["token"] == 33
     for place in (tmp_path / "none", tmp_path / "chat.json"):
         line = refused("explain", shm_root, "--text", "a", "--tokenizer", place)
-        assert f"--tokenizer {place}" in line and "name a model's directory" in line
+        assert f"--tokenizer {place}" in line
+        assert "name a model's directory" in line
 
 
 def test_the_page_cuts_text_by_a_tokenizer_that_is_loaded_once(tmp_path: Path, tokenizer: Path) -> None:
@@ -394,7 +397,8 @@ def test_the_page_cuts_text_by_a_tokenizer_that_is_loaded_once(tmp_path: Path, t
     file.write_bytes((tokenizer / "tokenizer.json").read_bytes())
     cut = page_options(tmp_path, None, None, file).prompts.tokenize
     file.unlink()
-    assert cut is not None and list(cut(words([7, 900]))) == [7, 900]
+    assert cut is not None
+    assert list(cut(words([7, 900]))) == [7, 900]
     with pytest.raises(ValueError, match="characters: at most"):
         cut("a" * (5 << 20))
 
@@ -453,7 +457,9 @@ def test_text_by_a_server_with_its_key_and_only_of_its_model(
     nowhere = ("http://127.0.0.1:9", "http://a..b:8000", "http://127.0.0.1:9/\N{SNOWMAN}")
     for place, words_of_it in ((url, "OPENAI_API_KEY"), *((place, "no answer") for place in nowhere)):
         code, _, err = run_here("explain", shm_root, "--text", "t1", "--url", place)
-        assert code == 1 and words_of_it in err and err.count("\n") == 1
+        assert code == 1
+        assert words_of_it in err
+        assert err.count("\n") == 1
 
 
 def test_a_server_that_never_ends_its_answer_is_left_at_the_deadline(
@@ -471,7 +477,8 @@ def test_a_server_that_never_ends_its_answer_is_left_at_the_deadline(
     monkeypatch.setattr(Vllm, "do_GET", drip)
     monkeypatch.setattr(prompt_source, "_ASK_SECONDS", 0.3)
     code, _, err = run_here("explain", shm_root, "--text", "t1", "--url", url)
-    assert code == 1 and "too slow" in err
+    assert code == 1
+    assert "too slow" in err
 
 
 def test_wrong_use_of_the_sources_is_one_line(

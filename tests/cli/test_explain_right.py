@@ -48,7 +48,8 @@ def _same(a: Prompt, b: Prompt) -> int:
 def test_what_it_says_is_what_a_look_up_in_another_process_finds(
     shm_root: Path, tmp_path: Path, seed: int
 ) -> None:
-    chance, slot = random.Random(seed), LAYOUT.slot_bytes
+    chance = random.Random(seed)
+    slot = LAYOUT.slot_bytes
     config = config_of(shm_root, tmp_path, host_size=12 * slot, disk_size=20 * (slot + 4096))
     documents = [prompt(6, number) for number in range(3)]
     stored: dict[bytes, list[Prompt]] = {}  # by the root of their namespace
@@ -62,7 +63,9 @@ def test_what_it_says_is_what_a_look_up_in_another_process_finds(
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT) as cache:
         roots = [slots_of(cache).namespace(salt=salt) for salt in SALTS]
         for _ in range(40):
-            act, tokens, number = chance.random(), some(), chance.randrange(len(roots))
+            act = chance.random()
+            tokens = some()
+            number = chance.randrange(len(roots))
             salt = SALTS[number]
             if act < 0.9:
                 cache.store(tokens, kv_of(tokens).transfer, salt=salt)

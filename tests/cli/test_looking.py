@@ -71,7 +71,8 @@ def test_stats_of_two_tiers_from_the_configuration(shm_root: Path, tmp_path: Pat
     ]
     assert second["gauges"]["ready"] == 3
     shown = done_here("stats", **where).stdout
-    assert "llama kv_dtype=bfloat16" in shown and "qwen" in shown
+    assert "llama kv_dtype=bfloat16" in shown
+    assert "qwen" in shown
     assert re.search(r"host +absent +2", shown)
     assert "queue_full" not in shown  # only reasons that happened are shown
 
@@ -90,7 +91,8 @@ def test_prometheus_has_one_type_line_a_family_and_its_samples_together(shm_root
     text = done_here("stats", shm_root, "--prometheus").stdout
     sample = re.compile(r'([a-z_]+)\{([a-z_]+="[^"]*",?)*\} -?[0-9.e+]+')
     family = ""
-    families, seen = set(), set()
+    families = set()
+    seen = set()
     for line in text.splitlines():
         if line.startswith("# HELP "):
             assert len(line.split()) > 5
@@ -104,7 +106,8 @@ def test_prometheus_has_one_type_line_a_family_and_its_samples_together(shm_root
         assert match is not None and match[1].startswith(family), line
         assert line not in seen
         seen.add(line)
-    assert "pagoda_misses_total" in families and "pagoda_ready" in families
+    assert "pagoda_misses_total" in families
+    assert "pagoda_ready" in families
     assert len([line for line in seen if line.startswith("pagoda_ready{")]) == 2
 
 
@@ -118,14 +121,18 @@ def test_ls_lists_latest_first_within_the_limit(shm_root: Path) -> None:
     assert found["total"] == 6
     chunks = cast("list[dict[str, object]]", found["chunks"])
     assert [chunk["key"] for chunk in chunks] == [key.hex() for key in new]
-    assert chunks[0]["pinned"] is True and chunks[1]["pinned"] is False
-    assert chunks[0]["model"] == "qwen" and chunks[0]["tokens"] == CHUNK and chunks[1]["position"] == 1
+    assert chunks[0]["pinned"] is True
+    assert chunks[1]["pinned"] is False
+    assert chunks[0]["model"] == "qwen"
+    assert chunks[0]["tokens"] == CHUNK
+    assert chunks[1]["position"] == 1
     everything = answer("ls", shm_root, "--limit", 0, "--model", "llama")
     assert {chunk["key"] for chunk in cast("list[dict[str, object]]", everything["chunks"])} == {
         key.hex() for key in old
     }
     done = done_here("ls", shm_root, "--limit", 1)
-    assert done.stdout.count("\n") == 2 and "5 more" in done.stderr
+    assert done.stdout.count("\n") == 2
+    assert "5 more" in done.stderr
 
 
 def test_ls_by_namespace_sums_up(shm_root: Path) -> None:
@@ -184,7 +191,9 @@ def test_check_reads_the_disk_and_names_what_is_damaged(tmp_path: Path) -> None:
     found = answer("check", tmp_path, "--read", code=1)
     (store,) = stores(found)
     assert found["ok"] is False
-    assert store["damaged"] == [keys[2].hex()] and store["read_chunks"] == 4 and store["dropped"] == 0
+    assert store["damaged"] == [keys[2].hex()]
+    assert store["read_chunks"] == 4
+    assert store["dropped"] == 0
     assert keys[2].hex()[:12] in done_here("check", tmp_path, "--read").stderr
     (store,) = stores(answer("check", tmp_path, "--read", "--drop", code=1))
     assert store["dropped"] == 1
@@ -199,10 +208,14 @@ def test_a_store_that_cannot_be_used_fails_and_hides_no_other(shm_root: Path) ->
     assert [("error" in store) for store in found] == [False, True]
     assert stores(answer("check", shm_root, code=1))[0]["trouble"]
     done = done_here("stats", shm_root)
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "bad" in done.stderr
-    bad, prompt = str(shm_root / "bad"), " ".join(map(str, range(16)))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "bad" in done.stderr
+    bad = str(shm_root / "bad")
+    prompt = " ".join(map(str, range(16)))
     listed = answer("ls", shm_root, code=1)
-    assert listed["total"] == 1 and list(listed["failed"]) == [bad]
+    assert listed["total"] == 1
+    assert list(listed["failed"]) == [bad]
     for command, name in (("explain", "answers"), ("pin", "pinned"), ("unpin", "ended")):
         found = answer(command, shm_root, "--tokens", "-", stdin=prompt, code=1)
         assert found[name] and list(found["failed"]) == [bad], found
@@ -214,7 +227,9 @@ def test_a_store_that_cannot_be_used_fails_and_hides_no_other(shm_root: Path) ->
 
 def test_a_root_that_cannot_be_read_fails_and_hides_no_other(shm_root: Path, tmp_path: Path) -> None:
     put(ledger := host(shm_root), LLAMA, range(16))
-    root, prompt = str(tmp_path / ("x" * 300)), " ".join(map(str, range(16)))  # longer than a name can be
+    # longer than a name can be
+    root = str(tmp_path / ("x" * 300))
+    prompt = " ".join(map(str, range(16)))
     where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_DISK_PATH": root, "PAGODA_DISK_SIZE": "1GiB"}
     asked = {
         "stats": [],
@@ -226,7 +241,8 @@ def test_a_root_that_cannot_be_read_fails_and_hides_no_other(shm_root: Path, tmp
     }
     for command, options in asked.items():
         done = done_here(command, *options, stdin=prompt, **where)
-        assert done.returncode == 1 and ("llama" in done.stdout) == (command in ("stats", "ls", "explain"))
+        assert done.returncode == 1
+        assert ("llama" in done.stdout) == (command in ("stats", "ls", "explain"))
         (line,) = [line for line in done.stderr.splitlines() if root in line]
         assert "File name too long" in line
     assert admin.gauges(ledger)["ready"] == 0
@@ -245,8 +261,10 @@ def test_looking_at_a_store_that_is_broken_does_not_remove_it(shm_root: Path) ->
     os.truncate(shm_root / "layout" / "columns", 4096)
     for command in ("stats", "check", "ls"):
         done = pagoda(command, shm_root)
-        assert done.returncode == 1 and "layout" in done.stdout + done.stderr
-        assert "Traceback" not in done.stderr and "nothing is stored" not in done.stderr
+        assert done.returncode == 1
+        assert "layout" in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        assert "nothing is stored" not in done.stderr
     assert sorted(path.name for path in (shm_root / "layout").iterdir()).count("slab") == 1
 
 
@@ -255,7 +273,9 @@ def test_what_could_not_be_opened_is_not_called_damaged(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
     with holding(shm_root / LOCKS, OPEN):  # as a file system that may only be read keeps it from being opened
         done = pagoda("check", shm_root)
-    assert done.returncode == 1 and "NOT OPENED" in done.stdout and "DAMAGED" not in done.stdout
+    assert done.returncode == 1
+    assert "NOT OPENED" in done.stdout
+    assert "DAMAGED" not in done.stdout
     assert "stopped" in done.stderr
 
 
@@ -267,7 +287,9 @@ def test_what_is_yet_to_be_read_back_is_not_called_damaged(tmp_path: Path) -> No
     assert state is not None
     write_state(directory, msgspec.structs.replace(state, clean=False, boot_id="another"))
     done = done_here("check", tmp_path)
-    assert done.returncode == 0 and "being rebuilt" in done.stdout and "to be scanned" in done.stderr
+    assert done.returncode == 0
+    assert "being rebuilt" in done.stdout
+    assert "to be scanned" in done.stderr
     assert answer("check", tmp_path)["ok"] is True
     with disk(tmp_path) as tier:
         assert tier.wait_ready(60)
@@ -281,14 +303,16 @@ def test_a_damaged_ledger_is_found(shm_root: Path) -> None:
     with session._tables.env.begin(write=True) as txn:  # type: ignore[union-attr]
         txn.delete(keys[0], db=session._tables.entries)  # type: ignore[union-attr]
     found = answer("check", shm_root, code=1)
-    assert "disagree" in str(stores(found)[0]["trouble"]) and "DAMAGED" in done_here("check", shm_root).stdout
+    assert "disagree" in str(stores(found)[0]["trouble"])
+    assert "DAMAGED" in done_here("check", shm_root).stdout
 
 
 def test_nothing_stored_yet_is_no_error(tmp_path: Path) -> None:
     where = {"PAGODA_HOST_PATH": str(tmp_path / "none")}
     for command in ("stats", "ls", "check"):
         done = done_here(command, **where)
-        assert done.returncode == 0 and "stored" in done.stderr
+        assert done.returncode == 0
+        assert "stored" in done.stderr
     assert answer("stats", **where) == {"stores": [], "remotes": []}
 
 
@@ -300,8 +324,10 @@ def test_a_damaged_store_is_named_with_what_to_do(shm_root: Path, missing: str) 
     for command in ("stats", "ls", "check"):
         done = done_here(command, shm_root)
         assert done.returncode == 1
-        assert "no usable store" in done.stderr and "pagoda remove" in done.stderr
-    assert done_here("remove", shm_root, "--yes").returncode == 0 and not ledger.directory.exists()
+        assert "no usable store" in done.stderr
+        assert "pagoda remove" in done.stderr
+    assert done_here("remove", shm_root, "--yes").returncode == 0
+    assert not ledger.directory.exists()
 
 
 def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:
@@ -366,9 +392,12 @@ def test_a_locale_that_cannot_write_what_is_shown_stops_no_command(shm_root: Pat
     put(host(shm_root), LLAMA, range(16))
     for command in (("top", "--once"), ("stats",)):
         done = pagoda(*command, shm_root, PYTHONIOENCODING="ascii:strict")
-        assert done.returncode == 0 and "Traceback" not in done.stderr and "host" in done.stdout
+        assert done.returncode == 0
+        assert "Traceback" not in done.stderr
+        assert "host" in done.stdout
     done = pagoda("vllm", "--print", "serve", os.fsdecode(b"/models/\xff"))
-    assert done.returncode == 0 and r"/models/\udcff" in done.stdout
+    assert done.returncode == 0
+    assert r"/models/\udcff" in done.stdout
 
 
 def test_called_from_python_it_returns_the_code(shm_root: Path) -> None:

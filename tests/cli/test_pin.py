@@ -60,5 +60,6 @@ def test_wrong_use_and_nothing_to_pin(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, PROMPT)
     assert "--tokens" in refused("pin", shm_root)
     nothing = done_here("pin", shm_root, "--tokens", "-", stdin=json.dumps(list(range(3 * CHUNK))))
-    assert nothing.returncode == 1 and "beginning" in nothing.stderr
+    assert nothing.returncode == 1
+    assert "beginning" in nothing.stderr
     assert "--owner" in refused("pin", shm_root, "--tokens", "-", "--owner", "", stdin=json.dumps(PROMPT))

@@ -48,7 +48,8 @@ USUAL = ("--chunk-tokens", CHUNK, "--new-tokens", 2, "--min-prompts", 4, "--devi
 
 @pytest.mark.slow
 def test_a_verdict_is_measured_printed_drawn_and_used(saved: Path, tmp_path: Path) -> None:
-    file, png = written(tmp_path, prompts(6)), tmp_path / "q.png"
+    file = written(tmp_path, prompts(6))
+    png = tmp_path / "q.png"
     asked = ("--blend", "deviation:1", "--blend", "first_k:0.1", "--codec", "q4")
     code, out, err = run_here("quality", saved, file, *USUAL, *asked, "--out", tmp_path / "v", "--png", png)
     assert code == 0, err

@@ -60,7 +60,8 @@ def share(url: str, namespace: Namespace, chunks: int) -> list[bytes]:
     )
     connection = remote.connection().open(time.monotonic() + 30)
     keys = chunk_keys(list(range(chunks * CHUNK)), namespace.root, CHUNK)
-    page, stored = np.zeros(HEADER_BYTES, np.uint8), np.zeros(4096, np.uint8)
+    page = np.zeros(HEADER_BYTES, np.uint8)
+    stored = np.zeros(4096, np.uint8)
     for key in keys:
         put_ = connection.put(
             PutRequest(namespace.root, key, page, stored, lambda: True), time.monotonic() + 30
@@ -102,12 +103,15 @@ def test_no_command_shows_the_password(where: dict[str, str], url: str) -> None:
 def test_stats_ask_how_full_it_is(where: dict[str, str], url: str) -> None:
     (found,) = answer("stats", **where)["remotes"]  # type: ignore[misc]
     assert (found["tier"], found["address"], found["error"]) == ("redis", masked(url), "")
-    assert found["used_bytes"] > 0 and found["limit_bytes"] is None
+    assert found["used_bytes"] > 0
+    assert found["limit_bytes"] is None
     shown = done_here("stats", **where).stdout
-    assert "remote tiers" in shown and "answers" in shown
+    assert "remote tiers" in shown
+    assert "answers" in shown
     text = done_here("stats", "--prometheus", **where).stdout
     assert '# TYPE pagoda_remote_reachable gauge\npagoda_remote_reachable{tier="redis"} 1.0\n' in text
-    assert 'pagoda_remote_used_bytes{tier="redis"} ' in text and "limit_bytes" not in text
+    assert 'pagoda_remote_used_bytes{tier="redis"} ' in text
+    assert "limit_bytes" not in text
 
 
 def test_ls_counts_what_is_there_and_names_what_this_machine_knows(
@@ -125,9 +129,8 @@ def test_ls_counts_what_is_there_and_names_what_this_machine_knows(
     (only,) = answer("ls", "--by", "namespace", "--namespace", QWEN.root.hex()[:12], **where)["namespaces"]  # type: ignore[misc]
     assert only["chunks"] == 1
     found = answer("ls", "--model", "llama", **where)
-    assert found["total"] == 2 and found["remotes"] == [
-        {"tier": "redis", "namespace": LLAMA.root.hex(), "chunks": 3}
-    ]
+    assert found["total"] == 2
+    assert found["remotes"] == [{"tier": "redis", "namespace": LLAMA.root.hex(), "chunks": 3}]
     assert "redis: 4 more chunks" in done_here("ls", **where).stderr
     assert "(not named)" in done_here("ls", "--by", "namespace", **where).stdout
 
@@ -175,21 +178,24 @@ def test_clear_reaches_every_tier(where: dict[str, str], shm_root: Path, url: st
     share(url, LLAMA, 3)
     share(url, QWEN, 2)
     found = answer("clear", "--yes", **where)
-    assert found["cleared"] == 7 and found["failed"] == {}
+    assert found["cleared"] == 7
+    assert found["failed"] == {}
     assert [(store["tier"], store["chunks"]) for store in found["stores"]] == [("host", 2), ("redis", 5)]  # type: ignore[attr-defined]
     assert admin.gauges(ledger)["ready"] == count(url, LLAMA) == count(url, QWEN) == 0
 
 
 def test_clear_takes_one_namespace_only(where: dict[str, str], shm_root: Path, url: str) -> None:
     put(host(shm_root), LLAMA, range(32))
-    mine, theirs = LLAMA.with_(salt="mine"), LLAMA.with_(salt="theirs")
+    mine = LLAMA.with_(salt="mine")
+    theirs = LLAMA.with_(salt="theirs")
     for namespace in (LLAMA, mine, theirs):
         share(url, namespace, 2)
     other = url.replace("prefix=", "prefix=other-")
     share(other, mine, 1)
     assert answer("clear", "-y", "--namespace", mine.root.hex()[:16], **where)["cleared"] == 2
     done = done_here("clear", "-y", "--model", "llama", **where)
-    assert done.returncode == 0 and "1 namespace(s) have no model name on this machine" in done.stderr
+    assert done.returncode == 0
+    assert "1 namespace(s) have no model name on this machine" in done.stderr
     assert [count(url, namespace) for namespace in (LLAMA, mine, theirs)] == [0, 0, 2]
     assert count(other, mine) == 1
     assert "no namespace begins so" in refused("clear", "-y", "--namespace", "0" * 64, **where)
@@ -234,8 +240,11 @@ def test_a_tier_that_fails_is_named_and_the_others_are_served(
     where["PAGODA_REMOTE"] = f"{gone},{url}"
     done = done_here(*command, **where)
     assert done.returncode == 1
-    assert place in done.stderr and masked(gone) in done.stderr and "check that it runs there" in done.stderr
-    assert "hunter2" not in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert place in done.stderr
+    assert masked(gone) in done.stderr
+    assert "check that it runs there" in done.stderr
+    assert "hunter2" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
     if command[0] != "config":
         assert "redis" in done.stdout + done.stderr
     if command[0] == "clear":
@@ -252,13 +261,15 @@ def test_json_has_the_failures_too(where: dict[str, str]) -> None:
     assert "check that it runs there" in answer("stats", code=1, **where)["remotes"][0]["error"]  # type: ignore[index]
     assert answer("check", code=1, **where)["ok"] is False
     done = done_here("config", "check", "--json", **where)
-    assert done.returncode == 1 and "dead (" in json.loads(done.stdout)["troubles"][0]
+    assert done.returncode == 1
+    assert "dead (" in json.loads(done.stdout)["troubles"][0]
 
 
 def test_a_name_that_only_the_dead_tier_may_know_is_not_called_wrong(where: dict[str, str]) -> None:
     where["PAGODA_REMOTE"] = dead()
     done = done_here("clear", "-y", "--namespace", "0" * 64, **where)
-    assert done.returncode == 1 and "not cleared" in done.stderr
+    assert done.returncode == 1
+    assert "not cleared" in done.stderr
 
 
 def test_wrong_passwords_and_missing_ones(where: dict[str, str], url: str, tmp_path: Path) -> None:
@@ -300,7 +311,8 @@ def test_a_codec_that_is_not_installed(url: str, monkeypatch: pytest.MonkeyPatch
     assert [asked.trouble for asked in pinged(specs)] == ["", ""]
     monkeypatch.setitem(sys.modules, "zstandard", None)
     raw, zstd = pinged(specs)
-    assert raw.trouble == "" and "pip install 'pagodakv[zstd]'" in zstd.trouble
+    assert raw.trouble == ""
+    assert "pip install 'pagodakv[zstd]'" in zstd.trouble
 
 
 @pytest.mark.parametrize(("library", "url"), [("redis", "redis://h"), ("obstore", "s3://b")])
@@ -334,6 +346,8 @@ def test_vllm_is_given_no_secret() -> None:
     assert '"remote": ["redis://u@h?password_file=/x", "s3://b"]' in done.stdout, done.stderr
     for secret in ("redis://u:hunter2@h", "s3://b?secret_access_key=hunter2"):
         said = refused("vllm", "--remote", secret, "serve", "m")
-        assert "password_file" in said and "hunter2" not in said
+        assert "password_file" in said
+        assert "hunter2" not in said
     done = done_here("vllm", "--print", "serve", "m", PAGODA_REMOTE="redis://u:hunter2@h")
-    assert done.returncode == 0 and "remote" not in done.stdout
+    assert done.returncode == 0
+    assert "remote" not in done.stdout

@@ -39,7 +39,8 @@ def runs(found: dict[str, object]) -> list[Run]:
 
 def test_one_tier_has_the_keys_that_programs_ask_for(trace: Path) -> None:
     found = answer("replay", trace, "--capacity-chunks", 4, "--policy", "lru")
-    assert found["policy"] == "lru" and found["capacity_chunks"] == 4
+    assert found["policy"] == "lru"
+    assert found["capacity_chunks"] == 4
     assert (found["accesses"], found["distinct_chunks"], found["infinite"]) == (10, 6, 0.4)
     assert found["hit_rate"] == 0.4 == found["optimum"]
     assert found["chunks_written"] == 6
@@ -54,9 +55,11 @@ def test_the_sample_is_what_is_replayed_if_no_trace_is_named() -> None:
     found = answer("replay", "--capacity-chunks", 2000, "--policy", "lru")
     assert (found["trace"], found["requests"], found["accesses"]) == ("sample", 2000, 54559)
     rates = [cast("float", found[name]) for name in ("hit_rate", "optimum", "infinite")]
-    assert 0 < rates[0] < rates[1] < rates[2] and abs(rates[2] - 0.2890632) < 1e-6
+    assert 0 < rates[0] < rates[1] < rates[2]
+    assert abs(rates[2] - 0.2890632) < 1e-6
     shown = pagoda("replay", "sample", "--capacity-chunks", 2000, "--policy", "lru").stdout
-    assert f"{100 * rates[0]:.1f} %" in shown and f"{100 * rates[1]:.1f} %" in shown
+    assert f"{100 * rates[0]:.1f} %" in shown
+    assert f"{100 * rates[1]:.1f} %" in shown
 
 
 @pytest.mark.slow
@@ -92,7 +95,8 @@ def test_a_trace_may_come_from_a_pipe_and_bytes_from_a_model(trace: Path) -> Non
     )
     assert found["hit_rate"] == 0.4
     chunk_bytes = 512 * 2 * 32 * 8 * 128 * 2
-    assert found["capacity_bytes"] == 4 * chunk_bytes and found["bytes_written"] == 6 * chunk_bytes
+    assert found["capacity_bytes"] == 4 * chunk_bytes
+    assert found["bytes_written"] == 6 * chunk_bytes
     eight_bits = ("--model", "llama-3-8b", "--kv-dtype", "float8_e4m3fn")
     halved = answer("replay", trace, "--capacity-chunks", 4, "--policy", "lru", *eight_bits)
     assert halved["capacity_bytes"] == 2 * chunk_bytes
@@ -124,7 +128,8 @@ def test_the_curve_is_a_table_and_a_png(tmp_path: Path) -> None:
 def test_the_curve_chooses_its_sizes_and_never_passes_the_optimum(trace: Path, tmp_path: Path) -> None:
     found = answer("replay", trace, "--curve", "--png", tmp_path / "x.png", "--points", 4)
     sizes = sorted({run["capacity_chunks"] for run in runs(found)})
-    assert sizes[-1] == 6 and len(sizes) == 4
+    assert sizes[-1] == 6
+    assert len(sizes) == 4
     assert {str(run["policy"]) for run in runs(found)} == {DEFAULT, "lru"}
     assert all(run["hit_rate"] <= run["optimum"] + 1e-9 for run in runs(found))
     assert found["png"] == str(tmp_path / "x.png")
@@ -141,7 +146,8 @@ def test_without_matplotlib_the_remedy_is_said(trace: Path, tmp_path: Path) -> N
     asked = pagoda("replay", trace, "--curve", "--png", tmp_path / "x.png", **hidden)
     assert "pip install 'pagodakv[plot]'" in one_line(asked.returncode, asked.stdout, asked.stderr)
     usual = pagoda("replay", trace, "--curve", **hidden)
-    assert usual.returncode == 0 and "optimum" in usual.stdout
+    assert usual.returncode == 0
+    assert "optimum" in usual.stdout
     assert "pip install 'pagodakv[plot]'" in usual.stderr
 
 
@@ -151,7 +157,8 @@ def test_size_is_the_smallest_that_was_seen_to_do(tmp_path: Path) -> None:
     with gzip.open(str(files("pagoda.replay") / "sample.jsonl.gz")) as sample:
         part.write_bytes(b"".join(islice(sample, 500)))
     found = answer("size", part, "--percent", 50, "--policy", "lru", "--model", "deepseek-v3")
-    chunks, target = cast("int", found["chunks"]), cast("float", found["target_hit_rate"])
+    chunks = cast("int", found["chunks"])
+    target = cast("float", found["target_hit_rate"])
     assert cast("float", found["hit_rate"]) >= target
     assert found["bytes"] == chunks * 512 * 61 * 576 * 2
     assert cast("int", found["optimum_chunks"]) < chunks
@@ -166,12 +173,14 @@ def test_size_of_a_small_trace_by_hand(trace: Path) -> None:
     assert sizes["optimum"] == 2 == found["optimum_chunks"]
     assert sizes["lru"] == 4
     shown = done_here("size", trace, "--percent", 100, "--policy", "lru").stdout
-    assert "100.0 %" in shown and "optimum" in shown
+    assert "100.0 %" in shown
+    assert "optimum" in shown
 
 
 def test_size_of_what_is_never_asked_again(tmp_path: Path) -> None:
     done = pagoda("size", written(tmp_path / "unique.jsonl", [(1, 2), (3,)]))
-    assert (done.returncode, done.stdout) == (1, "") and done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
     assert "nothing can be served" in done.stderr
 
 
@@ -228,7 +237,8 @@ def test_interrupted_is_130_and_no_process_stays(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does: all of them are told
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
-    assert "Traceback" not in err and err.count("\n") <= 1
+    assert "Traceback" not in err
+    assert err.count("\n") <= 1
     until = time.monotonic() + 10
     while _members(process.pid) and time.monotonic() < until:
         time.sleep(0.05)
@@ -262,6 +272,7 @@ def test_the_commands_of_the_readme_run(
     whole = pagoda_replay.read_trace
     monkeypatch.setattr(pagoda_replay, "read_trace", lambda source: islice(whole(source), 400))
     monkeypatch.chdir(tmp_path)
-    code, said = main(command.split()), capsys.readouterr()
+    code = main(command.split())
+    said = capsys.readouterr()
     assert code == 0 and "hit rate" in said.out, said.err
     assert [path.name for path in tmp_path.iterdir()] == ["pagoda-curve.png"] * ("--curve" in command)

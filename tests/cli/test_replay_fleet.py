@@ -39,7 +39,8 @@ def test_a_fleet_by_hand(trace: Path, tmp_path: Path) -> None:
     asked = cast("Table", found["object_store_requests"])
     assert (asked["gets"], asked["puts"]) == (loaded, 6)
     day = cast("dict[str, Table]", found["dollars_per_day"])["mine"]
-    assert day["PUTs"] == pytest.approx(6 * 86400 / 4) and day["kept"] == pytest.approx(6 * CHUNK_BYTES / GIB)
+    assert day["PUTs"] == pytest.approx(6 * 86400 / 4)
+    assert day["kept"] == pytest.approx(6 * CHUNK_BYTES / GIB)
     assert day["GETs"] == pytest.approx(loaded * (0.1 + 7 * CHUNK_BYTES / GIB) * 86400 / 4)
     assert day["look-ups"] == pytest.approx(0.1 * asked["look_heads"] * 86400 / 4)
     assert day["total"] == pytest.approx(sum(dollars for part, dollars in day.items() if part != "total"))
@@ -77,10 +78,12 @@ def test_a_trace_without_time_has_no_rates(tmp_path: Path) -> None:
     trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n' * 2)
     options = ("--remote", "1GiB", *BYTES)
     found = answer("replay", trace, *options)
-    assert found["hit_rate"] == 0.5 and found["lookups_per_second"] is None
+    assert found["hit_rate"] == 0.5
+    assert found["lookups_per_second"] is None
     assert set(cast("Table", found["dollars_per_day"]).values()) == {None}
     shown = done_here("replay", trace, *options, "--link", "25Gbit")
-    assert shown.returncode == 0 and "%" not in shown.stdout.partition("over the network")[2]
+    assert shown.returncode == 0
+    assert "%" not in shown.stdout.partition("over the network")[2]
 
 
 def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:

@@ -173,7 +173,8 @@ def test_no_line_is_wider_than_80_and_no_value_is_cut(
     for name, (command, headings) in COMMANDS.items():
         code, text = run(*(part.format(machine) for part in command))
         assert code == 0, text
-        assert "…" not in text and "..." not in text
+        assert "…" not in text
+        assert "..." not in text
         for line in text.splitlines():
             # only what is alone on its line may be longer: a path, an address, a model
             assert cell_len(line) <= 80 or re.fullmatch(r"(  |file )?\S*[/:]\S*", line), f"{name}: {line}"
@@ -191,7 +192,8 @@ def test_wide_shows_all_columns(machine: Path) -> None:
         (["check"], ["unreachable", "stale hints"]),
         (["replay", str(machine / "trace.jsonl"), "--capacity-chunks", "4"], ["written"]),
     ):
-        usual, wide = in_pipe(*command)[1], in_pipe(*command, "--wide")[1]
+        usual = in_pipe(*command)[1]
+        wide = in_pipe(*command, "--wide")[1]
         for heading in more:
             assert heading in wide, wide
         assert not all(heading in usual for heading in more)
@@ -200,7 +202,8 @@ def test_wide_shows_all_columns(machine: Path) -> None:
 @pytest.mark.slow
 def test_bench_is_whole_too(machine: Path) -> None:
     code, text = in_terminal("bench", "--seconds", 1, "--chunk-size", "1MiB")
-    assert code == 0 and max(map(cell_len, text.splitlines())) <= 80
+    assert code == 0
+    assert max(map(cell_len, text.splitlines())) <= 80
     assert "GB/s  limit GB/s  ratio  threads  turns" in text
 
 

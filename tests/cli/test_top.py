@@ -47,7 +47,8 @@ class Terminal:
 
     def until(self, pattern: str) -> None:
         """Read until what was written since the last call matches. Fails after some seconds."""
-        end, seen = time.monotonic() + PATIENCE, ""
+        end = time.monotonic() + PATIENCE
+        seen = ""
         while not re.search(pattern, ESCAPES.sub("", seen)):
             assert time.monotonic() < end, f"no {pattern!r} in\n{seen}"
             if select.select([self.ours], [], [], 0.5)[0]:
@@ -84,7 +85,8 @@ def test_one_view_has_all_tiers_and_fits(machine: Path) -> None:
             "from remote",
         ):
             assert word in text, text
-        assert "pinned chunks: pagoda 1 in host" in text and "meta-llama/Llama-3.1-8B-Instruct" in text
+        assert "pinned chunks: pagoda 1 in host" in text
+        assert "meta-llama/Llama-3.1-8B-Instruct" in text
 
 
 def test_the_owners_of_most_pins_are_shown_and_the_rest_is_counted(shm_root: Path) -> None:
@@ -110,22 +112,28 @@ def test_the_last_requests_fit(shm_root: Path) -> None:
     assert re.search(r"last requests .*why not more", text), text
     (sample,) = in_pipe("top", shm_root, "--once", "--json")[1].splitlines()
     request = json.loads(sample)["stores"][0]["requests"][0]
-    assert request["namespace"] == LLAMA.root.hex()[:32] and request["hit_tokens"]["remote"] == 8
+    assert request["namespace"] == LLAMA.root.hex()[:32]
+    assert request["hit_tokens"]["remote"] == 8
 
 
 def test_json_is_one_object_a_sample(machine: Path) -> None:
     code, text = in_pipe("top", "--json", "--once")
     (line,) = text.splitlines()
     found = json.loads(line)
-    assert code == 0 and [store["tier"] for store in found["stores"]] == ["host", "disk"]
-    assert found["stores"][0]["gauges"]["ready"] == 2 and found["stores"][0]["per_second"] is None
-    assert found["remotes"][0]["tier"] == "redis" and found["remotes"][0]["error"] == ""
+    assert code == 0
+    assert [store["tier"] for store in found["stores"]] == ["host", "disk"]
+    assert found["stores"][0]["gauges"]["ready"] == 2
+    assert found["stores"][0]["per_second"] is None
+    assert found["remotes"][0]["tier"] == "redis"
+    assert found["remotes"][0]["error"] == ""
 
 
 def test_no_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_HOST_PATH", str(tmp_path / "none"))
     code, text = in_pipe("top", "--once")
-    assert code == 0 and len(text.splitlines()) == 2 and "nothing is stored yet" in text
+    assert code == 0
+    assert len(text.splitlines()) == 2
+    assert "nothing is stored yet" in text
     assert "no such directory" in refused("top", tmp_path / "none", "--once")
     assert "--interval" in refused("top", "--interval", 0)
 
@@ -148,7 +156,8 @@ def test_rates_and_stores_that_come_and_go(shm_root: Path, tmp_path: Path) -> No
         while not (seen := sample())["stores"][0]["per_second"]["lookups"]:
             assert time.monotonic() < end
         rates = seen["stores"][0]["per_second"]
-        assert 10 < rates["lookups"] <= 510 and rates["loaded_bytes"] > rates["lookups"]
+        assert 10 < rates["lookups"] <= 510
+        assert rates["loaded_bytes"] > rates["lookups"]
         second = host(shm_root, name="b")
         while len(sample()["stores"]) != 2:
             assert time.monotonic() < end
@@ -184,7 +193,9 @@ def test_a_dumb_terminal_gets_a_view_below_the_other(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(32))
     live = Terminal("top", shm_root, "--interval", 0.2, term="dumb")
     live.until(r"(?s)(PagodaKV .*){3}")
-    assert live.end(signal.SIGINT) == 130 and "\x1b[2K" not in live.text and "\x1b[1A" not in live.text
+    assert live.end(signal.SIGINT) == 130
+    assert "\x1b[2K" not in live.text
+    assert "\x1b[1A" not in live.text
 
 
 def test_a_broken_store_is_named_and_hides_no_other(
@@ -197,9 +208,12 @@ def test_a_broken_store_is_named_and_hides_no_other(
         assert admin.gauges(tier.ledger)["ready"] == 1
     (shm_root / "bad" / "state").write_bytes(b"{}")
     code, text = in_pipe("top", shm_root, "--once")
-    assert code == 1 and re.search("host .* 1 chunks", text) and f"{shm_root}/bad: " in text
+    assert code == 1
+    assert re.search("host .* 1 chunks", text)
+    assert f"{shm_root}/bad: " in text
     monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root / "nothing"))
     monkeypatch.setenv("PAGODA_DISK_PATH", str(tmp_path / ("x" * 300)))  # longer than a name can be
     monkeypatch.setenv("PAGODA_DISK_SIZE", "1GiB")
     code, text = in_pipe("top", "--once")
-    assert code == 1 and "File name too long" in text
+    assert code == 1
+    assert "File name too long" in text

@@ -23,7 +23,10 @@ ROUTE_A = {
 }
 MODULE = {"kv_connector_module_path": "pagoda.connectors.vllm"}
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-SCRIPT, COMMAND, SERVER = 7, 8, 9  # exit codes of what stands in for vLLM's three ways to be run
+# exit codes of what stands in for vLLM's three ways to be run
+SCRIPT = 7
+COMMAND = 8
+SERVER = 9
 RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
 
 
@@ -128,7 +131,8 @@ def test_what_the_environment_says_is_left_to_the_connector(tmp_path: Path) -> N
 
 def test_every_option_of_the_configuration_is_there() -> None:
     done = done_here("vllm", "--help", COLUMNS="200")
-    assert done.returncode == 0 and "serve" in done.stdout
+    assert done.returncode == 0
+    assert "serve" in done.stdout
     for name in option_names():
         assert f"--{name.replace('_', '-')} " in done.stdout
     assert "vllm" in done_here("--help").stdout
@@ -162,7 +166,8 @@ def test_offloading_of_vllm_s_own_is_refused(flag: str, tmp_path: Path) -> None:
     """vLLM would replace the connector by its own, and say nothing: on the line, and in a file."""
     for given in ([flag, "4"], [f"{flag}=4"]):
         assert "its own offloading" in refused("vllm", "--print", "serve", "m", *given)
-    file, key = tmp_path / "serve.yaml", flag[2:]
+    file = tmp_path / "serve.yaml"
+    key = flag[2:]
     for text in (f"port: 8001\n{key}: 4\n", f"{{port: 8001, {key}: 4}}\n", f"'{key}' : 4\n"):
         file.write_text(text)
         for config in (["--config", file], [f"--config={file}"]):
@@ -200,7 +205,8 @@ def test_wrong_use_is_one_line() -> None:
 def test_without_vllm_there_is_a_remedy() -> None:
     done = pagoda("vllm", "serve", "m")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "pip install 'pagodakv[vllm]'" in done.stderr and done.stderr.count("\n") == 1
+    assert "pip install 'pagodakv[vllm]'" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def stand_in(
@@ -280,7 +286,8 @@ def test_a_vllm_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:
         timeout=120,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("pagoda: ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("pagoda: ")
+    assert done.stderr.count("\n") == 1
 
 
 def started(
@@ -361,7 +368,8 @@ def test_a_remote_tier_without_its_password_is_refused_before_vllm_is_run(tmp_pa
     host = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]
     url = f"redis://127.0.0.1:1?password_file={tmp_path / 'none'}"
     done = started(tmp_path / "run", *host, "--remote", url)
-    assert (done.returncode, done.stdout) == (2, "") and "password_file" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "password_file" in done.stderr
 
 
 def test_a_refusal_loads_nothing_that_takes_long(tmp_path: Path) -> None:
@@ -374,7 +382,8 @@ def test_a_refusal_loads_nothing_that_takes_long(tmp_path: Path) -> None:
         sys.exit(status)"""
     given = ["--host-path", tmp_path / "host", "--host-size", "900TiB"]
     done = started(tmp_path / "refused", *given, run=run)
-    assert (done.returncode, done.stdout) == (1, "\n") and "are needed" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "\n")
+    assert "are needed" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")

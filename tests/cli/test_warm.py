@@ -70,7 +70,8 @@ def share(
         made = value_of(ROOT, key, position, payload_of(chain, position), parent=parent)
         value = np.frombuffer(made, np.uint8).copy()
         value[HEADER_BYTES + 100] ^= position in damaged
-        page, stored = value[:HEADER_BYTES], value[HEADER_BYTES:]
+        page = value[:HEADER_BYTES]
+        stored = value[HEADER_BYTES:]
         done = connection.put(PutRequest(ROOT, key, page, stored, lambda: True), time.monotonic() + 30)
         assert done is PutResult.STORED
     connection.close()
@@ -79,7 +80,8 @@ def share(
 
 def use(server: Server, url: str, keys: Sequence[bytes], ttl: int = 0, **use: int) -> None:
     """Let these chunks have been used so many seconds ago (`idletime`), or so often (`frequency`). `ttl`: in ms."""
-    truth, names = client.Redis(port=server.port), RedisNames(parse(url).prefix)
+    truth = client.Redis(port=server.port)
+    names = RedisNames(parse(url).prefix)
     for name in (names.chunk(ROOT, key) for key in keys):
         truth.restore(name, ttl, truth.dump(name), replace=True, **use)  # type: ignore[arg-type]
 
@@ -145,30 +147,36 @@ def test_a_prompt_is_brought_from_its_head_on(
     where: dict[str, str], host: HostTier, server: Server, url: str, head: int, tail: int, parents: bool
 ) -> None:
     """Its head was used some seconds before its tail. Older versions do not tell what a chunk continues."""
-    keys, other = share(url, 1, 8, parents=parents), share(url, 2, 3)
+    keys = share(url, 1, 8, parents=parents)
+    other = share(url, 2, 3)
     for brings in (4, 8):
         use(server, url, keys[:5], idletime=head)
         use(server, url, keys[5:], idletime=tail)
         use(server, url, other, idletime=10_000)
         assert brought("--bytes", 4 * SIZE, **where) == (4, 0, "bytes")
-        assert positions(host, keys) == list(range(brings)) and positions(host, other) == []
+        assert positions(host, keys) == list(range(brings))
+        assert positions(host, other) == []
 
 
 def test_what_no_request_could_use_is_left_out(
     where: dict[str, str], host: HostTier, server: Server, url: str
 ) -> None:
     """Redis has evicted a chunk; what continues a prompt that is here is brought."""
-    keys, mine = share(url, 1, 6), share(url, 2, 4)
-    truth, names = client.Redis(port=server.port), RedisNames(parse(url).prefix)
+    keys = share(url, 1, 6)
+    mine = share(url, 2, 4)
+    truth = client.Redis(port=server.port)
+    names = RedisNames(parse(url).prefix)
     truth.delete(names.chunk(ROOT, keys[2]), *(names.chunk(ROOT, key) for key in mine[:2]))
     assert put(host, 2, 2) == mine[:2]
     assert brought("--bytes", 4 * SIZE, **where) == (4, 0, "all")
-    assert positions(host, keys) == [0, 1] and positions(host, mine) == [0, 1, 2, 3]
+    assert positions(host, keys) == [0, 1]
+    assert positions(host, mine) == [0, 1, 2, 3]
 
 
 def test_damaged_values_are_left_out(where: dict[str, str], host: HostTier, server: Server, url: str) -> None:
     keys = share(url, 1, 6, damaged=[2])
-    truth, names = client.Redis(port=server.port), RedisNames(parse(url).prefix)
+    truth = client.Redis(port=server.port)
+    names = RedisNames(parse(url).prefix)
     page = bytearray(truth.hget(names.chunk(ROOT, keys[4]), "h"))  # type: ignore[arg-type]
     page[50] ^= 1
     truth.hset(names.chunk(ROOT, keys[4]), "h", bytes(page))
@@ -189,11 +197,13 @@ def test_chunks_of_other_layouts_are_left_alone(where: dict[str, str], host: Hos
 
 
 def test_nothing_is_evicted(where: dict[str, str], host: HostTier, url: str) -> None:
-    mine, theirs = put(host, 1, 50), share(url, 2, 20)
+    mine = put(host, 1, 50)
+    theirs = share(url, 2, 20)
     done = brought("--bytes", "1GiB", **where)
     assert done == (SLOTS - 50 - host.ledger.window, 0, "room")
     assert positions(host, theirs) == list(range(done[0]))
-    assert positions(host, mine) == list(range(50)) and admin.counters(host.ledger)["evicted_chunks"] == 0
+    assert positions(host, mine) == list(range(50))
+    assert admin.counters(host.ledger)["evicted_chunks"] == 0
 
 
 def test_by_default_half_of_the_host_tier_is_filled(where: dict[str, str], host: HostTier, url: str) -> None:
@@ -249,10 +259,13 @@ def test_ctrl_c_ends_it_and_what_came_stays(where: dict[str, str], host: HostTie
     with running(where, host) as process:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "") and "Traceback" not in err
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
     came = positions(host, keys)
-    assert came == list(range(len(came))) and 0 < len(came) < 30
-    assert admin.gauges(host.ledger)["reserved"] == 0 and brought(**where) == (30 - len(came), 0, "all")
+    assert came == list(range(len(came)))
+    assert 0 < len(came) < 30
+    assert admin.gauges(host.ledger)["reserved"] == 0
+    assert brought(**where) == (30 - len(came), 0, "all")
 
 
 def test_a_server_that_counts_uses(where: dict[str, str], host: HostTier) -> None:
@@ -281,10 +294,12 @@ def test_several_nodes(where: dict[str, str], host: HostTier, kind: str) -> None
 def test_the_table_has_80_columns(where: dict[str, str], host: HostTier, url: str) -> None:
     share(url, 1, 3)
     done = pagoda("warm", **where)
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 0
+    assert done.stderr == ""
     heading, row, address = done.stdout.splitlines()
     assert heading.split() == ["tier", "chunks", "size", "damaged", "ended", "by", "address"]
-    assert row.split() == ["redis", "3", "192.00", "KiB", "0", "all"] and address.strip() == url
+    assert row.split() == ["redis", "3", "192.00", "KiB", "0", "all"]
+    assert address.strip() == url
     assert max(map(len, (heading, row))) <= 80
 
 
@@ -293,7 +308,9 @@ def test_the_table_has_80_columns(where: dict[str, str], host: HostTier, url: st
 )
 def test_wrong_sizes(where: dict[str, str], host: HostTier, option: tuple[str, str]) -> None:
     code, out, err = run_here("warm", *option, **where)
-    assert (code, out) == (2, "") and err.startswith(f"pagoda: {option[0]}") and err.count("\n") == 1
+    assert (code, out) == (2, "")
+    assert err.startswith(f"pagoda: {option[0]}")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("evict", ["", "&evict=ttl"])
@@ -302,7 +319,8 @@ def test_to_warm_is_no_use(
 ) -> None:
     where["PAGODA_REMOTE"] = url + evict
     keys = share(url + evict, 1, 5)
-    truth, names = client.Redis(port=server.port), RedisNames(parse(url).prefix)
+    truth = client.Redis(port=server.port)
+    names = RedisNames(parse(url).prefix)
     lives = [(7 * 86400 - 1000) * 1000 - 2 * n for n in range(5)]
     for key, life in zip(keys, lives, strict=True):
         use(server, url, [key], idletime=1000, ttl=life)
@@ -321,7 +339,8 @@ def test_without_a_redis(where: dict[str, str], host: HostTier) -> None:
 
 def test_without_a_host_tier(where: dict[str, str]) -> None:
     code, _, err = run_here("warm", **where)
-    assert code == 1 and "an engine creates it when it starts" in err
+    assert code == 1
+    assert "an engine creates it when it starts" in err
 
 
 def test_trouble_is_said_for_each_tier(
@@ -337,7 +356,8 @@ def test_trouble_is_said_for_each_tier(
     found = answer("warm", code=1, **where | {"PAGODA_REMOTE": f"{dead},{barred},{url}"})
     assert [one["chunks"] for one in found["remotes"]] == [3]  # type: ignore[attr-defined]
     one, other = found["failed"].values()  # type: ignore[attr-defined]
-    assert "check that it runs there" in one and "check the password and the rights of its user" in other
+    assert "check that it runs there" in one
+    assert "check the password and the rights of its user" in other
     assert "redis://" not in one + other, "the key says where it is"
 
 
@@ -364,9 +384,12 @@ def test_a_connection_that_breaks_midway(
         proxy.down = Fault(cut_at=at)
         broken = url.replace(f":{server.port}/", f":{proxy.port}/")
         code, _, err = run_here("warm", **where | {"PAGODA_REMOTE": broken})
-    assert code == 1 and err.count("\n") == 1 and "closed the connection" in err
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "closed the connection" in err
     came = positions(host, keys)
-    assert came == list(range(len(came))) and brought(**where) == (6 - len(came), 0, "all")
+    assert came == list(range(len(came)))
+    assert brought(**where) == (6 - len(came), 0, "all")
 
 
 def test_a_server_that_writes_nothing(where: dict[str, str], host: HostTier) -> None:
@@ -375,6 +398,10 @@ def test_a_server_that_writes_nothing(where: dict[str, str], host: HostTier) -> 
         keys = share(replica.url, 1, 3)
         client.Redis(port=replica.port).execute_command("REPLICAOF", "127.0.0.1", free_port())
         where["PAGODA_REMOTE"] = replica.url
-        assert brought(**where) == (3, 0, "all") and positions(host, keys) == [0, 1, 2]
+        assert brought(**where) == (3, 0, "all")
+        assert positions(host, keys) == [0, 1, 2]
         code, _, err = run_here("clear", "--yes", **where)
-    assert code == 1 and err.count("\n") == 1 and "READONLY" in err and "password" not in err
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "READONLY" in err
+    assert "password" not in err

@@ -44,7 +44,8 @@ def test_frozen() -> None:
 
 
 def test_a_directory_that_another_process_removes_meanwhile_is_no_file(tmp_path: Path) -> None:
-    place, over = tmp_path / "disk", threading.Event()
+    place = tmp_path / "disk"
+    over = threading.Event()
 
     def come_and_go() -> None:
         while not over.is_set():

@@ -115,7 +115,8 @@ def test_a_file_with_sizes_and_limits_is_read(victim: Victim) -> None:
     assert (config.chunk_tokens, config.host_bytes, config.deadline_seconds) == (64, 8 << 20, 0.5)
     assert origins["host_size"] == f"file {victim.file}"
     shown = answer("config", "show", **victim.variables)
-    assert shown["files"] == [{"file": str(victim.file), "class": "found"}] and shown["left_out"] is None
+    assert shown["files"] == [{"file": str(victim.file), "class": "found"}]
+    assert shown["left_out"] is None
     said = done_here("config", "show", **victim.variables).stdout
     assert f"file {victim.file}\n  found: may set sizes and limits only" in said
 
@@ -140,10 +141,12 @@ def test_all_of_it_works_once_it_is_allowed_and_is_asked_again_after_an_edit(
         assert (config.chunk_tokens, config.unchecked, config.remote) == (4, True, (address,))
         shown = answer("config", "show", **victim.variables)
         assert shown["files"] == [{"file": str(victim.file), "class": "allowed"}]
-        assert run_here("config", "check", **victim.variables)[0] == 1 and sent(listener)
+        assert run_here("config", "check", **victim.variables)[0] == 1
+        assert sent(listener)
 
         victim.file.write_text(text + "\n# an edit\n")
-        before, outside = listener.connections, victim.outside()
+        before = listener.connections
+        outside = victim.outside()
         for command in COMMANDS:
             code, out, err = run_here(*command, **victim.variables)
             assert (code, out, err.count("\n")) == (2, "", 1), (command, out, err)

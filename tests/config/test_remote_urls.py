@@ -83,11 +83,13 @@ def test_another_machines_server_is_named_by_a_parameter(tmp_path: Path) -> None
 def test_neighbours_are_servers_with_a_token_each() -> None:
     urls = ("http://a:7777", "https://b:7777?password_file=/token", "http://:hunter2@c:7777?dns=all")
     config = Config(peers=urls)
-    assert config.peers == urls and "hunter2" not in repr(config)
+    assert config.peers == urls
+    assert "hunter2" not in repr(config)
     specs = config.peer_servers()
     assert [spec.url for spec in specs] == ["http://a:7777", "https://b:7777", "http://:hunter2@c:7777"]
     assert [spec.options for spec in specs] == [{}, {}, {"dns": "all"}]
-    assert specs[1].password_file == "/token" and specs[2].redacted == "http://:***@c:7777?dns=all"
+    assert specs[1].password_file == "/token"
+    assert specs[2].redacted == "http://:***@c:7777?dns=all"
     assert Config(peers="http://a:1, http://b:1").peers == ("http://a:1", "http://b:1")  # type: ignore[arg-type]
 
 
@@ -109,7 +111,9 @@ def test_wrong_neighbours_are_one_line_that_says_what_to_do(peers: object, said:
     with pytest.raises(ConfigError) as caught:
         Config(peers=peers)  # type: ignore[arg-type]
     message = str(caught.value)
-    assert message.startswith("peers") and said in message and "\n" not in message
+    assert message.startswith("peers")
+    assert said in message
+    assert "\n" not in message
 
 
 def test_the_options_of_an_object_store_are_its_clients() -> None:
@@ -120,7 +124,8 @@ def test_the_options_of_an_object_store_are_its_clients() -> None:
 
 def test_the_share_of_a_mooncake_pool_is_in_bytes() -> None:
     spec = parse("mooncake://host:50051?segment=1GiB&protocol=rdma&connections=2")
-    assert spec.options == {"segment": str(1 << 30), "protocol": "rdma"} and spec.connections == 2
+    assert spec.options == {"segment": str(1 << 30), "protocol": "rdma"}
+    assert spec.connections == 2
     assert parse("mooncake://host").options == {}
 
 
@@ -226,7 +231,9 @@ def test_a_wrong_url_is_one_line_that_says_what_to_do(url: str, said: str) -> No
     with pytest.raises(ConfigError) as caught:
         Config(remote=(url,))
     message = str(caught.value)
-    assert message.startswith("remote = '") and said in message and "\n" not in message
+    assert message.startswith("remote = '")
+    assert said in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -329,7 +336,8 @@ def test_lists_tuples_and_text_are_one_form() -> None:
     assert Config(remote=", ".join(urls)).remote == urls  # type: ignore[arg-type]
     config = Config(remote=urls)
     assert [spec.name for spec in config.remotes()] == ["redis", "s3"]
-    assert Config().remotes() == () and hash(config) == hash(dataclasses.replace(config))
+    assert Config().remotes() == ()
+    assert hash(config) == hash(dataclasses.replace(config))
     for wrong in (None, 5, {"url": "redis://u:hunter2@h"}, ["redis://u:hunter2@h", 1]):
         with pytest.raises(ConfigError, match="a list of them") as caught:
             Config(remote=wrong)  # type: ignore[arg-type]
@@ -346,7 +354,8 @@ def test_each_tier_has_its_own_name() -> None:
 def test_from_the_environment_and_the_file(tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path), "PAGODA_REMOTE": "redis://a,s3://b", "PAGODA_WEIGHTS_EPOCH": "3"}
     loaded = load(environ=environ)
-    assert loaded.config.remote == ("redis://a", "s3://b") and loaded.config.weights_epoch == 3
+    assert loaded.config.remote == ("redis://a", "s3://b")
+    assert loaded.config.weights_epoch == 3
     assert loaded.origins["remote"] == "environment PAGODA_REMOTE"
     file = tmp_path / "my.toml"
     for text in ('remote = "redis://a, s3://b"', 'remote = ["redis://a", "s3://b"]'):
@@ -360,7 +369,8 @@ def test_from_the_environment_and_the_file(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"my\.toml") as caught:
             load(file=file, environ={})
-        assert str(caught.value).startswith("remote: ") and "hunter2" not in str(caught.value)
+        assert str(caught.value).startswith("remote: ")
+        assert "hunter2" not in str(caught.value)
 
 
 def test_the_schema_takes_text_and_lists() -> None:

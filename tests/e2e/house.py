@@ -14,7 +14,8 @@ class House:
     """The roots of one test, and models opened on them."""
 
     def __init__(self, host: Path, disk: Path) -> None:
-        self.host, self.disk = host, disk
+        self.host = host
+        self.disk = disk
         self._open: list[CachedModel] = []
 
     def open(self, model, **options) -> CachedModel:

@@ -23,7 +23,8 @@ class DeviceEvent:
 
     def synchronize(self) -> None:
         self.reached()
-        trouble, self._stream.trouble = self._stream.trouble, None
+        trouble = self._stream.trouble
+        self._stream.trouble = None
         if trouble is not None:
             raise trouble
 

@@ -85,7 +85,8 @@ def divergence(model, found, want: torch.Tensor) -> float:
 
 def verdict(place: Path, weights: str) -> None:
     """Write a verdict that the default setting is good enough with these weights."""
-    one, none = Interval(1.0, 1.0, 1.0), Interval(0.0, 0.0, 0.0)
+    one = Interval(1.0, 1.0, 1.0)
+    none = Interval(0.0, 0.0, 0.0)
     result = Result(
         setting=blend_setting(), bounds=Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=50),
         figures=Figures(kl=none, top1=one, same_text=one, answers=one, ttft=one, bytes=1.0),
@@ -179,7 +180,8 @@ def test_every_token_is_exact_recomputed_or_reused(policy: str, house: House) ->
     model = llama()
     cached = house.open(model, unchecked=True)
     documents, question = pieces()
-    total, later = sum(map(len, documents)) + len(question), sum(map(len, documents[1:]))
+    total = sum(map(len, documents)) + len(question)
+    later = sum(map(len, documents[1:]))
     cached.blend(documents, question, recompute=0.15, policy=policy)
     found = cached.blend(documents, question, recompute=0.15, policy=policy)
     blend = found.blend
@@ -265,8 +267,10 @@ def test_prompts_never_find_documents(house: House) -> None:
 
 
 def test_what_was_blended_cannot_be_stored_as_a_prompt(house: House) -> None:
-    model, (documents, question) = llama(), pieces()
-    cached, ids = house.open(model, unchecked=True), whole(documents, question)
+    model = llama()
+    (documents, question) = pieces()
+    cached = house.open(model, unchecked=True)
+    ids = whole(documents, question)
     first = len(documents[0])
     for beams in (1, 2):
         out = cached.generate(
@@ -308,7 +312,8 @@ def test_a_document_is_found_by_its_own_tokens_alone(house: House) -> None:
     """A partial chunk is padded: neither a longer document, nor one that has the padding as tokens, is the same."""
     model = llama(num_hidden_layers=1)
     cached = house.open(model, unchecked=True)
-    first, short = prompt(20, 7)[0].tolist(), prompt(21, 8)[0].tolist()
+    first = prompt(20, 7)[0].tolist()
+    short = prompt(21, 8)[0].tolist()
     question = [3, 4, 5]
     cached.blend([first, short], question, policy="first_k")
     for other in ([*short, 0], [*short, *[0] * 11], [*short, 9], short[:-1]):
@@ -371,7 +376,8 @@ def test_documents_of_few_tokens_are_computed_in_the_prompt(policy: str, house: 
         found = cached.blend(documents, question, policy=policy, min_tokens=33)
         blend = found.blend
         assert [hit.reason for hit in blend.documents][1::2] == [Reason.BELOW_MINIMUM] * 2
-        assert not blend.reused[40:72].any() and not blend.reused[125:].any()
+        assert not blend.reused[40:72].any()
+        assert not blend.reused[125:].any()
         assert blend.exact_tokens >= 72  # nothing before the third document is reused
         assert blend.reused_tokens == 53 - round(0.15 * 53)
         assert blend.recomputed.sum() + blend.exact.sum() + blend.reused_tokens == len(blend.tokens)
@@ -380,7 +386,8 @@ def test_documents_of_few_tokens_are_computed_in_the_prompt(policy: str, house: 
     assert found.hit.detail.startswith("documents[1]: its 32 tokens are fewer than min_tokens = 33")
     assert blend.computed_tokens == len(blend.tokens) - 40 - blend.reused_tokens
     nothing = cached.blend(documents, question, policy=policy, min_tokens=54)
-    assert nothing.blend.exact.all() and error_of(model, nothing) <= 1e-4
+    assert nothing.blend.exact.all()
+    assert error_of(model, nothing) <= 1e-4
     # a prefix of any length is exact
     assert [hit.num_tokens for hit in nothing.blend.documents] == [40, 0, 0, 0]
     plain = cached.blend(documents, question, policy=policy, min_tokens=33, recompute=0.0)
@@ -508,7 +515,8 @@ def test_half_precision(house: House) -> None:
 
 
 def test_layouts_of_documents_name_the_rotary_embedding(house: House) -> None:
-    one, other = llama(), llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    one = llama()
+    other = llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     layouts = []
     for model in (one, other):
         layout = layout_of(model, CHUNK)
@@ -639,7 +647,9 @@ class ThenOnce:
     """A reentrant lock that lets another thread in when it is free again for the first time."""
 
     def __init__(self, lock, other) -> None:
-        self._lock, self._other, self._depth = lock, [other], 0
+        self._lock = lock
+        self._other = [other]
+        self._depth = 0
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -739,7 +749,8 @@ def test_documents_from_a_lossy_tier_are_nowhere_exact(house: House) -> None:
 
 def test_clear_removes_the_prompts_and_the_documents_of_a_tenant(house: House) -> None:
     """Those of another tenant stay; also in a process that has not blended yet."""
-    model, (documents, question) = llama(), pieces()
+    model = llama()
+    (documents, question) = pieces()
     ids = prompt(3 * CHUNK + 1)
     cached = house.open(model, unchecked=True)
     for salt in ("one", "two"):
@@ -748,15 +759,20 @@ def test_clear_removes_the_prompts_and_the_documents_of_a_tenant(house: House) -
     house.shut()
     cached = house.open(model, unchecked=True)
     cleared = cached.clear(salt="one")
-    assert cleared.ok and set(cleared.chunks) == {"host", "disk"} and min(cleared.chunks.values()) > 0
+    assert cleared.ok
+    assert set(cleared.chunks) == {"host", "disk"}
+    assert min(cleared.chunks.values()) > 0
     found = {salt: cached.blend(documents, question, salt=salt, store=False).hit for salt in ("one", "two")}
     assert (found["one"].num_tokens, found["two"].num_tokens) == (0, sum(map(len, documents)))
     hits = {salt: cached.prefix(ids, salt=salt).hits[0].num_tokens for salt in ("one", "two")}
-    assert hits["one"] == 0 and hits["two"] >= 2 * CHUNK
+    assert hits["one"] == 0
+    assert hits["two"] >= 2 * CHUNK
 
 
 def test_clear_of_a_model_that_cannot_be_blended(house: House) -> None:
-    model, ids = deepseek(), prompt(3 * CHUNK + 1)
+    model = deepseek()
+    ids = prompt(3 * CHUNK + 1)
     cached = house.open(model)
     cached.generate(ids, max_new_tokens=2)
-    assert cached.clear().chunks["host"] >= 2 and cached.prefix(ids).hits[0].num_tokens == 0
+    assert cached.clear().chunks["host"] >= 2
+    assert cached.prefix(ids).hits[0].num_tokens == 0

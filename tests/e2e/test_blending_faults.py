@@ -43,10 +43,13 @@ def same(model: torch.nn.Module, found, want: torch.Tensor) -> bool:
 
 def test_a_forked_child_blends_whatever_other_threads_were_doing(house: House) -> None:
     """One thread looks at the weights, with the lock; another one computes a document."""
-    model, (documents, question) = llama(), pieces()
+    model = llama()
+    (documents, question) = pieces()
     cached = house.open(model, unchecked=True)
     cached.blend(documents[:2], question)
-    reached, go_on, found = threading.Event(), threading.Event(), []
+    reached = threading.Event()
+    go_on = threading.Event()
+    found = []
 
     def pause() -> None:
         reached.set()
@@ -82,7 +85,8 @@ def test_a_forked_child_blends_whatever_other_threads_were_doing(house: House) -
 
 @pytest.mark.parametrize("codec", ["raw", "q8"])
 def test_spoilt_bytes_on_the_disk_are_computed(codec: str, house: House, tmp_path: Path) -> None:
-    model, (documents, question) = llama(), pieces()
+    model = llama()
+    (documents, question) = pieces()
     cached = house.open(model, unchecked=True, disk_codec=codec)
     want = answer(model)
     cached.blend(documents, question)
@@ -104,7 +108,8 @@ def test_spoilt_bytes_on_the_disk_are_computed(codec: str, house: House, tmp_pat
 
 
 def test_documents_that_are_cleared_between_two_loads_are_computed(house: House) -> None:
-    model, (documents, question) = llama(), pieces()
+    model = llama()
+    (documents, question) = pieces()
     cached = house.open(model, unchecked=True)
     want = answer(model)
     cached.blend(
@@ -118,7 +123,8 @@ def test_documents_that_are_cleared_between_two_loads_are_computed(house: House)
 
 
 def test_a_document_that_goes_between_look_up_and_load_is_computed(house: House) -> None:
-    model, (documents, question) = llama(), pieces()
+    model = llama()
+    (documents, question) = pieces()
     cached = house.open(model, unchecked=True)
     want = answer(model)
     ids = torch.tensor([documents[0] + question])
@@ -139,7 +145,8 @@ def test_a_document_that_goes_between_look_up_and_load_is_computed(house: House)
 
 
 def test_documents_that_do_not_fit_are_computed(house: House) -> None:
-    model, (documents, question) = llama(), pieces()
+    model = llama()
+    (documents, question) = pieces()
     want = answer(model)
     with CachedModel(
         model, Config(chunk_tokens=CHUNK, host_size="1MiB", host_shared=False, unchecked=True)
@@ -161,7 +168,8 @@ def test_documents_that_do_not_fit_are_computed(house: House) -> None:
 
 
 def test_a_process_that_is_killed_while_it_stores_the_same_documents(house: House) -> None:
-    model, (documents, question) = llama(), pieces()
+    model = llama()
+    (documents, question) = pieces()
     cached = house.open(model, unchecked=True)
     want = answer(model)
     cached._ready_to_blend(None)  # the model is probed
@@ -181,7 +189,8 @@ def test_a_process_that_is_killed_while_it_stores_the_same_documents(house: Hous
 
 
 def test_a_remote_store_that_does_not_answer_is_waited_for_as_one_call(house: House, shm_root: Path) -> None:
-    model, (documents, question) = llama(), pieces()
+    model = llama()
+    (documents, question) = pieces()
     want = answer(model)
     with redis_server() as server:
         place = urlsplit(server.url)
@@ -193,7 +202,8 @@ def test_a_remote_store_that_does_not_answer_is_waited_for_as_one_call(house: Ho
         others = {"host_path": str(shm_root / "other"), "disk_path": str(shm_root / "disk")}
         other = house.open(model, **options, **others)
         other._ready_to_blend(None)
-        retrieve, patience = other._blender.cache.retrieve, []
+        retrieve = other._blender.cache.retrieve
+        patience = []
 
         def seen(*args, **call):
             patience.append(call["deadline_seconds"])

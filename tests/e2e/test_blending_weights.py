@@ -35,7 +35,8 @@ def train(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize("is_private", [False, True], ids=["shared", "private"])
 def test_documents_of_the_old_weights_are_not_found(is_private: bool, version: str, house: House) -> None:
     """The cache of the prompts is told; that of the documents is another one."""
-    model, (documents, question) = llama(), pieces()
+    model = llama()
+    (documents, question) = pieces()
     cached = opened(house, model, is_private)
     cached.blend(documents, question)
     train(model)
@@ -57,7 +58,8 @@ def test_a_verdict_of_the_old_weights_does_not_count(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, (documents, question) = llama(), pieces()
+    model = llama()
+    (documents, question) = pieces()
     cached = house.open(model, quality_verdicts=str(tmp_path))
     weights = cached.cache.namespace.weights
     verdict(tmp_path, weights)
@@ -77,8 +79,10 @@ def test_a_verdict_of_the_old_weights_does_not_count(
 
 
 def test_what_the_old_weights_compute_at_that_moment_is_not_stored(house: House) -> None:
-    model, (documents, question) = llama(), pieces()
-    cached, ids = house.open(model, unchecked=True), whole(documents, question)
+    model = llama()
+    (documents, question) = pieces()
+    cached = house.open(model, unchecked=True)
+    ids = whole(documents, question)
     cached.blend([documents[0]], question, store=False)  # the model is probed
     for call in (
         lambda **options: cached.generate(documents=documents, question=question, **GREEDY, **options),
@@ -95,11 +99,13 @@ def test_a_verdict_is_about_the_adapters_that_were_active(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, (documents, question) = llama(), pieces()
+    model = llama()
+    (documents, question) = pieces()
     adapted = model.model.layers[0].mlp
     cached = house.open(model, quality_verdicts=str(tmp_path))
     verdict(tmp_path, cached.cache.namespace.weights)
-    adapted.active_adapters, adapted.scaling = ["style"], {"style": 2.0}
+    adapted.active_adapters = ["style"]
+    adapted.scaling = {"style": 2.0}
     style = weights_name(cached.cache.namespace.weights, adapters=adapters_digest(model))
     with pytest.raises(ConfigError, match=r"--weights .*\+adapters .*has the adapter merged into it"):
         cached.blend(documents, question)

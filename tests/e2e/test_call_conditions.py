@@ -296,7 +296,8 @@ def test_an_edit_that_is_taken_back_has_the_first_keys_again(house: House) -> No
     model = llama(seed=7, **SETTINGS)
     cached = house.open(model)
     plain = texts(cached, prompt(96))
-    model.config.sliding_window, before = 8, getattr(model.config, "sliding_window", None)
+    model.config.sliding_window = 8
+    before = getattr(model.config, "sliding_window", None)
     texts(cached, prompt(96))
     if before is None:
         del model.config.sliding_window
@@ -319,7 +320,8 @@ def test_what_has_no_name_is_not_cached(name: str, house: House) -> None:
     torch.manual_seed(0)
     assert texts(cached, ids) == theirs
     reason, detail = said(cached)
-    assert reason is Reason.NOT_CACHEABLE and says in detail
+    assert reason is Reason.NOT_CACHEABLE
+    assert says in detail
     assert cached.last_stored == []
     with cached.prefix(ids) as prefix:
         assert (prefix.columns, prefix.hit.reason) == (0, Reason.NOT_CACHEABLE)
@@ -334,7 +336,8 @@ def test_a_model_opened_with_a_hook_is_not_cached(house: House) -> None:
     hooked(model)
     cached = house.open(model)
     assert texts(cached, prompt(96)) == texts(model, prompt(96))
-    assert "hook" in said(cached)[1] and cached.last_stored == []
+    assert "hook" in said(cached)[1]
+    assert cached.last_stored == []
 
 
 def test_hooks_that_only_observe_do_not_matter(house: House) -> None:
@@ -447,10 +450,13 @@ def test_a_call_with_more_than_tokens_goes_on_without_the_cache(
     for _ in range(2):
         assert texts(cached, ids, **arguments(model)) == theirs
         reason, detail = said(cached)
-        assert reason is Reason.NOT_CACHEABLE and says in detail
-    assert cached.last_stored == [] and counted(cached) == 2
+        assert reason is Reason.NOT_CACHEABLE
+        assert says in detail
+    assert cached.last_stored == []
+    assert counted(cached) == 2
     stats = cached.cache.stats()
-    assert stats["misses"] == {"not_cacheable": 2} and stats["counters"]["lookups"] == 0
+    assert stats["misses"] == {"not_cacheable": 2}
+    assert stats["counters"]["lookups"] == 0
     assert len([one for one in caplog.records if "not_cacheable: " in one.message]) == 1  # rate-limited
     assert texts(cached, ids) == plain
     assert cached.last.hit.num_tokens == 0  # nothing was stored

@@ -57,7 +57,8 @@ def test_three_processes_one_text(
 ) -> None:
     steps: list[tuple[str, str]] = []
     shown = run_demo(SMALL, None, shm_root, tmp_path, lambda *step: steps.append(step))
-    assert recorded_tiers.entries() == [] and not list(register_of_tiers.rglob("*.json"))
+    assert recorded_tiers.entries() == []
+    assert not list(register_of_tiers.rglob("*.json"))
     told = shown.as_json()
     assert told.keys() >= KEYS
     assert told["identical"] is True

@@ -35,7 +35,8 @@ class House:
     """Models on one store, as if they were on a device."""
 
     def __init__(self, host: Path, disk: Path) -> None:
-        self.host, self.disk = host, disk
+        self.host = host
+        self.disk = disk
         self._opened: list[tuple[CachedModel, SlowDevice]] = []
 
     def open(self, model, **options) -> tuple[CachedModel, SlowDevice]:
@@ -104,7 +105,8 @@ def test_the_same_text(build: Callable, house: House) -> None:
     assert device.waited == LAYERS
     assert (cached.last.columns, cached.last.num_tokens, cached.last.hit.by_tier) == (96, [96], {"host": 96})
     assert cached.last_stored[0].present == 6  # its layers are plain again
-    assert cached.last.hit.reason is None and len(cached.last.hit.mask) == 99
+    assert cached.last.hit.reason is None
+    assert len(cached.last.hit.mask) == 99
     counters = cached.cache.stats()["counters"]
     assert (counters["lookups"], counters["asked_tokens"], counters["hit_tokens"]) == (2, 2 * 99, 96)
 
@@ -112,7 +114,8 @@ def test_the_same_text(build: Callable, house: House) -> None:
 def test_a_layer_is_computed_before_the_next_one_has_come(warm, monkeypatch: pytest.MonkeyPatch) -> None:
     cached, device, want = warm
     monkeypatch.setattr("pagoda.cache.retrieve_call._COPY_BYTES", 1)  # however many chunks there are
-    computed, late = threading.Event(), []
+    computed = threading.Event()
+    late = []
     hook = cached.model.model.layers[0].register_forward_hook(lambda *_: computed.set())
 
     def before(number: int) -> None:
@@ -213,7 +216,9 @@ def test_a_load_that_hangs(where: str, warm, house: House) -> None:
         assert cached.last.columns == 0
     finally:
         released.set()
-    device.streams_wait, device.begun, device.before = True, lambda: None, lambda number: None
+    device.streams_wait = True
+    device.begun = lambda: None
+    device.before = lambda number: None
     assert text(cached) == want
     assert cached.last.columns == 96
 
@@ -314,7 +319,8 @@ def test_layers_of_a_cache_need_not_have_a_dtype(warm, monkeypatch) -> None:
 
     monkeypatch.setattr(DynamicLayer, "lazy_initialization", lazy_initialization)
     assert text(cached) == want
-    assert device.waited and cached.last.columns == 96
+    assert device.waited
+    assert cached.last.columns == 96
 
 
 def test_whoever_touches_a_layer_waits_for_it(warm) -> None:
@@ -390,10 +396,12 @@ def test_compiled_models_go_the_plain_way(warm) -> None:
     """What is compiled need not run what is done between its layers."""
     cached, device, want = warm
     body = cached.model.model
-    norm, forward = body.norm, body.norm.forward
+    norm = body.norm
+    forward = body.norm.forward
 
     def as_it_was() -> None:
-        body.norm, norm._compiled_call_impl = norm, None
+        body.norm = norm
+        norm._compiled_call_impl = None
         vars(norm).pop("forward", None)
 
     for compiled in (
@@ -413,7 +421,8 @@ def test_compiled_models_go_the_plain_way(warm) -> None:
 
 
 def test_what_comes_from_the_disk_goes_the_plain_way(house: House) -> None:
-    model, disk = llama(), {"disk_size": "16MiB", "disk_path": str(house.disk / "disk")}
+    model = llama()
+    disk = {"disk_size": "16MiB", "disk_path": str(house.disk / "disk")}
     cached, _ = house.open(model, **disk)
     want = text(cached)
     assert cached.cache.flush(LONG)
@@ -489,7 +498,9 @@ class Late:
 
 
 def test_a_pass_is_measured_when_its_time_is_known() -> None:
-    model, made, seen = llama(), list[Late](), list[tuple[int, float]]()
+    model = llama()
+    made = list[Late]()
+    seen = list[tuple[int, float]]()
 
     def watch() -> Late:
         made.append(Late())
@@ -504,7 +515,8 @@ def test_a_pass_is_measured_when_its_time_is_known() -> None:
     prefills.read()
     prefills.read()
     assert seen == [(100, 0.25)]
-    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
     for _ in range(40):
         with prefills.measured(model, watch):
             model(input_ids=IDS[:, :2])

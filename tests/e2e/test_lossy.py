@@ -58,7 +58,8 @@ def verdict(place: Path, codec: str, weights: str) -> None:
 def test_the_model_reads_nearly_what_it_computed(
     shm_root: Path, tmp_path: Path, codec: str, most: float, dtype: str
 ) -> None:
-    model, ids = llama(dtype=dtype), prompt(129)
+    model = llama(dtype=dtype)
+    ids = prompt(129)
     with torch.no_grad():
         exact = model(ids).logits[0, -1].float()
     with CachedModel(model, config_of(shm_root, tmp_path, disk_codec=codec, unchecked=True)) as cached:
@@ -66,8 +67,10 @@ def test_the_model_reads_nearly_what_it_computed(
         assert cached.cache.flush(PATIENT_SECONDS)
         cached.cache._tiers.host.clear()  # type: ignore[union-attr]
         prefix = cached.prefix(ids)
-        assert prefix.columns == 128 and prefix.hit.by_tier == {"disk": 128}
-        assert prefix.hit.approximate == codec and prefix.hit.exact_tokens == 0
+        assert prefix.columns == 128
+        assert prefix.hit.by_tier == {"disk": 128}
+        assert prefix.hit.approximate == codec
+        assert prefix.hit.exact_tokens == 0
         found = logits(model, ids, prefix.past_key_values).float()
     change = float((found - exact).norm() / (exact - exact.mean()).norm())
     assert 0 < change < most + (0.05 if dtype == "bfloat16" else 0)
@@ -85,7 +88,8 @@ def test_new_weights_without_a_verdict_leave_the_lossy_tier_out(
     shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine goes on, exact; it gets no exception."""
-    model, ids = llama(), prompt(129)
+    model = llama()
+    ids = prompt(129)
     weights = namespace_of(model, layout_of(model, CHUNK)).weights
     config = config_of(shm_root, tmp_path, disk_codec="q4", quality_verdicts=tmp_path)
     with pytest.raises(ConfigError, match="pagoda quality"):
@@ -99,6 +103,8 @@ def test_new_weights_without_a_verdict_leave_the_lossy_tier_out(
             for _ in range(2):
                 out = cached.generate(ids, max_new_tokens=4, do_sample=False)
         assert torch.equal(out, model.generate(ids, max_new_tokens=4, do_sample=False))
-        assert cached.cache.tiers == ("host",) and cached.last is not None
-        assert cached.last.hit.by_tier == {"host": 128} and cached.last.hit.exact_tokens == 128
+        assert cached.cache.tiers == ("host",)
+        assert cached.last is not None
+        assert cached.last.hit.by_tier == {"host": 128}
+        assert cached.last.hit.exact_tokens == 128
         assert sum("left out" in record.message for record in caplog.records) == 1

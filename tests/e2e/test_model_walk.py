@@ -116,7 +116,8 @@ def replace_weight(model: nn.Module) -> None:
 
 def swap_weights(model: nn.Module) -> None:
     attention = model.model.layers[0].self_attn
-    key, value = attention.k_proj, attention.v_proj
+    key = attention.k_proj
+    value = attention.v_proj
     key.weight, value.weight = value.weight, key.weight
 
 

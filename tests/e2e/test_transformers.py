@@ -30,7 +30,8 @@ def served(cached: CachedModel) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_tokens_cold_from_host_and_from_disk(name: str, house: House) -> None:
-    model, ids = MODELS[name](), prompt(100)
+    model = MODELS[name]()
+    ids = prompt(100)
     want = generated(model, ids)
     assert len(set(want[0])) >= 20
     cached = house.open(model)
@@ -52,7 +53,8 @@ def test_the_same_tokens_cold_from_host_and_from_disk(name: str, house: House) -
 @pytest.mark.parametrize("name", MODELS)
 def test_controls_zeroed_kv_and_another_prompts_kv_change_the_text(name: str, house: House) -> None:
     """If they did not, the tests above would prove nothing."""
-    model, ids = MODELS[name](), prompt(100)
+    model = MODELS[name]()
+    ids = prompt(100)
     cached = house.open(model)
     want = text(cached, ids)
     text(cached, prompt(100, seed=2))
@@ -82,7 +84,8 @@ def test_partial_hits(name: str, shared: int, house: House) -> None:
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 96])
 def test_the_last_token_is_always_left_to_compute(length: int, house: House) -> None:
     """With a full hit `generate` would silently continue from another position."""
-    model, ids = llama(), prompt(length)
+    model = llama()
+    ids = prompt(length)
     cached = house.open(model)
     want = generated(model, ids)
     for _ in range(2):
@@ -92,7 +95,8 @@ def test_the_last_token_is_always_left_to_compute(length: int, house: House) -> 
 
 
 def test_output_tokens_are_kept_if_asked(house: House) -> None:
-    model, ids = qwen(), prompt(40)
+    model = qwen()
+    ids = prompt(40)
     cached = house.open(model)
     out = cached.generate(ids, store_output=True, return_dict_in_generate=True, **GREEDY).sequences
     assert (
@@ -156,7 +160,8 @@ def test_a_row_of_padding_only_in_the_common_columns(house: House) -> None:
 
 
 def test_samples_and_beams_of_one_prompt(house: House) -> None:
-    model, ids = llama(), torch.cat([prompt(50), prompt(50, seed=2)])
+    model = llama()
+    ids = torch.cat([prompt(50), prompt(50, seed=2)])
     cached = house.open(model)
     beams = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3, "num_return_sequences": 2}
     want = model.generate(ids, **beams)
@@ -177,7 +182,8 @@ def test_samples_and_beams_of_one_prompt(house: House) -> None:
 
 
 def test_the_two_halves(house: House) -> None:
-    model, ids = llama(), prompt(70)
+    model = llama()
+    ids = prompt(70)
     cached = house.open(model)
     want = generated(model, ids)
     for columns in (0, 64):
@@ -196,7 +202,8 @@ def test_the_two_halves(house: House) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_kv_bytes_in_half_precision(name: str, dtype: str, house: House) -> None:
-    model, ids = MODELS[name](dtype=dtype), prompt(70)
+    model = MODELS[name](dtype=dtype)
+    ids = prompt(70)
     cache = transformers.DynamicCache(config=model.config)
     with torch.inference_mode():
         model(input_ids=ids, **kv_argument(model, cache))
@@ -220,9 +227,11 @@ def test_mla_layout_is_latents_and_rotary_keys() -> None:
 
 
 def test_different_weights_never_share(house: House) -> None:
-    one, two = llama(seed=0), llama(seed=1)
+    one = llama(seed=0)
+    two = llama(seed=1)
     ids = prompt(80)
-    first, second = house.open(one), house.open(two)
+    first = house.open(one)
+    second = house.open(two)
     text(first, ids)
     assert text(second, ids) == generated(two, ids)
     assert second.last.columns == 0
@@ -235,7 +244,8 @@ def test_different_weights_never_share(house: House) -> None:
 
 
 def test_weights_changed_in_place_are_noticed(house: House) -> None:
-    model, ids = llama(), prompt(80)
+    model = llama()
+    ids = prompt(80)
     cached = house.open(model)
     text(cached, ids)
     with torch.no_grad():
@@ -253,7 +263,8 @@ def test_weights_changed_in_place_are_noticed(house: House) -> None:
 
 
 def test_kv_of_weights_that_changed_meanwhile_is_not_stored(house: House) -> None:
-    model, ids = llama(), prompt(80)
+    model = llama()
+    ids = prompt(80)
     cached = house.open(model)
 
     class Trainer:
@@ -270,11 +281,13 @@ def test_kv_of_weights_that_changed_meanwhile_is_not_stored(house: House) -> Non
 
 
 def test_active_adapters_are_part_of_the_namespace(house: House) -> None:
-    model, ids = llama(), prompt(80)
+    model = llama()
+    ids = prompt(80)
     adapted = model.model.layers[0].self_attn.k_proj
     cached = house.open(model)
     text(cached, ids)
-    adapted.active_adapters, adapted.scaling = ["style"], {"style": 2.0}
+    adapted.active_adapters = ["style"]
+    adapted.scaling = {"style": 2.0}
     assert cached.prefix(ids).columns == 0
     text(cached, ids)
     assert cached.prefix(ids).columns == 64
@@ -290,7 +303,8 @@ def test_active_adapters_are_part_of_the_namespace(house: House) -> None:
 
 
 def test_tenants_do_not_share(house: House) -> None:
-    cached, ids = house.open(llama()), prompt(80)
+    cached = house.open(llama())
+    ids = prompt(80)
     text(cached, ids, salt="a")
     assert cached.prefix(ids, salt="b").columns == 0
     assert cached.prefix(ids).columns == 0
@@ -312,7 +326,8 @@ def test_a_cache_of_ones_own(house: House) -> None:
 
 
 def test_routers_are_told_what_is_stored_also_after_training(house: House) -> None:
-    cached, ids = house.open(llama()), prompt(100)
+    cached = house.open(llama())
+    ids = prompt(100)
     router = Router(cached.publish_events("tcp://127.0.0.1:*"))
     text(cached, ids)
     wait_until(lambda: router.believes(ids[0].numpy(), "CPU") == 6)
@@ -332,17 +347,20 @@ def test_prefill_speed_is_observed(house: House) -> None:
         return list(cost._speeds.read(cost._prefill).amounts)
 
     text(cached, prompt(80))
-    assert observed() == [80] and cached.cache.stats()["rates"]["prefill_tokens_per_second"] > 0
+    assert observed() == [80]
+    assert cached.cache.stats()["rates"]["prefill_tokens_per_second"] > 0
     text(cached, prompt(80))  # 16 tokens left to compute: they say nothing of longer prompts
     assert observed() == [80]
     for seed in range(3):
         text(cached, prompt(80, seed=100 + seed))
     assert observed() == [80] * 4
-    assert not cached.model._forward_hooks and not cached.model._forward_pre_hooks
+    assert not cached.model._forward_hooks
+    assert not cached.model._forward_pre_hooks
 
 
 def test_prefill_in_pieces(house: House) -> None:
-    model, ids = llama(), prompt(90)
+    model = llama()
+    ids = prompt(90)
     cached = house.open(model)
     want = generated(model, ids)
     for _ in range(2):

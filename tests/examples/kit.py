@@ -25,7 +25,9 @@ from tests.e2e.tiny import VOCABULARY, generated, llama, qwen
 BLOCK = 8
 BLOCKS = 36  # on the device: the longest conversation needs 30, all together need 200
 SLOTS = 64  # on the host: too few for all conversations, too
-TALKS, TURNS, NEW = 7, 4, 16
+TALKS = 7
+TURNS = 4
+NEW = 16
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "examples.paged_engine"]
 
@@ -40,11 +42,13 @@ def model_of(name: str):
 @once
 def talks_of(name: str, seed: int = 0) -> list[list[tuple[list[int], list[int]]]]:
     """Random conversations and what plain `generate` says: [talk][turn] = (prompt, answer). Half begin alike."""
-    dice, model = np.random.default_rng(seed), model_of(name)
+    dice = np.random.default_rng(seed)
+    model = model_of(name)
     common = dice.integers(1, VOCABULARY, 44).tolist()
     talks = []
     for number in range(TALKS):
-        tokens, turns = common[: 44 if number % 2 else 3], []
+        tokens = common[: 44 if number % 2 else 3]
+        turns = []
         for _ in range(TURNS):
             tokens = tokens + dice.integers(1, VOCABULARY, dice.integers(15, 40)).tolist()
             answer = generated(model, torch.tensor([tokens]), NEW)[0]
@@ -59,7 +63,8 @@ class House:
     """The roots of one test and the caches on them."""
 
     def __init__(self, host: Path, disk: Path) -> None:
-        self.host, self.disk = host, disk
+        self.host = host
+        self.disk = disk
         self.open_ones: list[Cache] = []
         self.slab: FaultySlab | None = None
 
@@ -100,7 +105,8 @@ def serve(
     between: Callable[[], object] = lambda: None,
 ) -> Served:
     """Run these requests, all at once; check every answer, and that no block or move remains."""
-    found, ends = Served(), {id(seq): answer for seq, answer in requests}
+    found = Served()
+    ends = {id(seq): answer for seq, answer in requests}
     for seq, _ in requests:
         engine.add(seq)
     until = time.monotonic() + 60
@@ -121,7 +127,8 @@ def serve(
 
 def converse(engine: Engine, name: str = "llama", seed: int = 0, salt: str | None = None, **how) -> Served:
     """Serve all conversations, turn by turn, in random order."""
-    found, dice = Served(), random.Random(seed)
+    found = Served()
+    dice = random.Random(seed)
     for turn in range(TURNS):
         requests = [
             (Sequence(f"{salt}.{seed}.{talk}.{turn}", list(tokens), NEW, salt=salt), answer)

@@ -167,9 +167,11 @@ def test_controls_wrong_documents_and_k_that_was_not_moved_are_noticed(house: Ho
 def test_the_answer_is_that_of_the_transformers_connector_and_each_finds_the_others_documents(
     policy: str, house: House
 ) -> None:
-    model, (documents, question) = model_of("llama-3"), pieces()
+    model = model_of("llama-3")
+    (documents, question) = pieces()
     cache = house.cache("llama-3", slots=512, unchecked=True)
-    engine, cached = engine_of(cache, "llama-3", blocks=200), CachedModel(model, cache=cache)
+    engine = engine_of(cache, "llama-3", blocks=200)
+    cached = CachedModel(model, cache=cache)
     options = {"recompute": 0.3, "policy": policy}
     found = cached.blend(documents, question, **options)
     seq = request(documents, question, **options)
@@ -195,7 +197,9 @@ def test_the_answer_is_that_of_the_transformers_connector_and_each_finds_the_oth
 def test_how_far_k_moved_is_not_rounded_to_half_precision() -> None:
     """As in the Transformers connector: rounded, tokens tie or change places, and the two choose others."""
     model = llama(dtype="bfloat16")
-    pool, table, count = KVPool(layout_of(model, BLOCK), 4), [2, 0, 3], 20
+    pool = KVPool(layout_of(model, BLOCK), 4)
+    table = [2, 0, 3]
+    count = 20
     pool.kv.normal_(generator=torch.Generator().manual_seed(1))
     before = pool.read(table, range(count))[1, 0]
     part = Part(prompt(count)[0].tolist(), range(count), table)
@@ -208,13 +212,16 @@ def test_how_far_k_moved_is_not_rounded_to_half_precision() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_token_is_exact_recomputed_or_reused(policy: str, house: House) -> None:
     engine = engine_of(house.cache("llama-3", slots=512, unchecked=True), "llama-3", blocks=200)
-    later, question = sum(LENGTHS[1:]), 9
+    later = sum(LENGTHS[1:])
+    question = 9
     for number in range(2):
-        before, seq = engine.prompt_tokens_computed, request(*pieces(), 0.15, policy=policy)
+        before = engine.prompt_tokens_computed
+        seq = request(*pieces(), 0.15, policy=policy)
         answered(engine, seq)
         blend = seq.blended
         assert ((blend.exact.astype(int) + blend.recomputed + blend.reused) == 1).all()
-        assert blend.exact[:FIRST].all() and blend.exact[: blend.exact_tokens].all()
+        assert blend.exact[:FIRST].all()
+        assert blend.exact[: blend.exact_tokens].all()
         assert not blend.exact[FIRST + later :].any()  # the question reads approximate KV
         chosen = later - blend.reused_tokens
         assert abs(chosen - 0.15 * later) <= len(LENGTHS)
@@ -227,7 +234,8 @@ def test_every_token_is_exact_recomputed_or_reused(policy: str, house: House) ->
 
 @pytest.mark.slow
 def test_an_exact_request_after_a_blended_one_finds_nothing_approximate(house: House) -> None:
-    model, (documents, question) = model_of("llama-3"), pieces()
+    model = model_of("llama-3")
+    (documents, question) = pieces()
     ids = whole(documents, question)
     for blocks in (100, 24):  # in the second, blocks are evicted to the host
         engine = engine_of(house.cache("llama-3", slots=512, unchecked=True), "llama-3", blocks=blocks)
@@ -254,7 +262,8 @@ def test_an_exact_request_after_a_blended_one_finds_nothing_approximate(house: H
 
 
 def test_a_document_that_is_evicted_before_it_is_loaded_is_computed(house: House) -> None:
-    model, (documents, question) = model_of("llama-3"), pieces()
+    model = model_of("llama-3")
+    (documents, question) = pieces()
     engine = engine_of(house.cache("llama-3", slots=512, unchecked=True), "llama-3", blocks=100)
     (want,) = answered(engine, request(documents, question, 0.3))
     cache = engine.documents.cache
@@ -262,7 +271,8 @@ def test_a_document_that_is_evicted_before_it_is_loaded_is_computed(house: House
 
     def during(change) -> Sequence:
         """Serve the request again; when the look-up of its third document is over, change what is stored."""
-        seq, whole_view = request(documents, question, 0.3), engine.documents._transfer
+        seq = request(documents, question, 0.3)
+        whole_view = engine.documents._transfer
 
         def transfer(kv: torch.Tensor):
             view = whole_view(kv)
@@ -296,7 +306,8 @@ def test_a_document_that_is_evicted_before_it_is_loaded_is_computed(house: House
     wait(seq.prefetches, 60)
     cache.clear()
     steps(engine, [seq], lambda seq: len(seq.output) == NEW)
-    assert seq.output == want and "host" not in seq.hits
+    assert seq.output == want
+    assert "host" not in seq.hits
     assert error_of(engine, model, request(documents, question, 1.0)) <= 1e-4
     closed(engine)
 
@@ -320,7 +331,8 @@ def test_what_the_old_weights_compute_of_a_document_is_not_stored(house: House) 
 
 
 def test_a_verdict_of_the_old_weights_does_not_count_for_what_waits(house: House, tmp_path: Path) -> None:
-    model, (documents, question) = model_of("llama-3"), pieces()
+    model = model_of("llama-3")
+    (documents, question) = pieces()
     cache = house.cache("llama-3", slots=512, quality_verdicts=str(tmp_path))
     verdict(tmp_path, cache.namespace.weights)
     engine = engine_of(cache, "llama-3", blocks=100)
@@ -330,7 +342,8 @@ def test_a_verdict_of_the_old_weights_does_not_count_for_what_waits(house: House
         if exact:
             engine.manager.weights_changed()
         steps(engine, [seq], lambda seq: len(seq.output) == NEW)
-        assert seq.quality.checked == checked and seq.blended.exact.all() == exact
+        assert seq.quality.checked == checked
+        assert seq.blended.exact.all() == exact
     assert seq.output == generated(model, whole(documents, question), NEW)[0]
     closed(engine)
 
@@ -455,9 +468,11 @@ def test_a_first_document_from_a_lossy_tier_is_not_exact(house: House, tmp_path:
             disk_path=str(tmp_path / "disk"), disk_size="4MiB", disk_codec="q8", deadline_seconds=30.0, unchecked=True,
         )  # fmt: skip
         with Cache(config, namespace=namespace_of(model, layout), layout=layout) as cache:
-            engine, seq = Engine(model, layout, blocks=60, cache=cache), request(*pieces(), 1.0)
+            engine = Engine(model, layout, blocks=60, cache=cache)
+            seq = request(*pieces(), 1.0)
             answered(engine, seq)
-            assert cache.flush(20.0) and engine.documents.cache.flush(20.0)
+            assert cache.flush(20.0)
+            assert engine.documents.cache.flush(20.0)
             closed(engine)
     assert seq.hits == {"disk": FIRST, "host": sum(LENGTHS[1:])}
     assert not seq.blended.exact.any()

@@ -73,7 +73,8 @@ def test_the_command_is_interrupted_cleanly(tmp_path: Path) -> None:
     assert all(line.startswith("made a ") for line in before), (
         "what its tiers take is said when they are made"
     )
-    assert made and not made[0].exists()
+    assert made
+    assert not made[0].exists()
 
 
 @pytest.mark.parametrize(
@@ -116,15 +117,19 @@ def test_bad_input_is_one_line(
     monkeypatch.setattr(sys, "argv", ["paged_engine", str(path), *args])
     assert cli.main() == 2
     said = capsys.readouterr()
-    assert says in said.err and said.err.count("\n") == 1 and not said.out
+    assert says in said.err
+    assert said.err.count("\n") == 1
+    assert not said.out
 
 
 def test_usage_is_shown_without_importing_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", *COMMAND[1:], "--help"], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0 and "--no-prefix-cache" in done.stdout
-    assert "pagoda.errors" in done.stderr and "torch" not in done.stderr
+    assert done.returncode == 0
+    assert "--no-prefix-cache" in done.stdout
+    assert "pagoda.errors" in done.stderr
+    assert "torch" not in done.stderr
 
 
 def test_documents_are_blended_and_the_answer_says_how_much(
@@ -140,17 +145,23 @@ def test_documents_are_blended_and_the_answer_says_how_much(
     args = ["--verify", "--json", "--host-path", shm_root / "host", "--disk", "0"]
     monkeypatch.setattr(sys, "argv", ["paged_engine", *map(str, (path, *args, "--unchecked"))])
     path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "id": "b", "recompute": 1, "after": "a"}))
-    assert cli.main() == 2 and "line 2: give a prompt, tokens, or documents that" in capsys.readouterr().err
+    assert cli.main() == 2
+    assert "line 2: give a prompt, tokens, or documents that" in capsys.readouterr().err
     path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "id": "b", "recompute": 1}))
     assert cli.main() == 0
     requests = {each["id"]: each for each in json.loads(capsys.readouterr().out)["requests"]}
-    first, second = requests["a"], requests["b"]  # they end in any order
+    # they end in any order
+    first = requests["a"]
+    second = requests["b"]
     assert (first["identical"], second["identical"]) == (None, True)
     parts = ("exact", "recomputed", "reused")
     assert sum(first[part] for part in parts) == second["exact"] == len("".join(texts) + "Why?")
-    assert first["exact"] > len(texts[0]) and first["reused"] > 50 and second["reused"] == 0
+    assert first["exact"] > len(texts[0])
+    assert first["reused"] > 50
+    assert second["reused"] == 0
     monkeypatch.setattr(sys, "argv", ["paged_engine", *map(str, (path, *args))])
-    assert cli.main() == 2 and "pagoda quality" in capsys.readouterr().err
+    assert cli.main() == 2
+    assert "pagoda quality" in capsys.readouterr().err
 
 
 def test_it_can_be_read() -> None:

@@ -30,14 +30,17 @@ from tests.examples.kit import (
 
 @pytest.mark.parametrize("name", ["llama", "qwen"])
 def test_paged_logits_are_those_of_the_plain_model(name: str) -> None:
-    model, dice = model_of(name), random.Random(0)
+    model = model_of(name)
+    dice = random.Random(0)
     plain_attention = model.config._attn_implementation
-    paged, pool = paged_model(model), KVPool(layout_of(model, BLOCK), 64)
+    paged = paged_model(model)
+    pool = KVPool(layout_of(model, BLOCK), 64)
     assert (model.config._attn_implementation, paged.config._attn_implementation) == (plain_attention, NAME)
     assert all(a is b for a, b in zip(model.parameters(), paged.parameters(), strict=True))
     prompts = [prompt(length, seed=length)[0].tolist() for length in (50, 37, 1, 64)]
     want = [model(torch.tensor([ids])).logits[0] for ids in prompts]
-    blocks, done = dice.sample(range(64), 64), [0] * 4
+    blocks = dice.sample(range(64), 64)
+    done = [0] * 4
     tables = [blocks[9 * number : 9 * number + 9] for number in range(4)]
     while any(at < len(ids) for at, ids in zip(done, prompts, strict=True)):
         counts = {
@@ -70,7 +73,8 @@ def test_paged_logits_are_those_of_the_plain_model(name: str) -> None:
 
 def test_a_block_is_one_run_of_bytes_in_the_order_of_the_layout() -> None:
     layout = layout_of(model_of("llama"), BLOCK)
-    pool, other = KVPool(layout, 4), KVPool(layout, 4)
+    pool = KVPool(layout, 4)
+    other = KVPool(layout, 4)
     pool.kv.normal_()
     slot = np.zeros(layout.slot_bytes, np.uint8)
     pool.to_slot(2, slot)
@@ -97,11 +101,15 @@ def test_blocks_go_to_host_and_disk_and_come_back(name: str, chunk: int | None, 
 def test_without_a_cache_and_without_anything() -> None:
     engine = engine_of(None)
     found = converse(engine)
-    assert found["device"] > 0 and found["preemptions"] > 0 and found["host"] == found["disk"] == 0
+    assert found["device"] > 0
+    assert found["preemptions"] > 0
+    assert found["host"] == found["disk"] == 0
     closed(engine)
     engine = engine_of(None, prefix_caching=False, step_tokens=50)
     found = converse(engine)
-    assert found["device"] == 0 and found["preemptions"] > 0 and found["computed"] >= found["asked"]
+    assert found["device"] == 0
+    assert found["preemptions"] > 0
+    assert found["computed"] >= found["asked"]
     closed(engine)
     assert engine.manager.free == engine.manager.total == BLOCKS
 
@@ -134,7 +142,8 @@ def test_tenants_with_a_small_pool(house: House) -> None:
 
 @pytest.mark.slow
 def test_what_one_engine_demotes_another_promotes(house: House) -> None:
-    first, second = engine_of(house.cache(slots=512)), engine_of(house.cache(slots=512))
+    first = engine_of(house.cache(slots=512))
+    second = engine_of(house.cache(slots=512))
     tokens, answer = talks_of("llama")[1][-1]
     whole = (len(tokens) - 1) // BLOCK * BLOCK
     serve(first, [(Sequence("a", list(tokens), NEW), answer)])
@@ -146,13 +155,15 @@ def test_what_one_engine_demotes_another_promotes(house: House) -> None:
 
 
 def test_chunks_of_the_transformers_connector_are_hit(house: House) -> None:
-    model, (tokens, answer) = model_of("llama"), talks_of("llama")[1][-1]
+    model = model_of("llama")
+    (tokens, answer) = talks_of("llama")[1][-1]
     whole = (len(tokens) - 1) // BLOCK * BLOCK
     cache = house.cache(slots=512)
     cached = CachedModel(model, cache=cache)
     ids = torch.tensor([tokens])
     cached.generate(ids, max_new_tokens=NEW, do_sample=False)
-    engine, seq = engine_of(cache), Sequence("a", list(tokens), NEW)
+    engine = engine_of(cache)
+    seq = Sequence("a", list(tokens), NEW)
     serve(engine, [(seq, answer)])
     assert seq.hits == {"host": whole}
     engine.add(Sequence("b", tokens + answer[:-1], 1))
@@ -174,14 +185,16 @@ def test_after_a_restart_and_a_wiped_host_the_disk_has_it(house: House) -> None:
     tokens, answer = talks_of("llama")[1][0]
     seq = Sequence("again", list(tokens), NEW)
     serve(engine, [(seq, answer)])
-    assert seq.hits.get("disk", 0) > 0 and set(seq.hits) == {"disk"}
+    assert seq.hits.get("disk", 0) > 0
+    assert set(seq.hits) == {"disk"}
     assert converse(engine)["disk"] > 0
     closed(engine)
 
 
 @pytest.mark.slow
 def test_requests_are_aborted_wherever_they_are(house: House) -> None:
-    engine, dice = engine_of(house.cache(), step_tokens=30), random.Random(0)
+    engine = engine_of(house.cache(), step_tokens=30)
+    dice = random.Random(0)
     converse(engine)
     for turn in (0, 3):
         going = [

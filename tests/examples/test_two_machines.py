@@ -36,7 +36,8 @@ def mark(tmp_path: Path) -> dict[str, str]:
 
 def processes(mark: dict[str, str]) -> list[int]:
     """Those that live and were started with this environment. Redis writes over it, but is in its directory."""
-    sought, found = f"{MARK}={mark[MARK]}".encode(), []
+    sought = f"{MARK}={mark[MARK]}".encode()
+    found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             marked = sought in (place / "environ").read_bytes().split(b"\0")
@@ -87,7 +88,8 @@ def test_an_interrupted_run_leaves_nothing_behind(how: str, mark: dict[str, str]
     )  # fmt: skip
     until = time.monotonic() + 60
     while len(processes(mark)) < 7:  # itself, three that hold namespaces, the server, two engines
-        assert time.monotonic() < until and running.poll() is None
+        assert time.monotonic() < until
+        assert running.poll() is None
         time.sleep(0.05)
     if how == "Ctrl-C":
         assert any("is cut" in line for line in running.stdout)
@@ -102,7 +104,8 @@ def test_an_interrupted_run_leaves_nothing_behind(how: str, mark: dict[str, str]
         time.sleep(0.05)
     if how != "kill -9":  # which leaves files
         assert (running.returncode, said) == (130, "two_machines: interrupted\n")
-        assert in_memory() <= before and not list(tmp_path.iterdir())
+        assert in_memory() <= before
+        assert not list(tmp_path.iterdir())
     for path in in_memory() - before:
         subprocess.run(["rm", "-r", str(path)], check=True)
 

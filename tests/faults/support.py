@@ -73,7 +73,8 @@ class Store:
 
     def save(self, wanted: Sequence[bytes]) -> int:
         """Stores a prompt from its start, in windows with one stamp; returns how many of its chunks are in."""
-        stamp, stored = self.ledger.stamp(), 0
+        stamp = self.ledger.stamp()
+        stored = 0
         for start in range(0, len(wanted), self.ledger.window):
             window = wanted[start : start + self.ledger.window]
             parent = wanted[start - 1] if start else None
@@ -206,7 +207,8 @@ def save_to(tier: DiskTier, wanted: Sequence[bytes], namespace: Namespace = TENA
         Chunk(one, position, 16, payload(one), parents[position], lambda: True)
         for position, one in enumerate(wanted)
     ]
-    stored, stamp = 0, tier.ledger.stamp()
+    stored = 0
+    stamp = tier.ledger.stamp()
     for start in range(0, len(chunks), 16):
         stored += sum(
             one.result(60).ok for one in tier.save(chunks[start : start + 16], namespace.root, stamp=stamp)

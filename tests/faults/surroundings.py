@@ -172,7 +172,9 @@ class _Engine:
     """The process of an engine: it does what its case tells it."""
 
     def __init__(self, kind: Kind, policy: str, root: Path, other_boot: bool) -> None:
-        self._kind, self._policy, self._root = kind, policy, root
+        self._kind = kind
+        self._policy = policy
+        self._root = root
         self._clock = _OtherBoot() if other_boot else Clock()
         self._cache: Cache | None = None
         self._log = _Lines()
@@ -191,7 +193,8 @@ class _Engine:
                 answer = ("refused", f"{type(error).__name__}: {error}")
             except BaseException:  # noqa: BLE001  # a border: the case shows it
                 answer = ("raised", traceback.format_exc())
-            lines, self._log.lines = self._log.lines, []
+            lines = self._log.lines
+            self._log.lines = []
             pipe.send((*answer, lines))
 
     def open(self) -> None:
@@ -340,7 +343,9 @@ class Run:
     """The run of one case in an empty directory. `weights` and `clears` are the truth of the machine."""
 
     def __init__(self, case: Case, directory: Path, notice_seconds: float) -> None:
-        self.case, self.directory, self.root = case, directory, directory / "root"
+        self.case = case
+        self.directory = directory
+        self.root = directory / "root"
         self.result = Result(str(case))
         self.weights = self.clears = 0
         self._notice_seconds = notice_seconds
@@ -541,7 +546,8 @@ class Run:
             shutil.copy2(path, self.directory / "copy")
 
     def _harm(self) -> None:
-        path, copy = self._path(), self.directory / "copy"
+        path = self._path()
+        copy = self.directory / "copy"
         if path is None or self.case.harm == "untouched":
             return
         if self.case.harm == "removed":

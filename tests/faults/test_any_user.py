@@ -56,7 +56,8 @@ def used(root: Path) -> str:
             cache.store(TOKENS, kv)
             assert cache.flush(60)
             assert cache.lookup(TOKENS, tiers=[tier]).num_tokens == 64
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert main(["check"]) == 0, err.getvalue()
         assert main(["stats"]) == 0, err.getvalue()
@@ -107,7 +108,8 @@ def test_a_stranger(theirs: Path, home: str) -> None:
         return used(theirs)
 
     said = apart(work)
-    assert "host" in said and str(theirs / "disk") in said
+    assert "host" in said
+    assert str(theirs / "disk") in said
     assert (theirs / ".local" / "state" / "pagoda").is_dir() == (home == "their own")
 
 
@@ -189,16 +191,16 @@ def test_what_the_system_refuses_is_one_line(theirs: Path) -> None:
 
     def work() -> str:
         become_stranger(None)
-        out, err = io.StringIO(), io.StringIO()
+        out = io.StringIO()
+        err = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             codes = [main([command, str(roots), *yes]) for command, yes in COMMANDS]
         assert codes == [2] * len(COMMANDS), err.getvalue()
         return err.getvalue()
 
     said = apart(work).splitlines()
-    assert len(said) == len(COMMANDS) and all(
-        line.startswith("pagoda: ") and "/roots" in line for line in said
-    )
+    assert len(said) == len(COMMANDS)
+    assert all(line.startswith("pagoda: ") and "/roots" in line for line in said)
 
 
 def test_stores_of_another_user_are_not_none(theirs: Path) -> None:
@@ -221,7 +223,8 @@ def test_stores_of_another_user_are_not_none(theirs: Path) -> None:
     others.chmod(0o700)
     said = apart(configured)
     assert said.count(f"{others} belongs to user 0, not to user {STRANGER}: run this as that user") == 4, said
-    assert said.count(f"{others}: cannot be read: Permission denied") == 1 and "pagoda remove" not in said
+    assert said.count(f"{others}: cannot be read: Permission denied") == 1
+    assert "pagoda remove" not in said
     os.chown(others, STRANGER, STRANGER)
     for path in others.iterdir():
         os.chown(path, STRANGER, STRANGER)
@@ -232,7 +235,8 @@ def test_stores_of_another_user_are_not_none(theirs: Path) -> None:
 def told(root: Path | None) -> str:
     """Return what all commands print of a root that they cannot use. None: it is configured."""
     where = [] if root is None else [str(root)]
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         codes = [main([command, *where, *yes]) for command, yes in COMMANDS]
     assert all(codes), out.getvalue()
@@ -273,7 +277,9 @@ def test_a_small_dev_shm_is_said_with_the_number_of_chunks(tmp_path: Path) -> No
     said = [line for line in lines if "host_size = auto" in line]
     assert [line for line in lines if line.startswith("served")] == ["served 16"] * 3
     assert len(said) == 2, said
-    assert "14 chunks of 4.00 MiB" in said[0] and "--shm-size" in said[0] and "host_size" in said[0]
+    assert "14 chunks of 4.00 MiB" in said[0]
+    assert "--shm-size" in said[0]
+    assert "host_size" in said[0]
     assert "0 chunks of 64.00 MiB, so there is no host tier" in said[1]
 
 

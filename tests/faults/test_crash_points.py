@@ -103,7 +103,8 @@ def test_making_a_store_in_memory(shm_root: Path) -> None:
     def look() -> None:
         store = Store(root)
         assert store.load(PROMPT) in (0, 4, 8, 12)
-        assert store.save(PROMPT) == 12 and store.load(PROMPT) == 12
+        assert store.save(PROMPT) == 12
+        assert store.load(PROMPT) == 12
         admin.reap(store.ledger)
         admin.check(store.ledger)
         assert admin.gauges(store.ledger)["members"] == 1
@@ -155,7 +156,8 @@ def use(root: Path, slots: int, clock: Clock | None = None) -> Callable[[], obje
 @pytest.mark.slow
 @pytest.mark.parametrize("rebooted", [False, True])
 def test_opening_and_closing_a_store_on_disk(shm_root: Path, rebooted: bool) -> None:
-    image, root = image_of_disk(shm_root / "image"), shm_root / "root"
+    image = image_of_disk(shm_root / "image")
+    root = shm_root / "root"
     clock = AfterReboot() if rebooted else None  # the machine fails too, after the kill
     assert sweep(root, image, use(root, 40), look_at_disk(root, 40, clock, 12), 3 * rebooted) > 5
 
@@ -164,7 +166,8 @@ def test_opening_and_closing_a_store_on_disk(shm_root: Path, rebooted: bool) -> 
 @pytest.mark.parametrize("rebooted", [False, True])
 @pytest.mark.parametrize("slots", [24, 64])
 def test_resizing_a_store_on_disk(shm_root: Path, slots: int, rebooted: bool) -> None:
-    image, root = image_of_disk(shm_root / "image"), shm_root / "root"
+    image = image_of_disk(shm_root / "image")
+    root = shm_root / "root"
     clock = AfterReboot() if rebooted else None
     first = 3 * rebooted + 2 * (slots == 64)
     assert sweep(root, image, use(root, slots), look_at_disk(root, slots, clock, 12), first) > 5
@@ -172,7 +175,8 @@ def test_resizing_a_store_on_disk(shm_root: Path, slots: int, rebooted: bool) ->
 
 @pytest.mark.slow
 def test_rebuilding_a_store_on_disk(shm_root: Path) -> None:
-    image, root = image_of_disk(shm_root / "image"), shm_root / "root"
+    image = image_of_disk(shm_root / "image")
+    root = shm_root / "root"
     next(image.glob("*/data.mdb")).unlink()
     assert sweep(root, image, use(root, 40), look_at_disk(root, 40, None, 12)) > 5
 
@@ -198,7 +202,8 @@ def test_a_rebuild_that_dies_between_commit_and_publication_loses_nothing(shm_ro
 
 @pytest.mark.slow
 def test_taking_room_from_another_layout(shm_root: Path) -> None:
-    root, hot = shm_root / "root", keys(range(52, 64))
+    root = shm_root / "root"
+    hot = keys(range(52, 64))
 
     def first() -> None:
         room = Room(root, "first", "file")

@@ -140,7 +140,8 @@ def test_any_damaged_page_of_a_closed_store_is_found_before_it_is_opened(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("image_of", ["a closed store", "a store left open"])
 def test_a_damaged_page_of_the_state_costs_nothing(tmp_path: Path, image_of: str) -> None:
-    image, boot = tmp_path / "image", AfterReboot() if image_of == "a closed store" else None
+    image = tmp_path / "image"
+    boot = AfterReboot() if image_of == "a closed store" else None
     closed_image(image) if image_of == "a closed store" else left_open_image(image)
     for page in range(3):
         for how in (zero, noise):
@@ -208,7 +209,8 @@ def test_a_start_that_ended_while_the_tables_were_opened_has_the_next_rebuild_th
     set_mark(store, TableMark.OPENING, before.incarnation)
     apart(lambda: serves(tmp_path))
     after = read_state(store)
-    assert after is not None and after.incarnation == before.incarnation + 1
+    assert after is not None
+    assert after.incarnation == before.incarnation + 1
     apart(lambda: serves(tmp_path))
     again = read_state(store)
     assert again is not None and again.incarnation == after.incarnation, "a mark is of one incarnation only"
@@ -229,7 +231,8 @@ def test_an_error_in_the_tables_is_a_miss_and_the_store_is_rebuilt_at_the_next_o
         with pytest.raises(Exception):  # noqa: B017  # listing cannot be done; the engine never lists
             list(admin.list_chunks(tier.ledger))
         state = read_state(tier.ledger.directory)
-        assert state is not None and is_marked(tier.ledger.directory, TableMark.DAMAGED, state.incarnation)
+        assert state is not None
+        assert is_marked(tier.ledger.directory, TableMark.DAMAGED, state.incarnation)
         tier.close()
         state = read_state(tier.ledger.directory)
         assert state is not None and not state.clean, "it must never pass for clean again"
@@ -258,7 +261,8 @@ def test_damage_that_a_look_does_not_find_is_remembered(tmp_path: Path) -> None:
     apart(lambda: serves(tmp_path))
     after = read_state(store_of(tmp_path))
     assert before is not None and not before.clean, "it must never pass for clean again"
-    assert after is not None and after.incarnation == before.incarnation + 1
+    assert after is not None
+    assert after.incarnation == before.incarnation + 1
 
 
 def test_what_check_finds_has_the_store_rebuilt(tmp_path: Path) -> None:
@@ -279,7 +283,8 @@ def test_wrong_use_is_no_damage(tmp_path: Path) -> None:
     with pytest.raises(struct.error):
         tier.ledger.session.write(lambda w: w.free_slot(-1), 10.0)
     state = read_state(tier.ledger.directory)
-    assert state is not None and not is_marked(tier.ledger.directory, TableMark.DAMAGED, state.incarnation)
+    assert state is not None
+    assert not is_marked(tier.ledger.directory, TableMark.DAMAGED, state.incarnation)
     for harmless in (lmdb.MapFullError, lmdb.DiskError, lmdb.BadValsizeError, lmdb.Error, OSError):
         assert not is_damage(harmless("x"))
     tier.close()
@@ -325,7 +330,9 @@ def test_tables_that_take_too_long_to_read_are_rebuilt(
 ) -> None:
     store = closed_image(tmp_path)
     before = read_state(store)
-    assert before is not None and before.clean and before.checksum
+    assert before is not None
+    assert before.clean
+    assert before.checksum
 
     def slowly() -> None:
         monkeypatch.setattr(table_integrity, "_PIECE_BYTES", PAGE)
@@ -338,20 +345,23 @@ def test_tables_that_take_too_long_to_read_are_rebuilt(
 
     apart(slowly)
     after = read_state(store)
-    assert after is not None and after.incarnation == before.incarnation + 1
+    assert after is not None
+    assert after.incarnation == before.incarnation + 1
 
 
 def test_the_checksum_covers_the_used_pages_only(tmp_path: Path) -> None:
     store = closed_image(tmp_path)
     state = read_state(store)
-    assert state is not None and 0 < state.used_bytes < state.map_bytes
+    assert state is not None
+    assert 0 < state.used_bytes < state.map_bytes
     (store / COLUMNS).write_bytes(b"\xff" * (store / COLUMNS).stat().st_size)
     with open(store / TABLES, "r+b") as file:
         file.seek(state.used_bytes)
         file.write(b"x")
     apart(lambda: serves(tmp_path, AfterReboot()))
     after = read_state(store)
-    assert after is not None and after.incarnation == state.incarnation
+    assert after is not None
+    assert after.incarnation == state.incarnation
 
 
 def test_tables_without_totals_are_damaged(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def test_what_was_cleared_is_not_guessed_without_open_files(tmp_path: Path) -> N
             for question in (ClearLog(ledger.directory).read, partial(read_labels, ledger.directory)):
                 with pytest.raises(OSError, match="Too many open files"):
                     question()
-        assert ClearLog(ledger.directory).read() == before and before is not None
+        assert ClearLog(ledger.directory).read() == before
+        assert before is not None
 
     in_child(ask)
 

@@ -70,7 +70,8 @@ def test_a_child_is_a_member_of_its_own_without_reservations(shm_root: Path) -> 
     def child() -> None:
         assert store.ledger.commit([mine]) == [False]
         [other] = store.ledger.reserve(keys([1]), namespace=NAMESPACE)
-        assert isinstance(other, Busy) and other.owner == number
+        assert isinstance(other, Busy)
+        assert other.owner == number
         assert store.ledger.session.member != number
         store.ledger.abort([mine])
 
@@ -104,7 +105,8 @@ def test_what_a_killed_child_reserved_and_held_comes_back(shm_root: Path) -> Non
     assert store.load(keys(range(4))) == 0, "a dead member holds nothing"
     admin.reap(store.ledger)
     gauges = admin.gauges(store.ledger)
-    assert gauges["reserved"] == 0 and gauges["members"] == 1
+    assert gauges["reserved"] == 0
+    assert gauges["members"] == 1
     admin.check(store.ledger)
     store.close()
 
@@ -175,8 +177,11 @@ def test_what_was_open_at_a_fork_can_be_closed(shm_root: Path) -> None:
 
 def forks_in_transactions(root: Path) -> None:
     """Call a ledger while a signal handler forks, at random moments."""
-    store, parent, random = Store(root, slots=64), os.getpid(), Random(0)
-    ledger, children = store.ledger, list[int]()
+    store = Store(root, slots=64)
+    parent = os.getpid()
+    random = Random(0)
+    ledger = store.ledger
+    children = list[int]()
 
     def fork(*_: object) -> None:
         if (child := os.fork()) == 0:
@@ -209,7 +214,8 @@ def forks_in_transactions(root: Path) -> None:
     admin.check(ledger)
     ledger.close()
     again = Ledger.open(memory_spec(root, 64))  # and not a new store
-    assert again.directory == ledger.directory and admin.gauges(again)["ready"]
+    assert again.directory == ledger.directory
+    assert admin.gauges(again)["ready"]
 
 
 @pytest.mark.slow
@@ -222,8 +228,11 @@ def test_a_child_that_is_forked_while_the_tables_are_opened_writes_nothing(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a signal handler: it returns into a call whose gate is the parent's, before there is a transaction."""
-    ledger, parent, ends = Store(shm_root, slots=64).ledger, os.getpid(), list[int]()
-    session, own_tables = ledger.session, Session._own_tables
+    ledger = Store(shm_root, slots=64).ledger
+    parent = os.getpid()
+    ends = list[int]()
+    session = ledger.session
+    own_tables = Session._own_tables
 
     def forking(self: Session, gate: Gate) -> Tables:
         tables = own_tables(self, gate)
@@ -248,9 +257,12 @@ def test_a_child_that_is_forked_while_the_tables_are_opened_writes_nothing(
 def test_a_child_that_is_forked_while_the_tables_are_opened_uses_the_store_afterwards(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, parent, ends = Store(shm_root, slots=64), os.getpid(), list[int]()
+    store = Store(shm_root, slots=64)
+    parent = os.getpid()
+    ends = list[int]()
     store.save(keys(range(5)))
-    session, own_tables = store.ledger.session, Session._own_tables
+    session = store.ledger.session
+    own_tables = Session._own_tables
 
     def forking(self: Session, gate: Gate) -> Tables:
         tables = own_tables(self, gate)
@@ -275,7 +287,10 @@ def test_a_child_that_is_forked_while_the_tables_are_opened_uses_the_store_after
 
 def test_a_child_that_is_forked_within_the_opening_of_tables_does_not_have_them(shm_root: Path) -> None:
     """`lmdb.open` runs Python code, in which a handler may run. These are tables without a gate, as of a new store."""
-    store, path, parent, ends = Store(shm_root), shm_root / "tables", os.getpid(), list[int]()
+    store = Store(shm_root)
+    path = shm_root / "tables"
+    parent = os.getpid()
+    ends = list[int]()
     shutil.copy(store.ledger.directory / TABLES, path)
 
     def fork(frame: FrameType, _event: str, _argument: object) -> None:
@@ -293,12 +308,14 @@ def test_a_child_that_is_forked_within_the_opening_of_tables_does_not_have_them(
         sys.settrace(None)
         if os.getpid() != parent:
             os._exit(not refused)
-    assert not refused and [os.waitpid(child, 0)[1] for child in ends] == [0]
+    assert not refused
+    assert [os.waitpid(child, 0)[1] for child in ends] == [0]
     store.close()
 
 
 def test_a_handler_that_forks_in_a_transaction_does_not_open_the_gate(shm_root: Path) -> None:
-    store, gate = Store(shm_root), None
+    store = Store(shm_root)
+    gate = None
     gate = store.ledger.session.gate
 
     def fork_inside() -> bool:

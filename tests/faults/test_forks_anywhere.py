@@ -31,7 +31,9 @@ Tracer = Callable[[FrameType, str, object], object]
 PARTS = 6  # all places take half a minute
 CALLS = {op for name, op in dis.opmap.items() if name.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))}
 CACHE = dis.opmap["CACHE"]
-NO_MORE, STILL_OPEN = 3, 4  # exit codes: there are fewer places; the child has its parent's tables
+# exit codes: there are fewer places; the child has its parent's tables
+NO_MORE = 3
+STILL_OPEN = 4
 
 
 def places(code: CodeType) -> set[int]:
@@ -45,9 +47,11 @@ class ForkAt:
     """Traces the ledger, and forks at the n-th place that it meets."""
 
     def __init__(self, ledger: Ledger, n: int) -> None:
-        self.ledger, self.left = ledger, n
+        self.ledger = ledger
+        self.left = n
         self.unseen: dict[CodeType, set[int]] = {}  # places of all that was called
-        self.where, self.child = "", 0
+        self.where = ""
+        self.child = 0
         self.waits, self.go = os.pipe()
 
     def call(self, frame: FrameType, _event: str, _argument: object) -> Tracer | None:
@@ -71,7 +75,8 @@ class ForkAt:
                     self.fork()
             return step
 
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
         return step
 
     def fork(self) -> None:
@@ -98,7 +103,9 @@ def content(directory: Path, slots: int) -> dict[str, bytes]:
 
 def calls(store: Store, begin: int, end: Callable[[], None], views: list[object]) -> None:
     """Reserve, commit, abort, find, hold, release. A child that returns into one of these ends after it."""
-    ledger, me, prompt = store.ledger, os.getpid(), keys(range(begin, begin + 4))
+    ledger = store.ledger
+    me = os.getpid()
+    prompt = keys(range(begin, begin + 4))
 
     def own(result: T) -> T:
         if os.getpid() != me:
@@ -116,7 +123,9 @@ def calls(store: Store, begin: int, end: Callable[[], None], views: list[object]
 
 def one_place(store: Store, n: int) -> None:
     """In a child of the test, which is no member yet and has no tables open: fork at the n-th place."""
-    ledger, at, views = store.ledger, ForkAt(store.ledger, n), list[object]()
+    ledger = store.ledger
+    at = ForkAt(store.ledger, n)
+    views = list[object]()
     sys.settrace(at.call)
     try:
         calls(store, 10 * n, at.end, views)
@@ -129,7 +138,8 @@ def one_place(store: Store, n: int) -> None:
     calls(store, 10 * n + 4, at.end, views)
     before = content(ledger.directory, ledger.slots)
     os.write(at.go, b"!")
-    ended, after = wait(at.child), content(ledger.directory, ledger.slots)
+    ended = wait(at.child)
+    after = content(ledger.directory, ledger.slots)
     changed = [name for name, data in before.items() if data != after[name]]
     calls(store, 10 * n, at.end, views)
     admin.check(ledger)
@@ -140,7 +150,8 @@ def one_place(store: Store, n: int) -> None:
 
 def every_place(root: Path, part: int) -> None:
     """Fork at every place of this part."""
-    store, n = Store(root, slots=32), part
+    store = Store(root, slots=32)
+    n = part
     while (code := wait(child(partial(one_place, store, n)))) != NO_MORE:
         assert code == 0, f"place {n}"
         n += PARTS

@@ -28,7 +28,8 @@ from tests.faults.support import (
     succeeded,
 )
 
-OLD, NEW = keys(range(25)), keys(range(100, 140))
+OLD = keys(range(25))
+NEW = keys(range(100, 140))
 PAGE = 4096
 
 BEFORE = """
@@ -166,14 +167,16 @@ def test_a_clean_ledger_is_trusted_after_a_reboot_and_is_clean_no_more_while_ope
     root = shutil.copytree(images[0], tmp_path / "root")
     watch = OpenWatch(root / LAYOUT.fingerprint / "data.mdb")
     tier = disk(root, clock=AfterReboot())
-    assert "opened" in watch.events() and not len(rebuild.unscanned(tier.ledger))
+    assert "opened" in watch.events()
+    assert not len(rebuild.unscanned(tier.ledger))
     assert load_from(tier, OLD) == OLD
     crashed = copied(root, tmp_path / "crashed")
     tier.close()
     watch = OpenWatch(crashed / LAYOUT.fingerprint / "data.mdb")
     tier = disk(crashed, clock=AfterReboot("a third boot"))
     assert watch.events() == ["deleted"]
-    assert tier.wait_ready(60) and load_from(tier, OLD) == OLD
+    assert tier.wait_ready(60)
+    assert load_from(tier, OLD) == OLD
     tier.close()
 
 
@@ -183,7 +186,8 @@ def again_elsewhere(tier: DiskTier, key: bytes) -> None:
     before = tier.ledger.match_prefix([key]).slots.tolist()
     tier.remove(key)
     [room] = tier.ledger.reserve([b"in the way".ljust(32)], namespace=TENANT.root)
-    assert isinstance(room, Reserved) and [room.slot] == before
+    assert isinstance(room, Reserved)
+    assert [room.slot] == before
     assert save_to(tier, [key]) == 1
     tier.ledger.abort([room])
     assert tier.ledger.match_prefix([key]).slots.tolist() != before
@@ -233,20 +237,20 @@ def test_generations_of_a_rebuilt_ledger_never_meet_those_of_the_old_one(tmp_pat
 class OpenWatch:
     """Tells whether a file was opened or deleted since (inotify). Not thread-safe."""
 
-    _OPENED, _DELETED = 0x20, 0x400
+    _OPENED = 0x20
+    _DELETED = 0x400
     _EVENT = struct.Struct("iIII")
 
     def __init__(self, path: Path) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         self._fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        assert (
-            self._fd >= 0
-            and libc.inotify_add_watch(self._fd, os.fsencode(path), self._OPENED | self._DELETED) >= 0
-        )
+        assert self._fd >= 0
+        assert libc.inotify_add_watch(self._fd, os.fsencode(path), self._OPENED | self._DELETED) >= 0
 
     def events(self) -> list[str]:
         """What happened, in order."""
-        said, found = os.read(self._fd, 65536), []
+        said = os.read(self._fd, 65536)
+        found = []
         while said:
             _, mask, _, length = self._EVENT.unpack_from(said)
             found += [

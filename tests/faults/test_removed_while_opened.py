@@ -26,7 +26,9 @@ class Removal:
     """Removes a directory before one of the system calls that Python's built-in functions make."""
 
     def __init__(self, directory: Path, at: int) -> None:
-        self.directory, self.at, self.calls = directory, at, 0
+        self.directory = directory
+        self.at = at
+        self.calls = 0
 
     def __call__(self, _: FrameType, event: str, function: object) -> None:
         module = getattr(function, "__module__", None) or ""

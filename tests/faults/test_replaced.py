@@ -74,9 +74,11 @@ def counted(ledger: Ledger, name: str) -> int:
 
 def neither_finds_nor_stores(ledger: Ledger) -> None:
     match = ledger.match_prefix(keys(1))
-    assert not len(match.slots) and match.reason is Reason.IO_ERROR
+    assert not len(match.slots)
+    assert match.reason is Reason.IO_ERROR
     [outcome] = ledger.reserve(keys(2), namespace=TENANT)
-    assert isinstance(outcome, Refused) and outcome.reason is Reason.IO_ERROR
+    assert isinstance(outcome, Refused)
+    assert outcome.reason is Reason.IO_ERROR
     assert ledger.hold(match.slots, match.generations) == []
     with pytest.raises(StoreError):
         admin.clear(ledger)
@@ -132,7 +134,8 @@ def test_two_stores_of_one_path_go_on_beside_each_other(shm_root: Path) -> None:
     neither_finds_nor_stores(old)
     assert there(new, keys(1, 2)) == [False, True]
     old.close()
-    assert admin.gauges(new)["members"] == 1 and admin.gauges(new)["reserved"] == 0
+    assert admin.gauges(new)["members"] == 1
+    assert admin.gauges(new)["reserved"] == 0
     admin.check(new)
     new.close()
 
@@ -154,7 +157,8 @@ def test_a_store_that_is_replaced_while_it_is_being_opened_again_is_not_touched(
     neither_finds_nor_stores(ledger)
     ledger.close()
     anew = opened(shm_root)
-    assert admin.gauges(anew)["members"] == 1 and admin.check(anew).gauges["reserved"] == 0
+    assert admin.gauges(anew)["members"] == 1
+    assert admin.check(anew).gauges["reserved"] == 0
     anew.close()
 
 
@@ -204,7 +208,8 @@ def test_a_child_of_a_process_whose_directory_was_removed_leaves_no_descriptor(s
 
     def act() -> None:
         said = subprocess.run(["ls", "-l", f"/proc/{os.getpid()}/fd"], capture_output=True, text=True).stdout
-        assert f"{shm_root}/store/locks" not in said and f"{shm_root}/store/columns" in said
+        assert f"{shm_root}/store/locks" not in said
+        assert f"{shm_root}/store/columns" in said
 
     in_child(act)
     ledger.close()

@@ -78,7 +78,8 @@ def test_a_process_leaves_a_store_whose_files_are_not_those_it_opened(
     loss(ledger.directory / name)
     wait_until_left(ledger)
     match = ledger.match_prefix(keys(1))
-    assert not len(match.slots) and match.reason is Reason.IO_ERROR
+    assert not len(match.slots)
+    assert match.reason is Reason.IO_ERROR
     assert wait_until_told(caplog).levelno == logging.WARNING
     ledger.close()
     assert wait_until_told(caplog)  # still one
@@ -123,7 +124,8 @@ def test_who_comes_after_state_was_replaced_waits_until_the_others_have_left(
         [directory] = stores_in(root)
         replaced(directory / "state")
         ledger = opened(root, kind=kind)
-        assert ledger.session.store.sole and found(ledger, 1, 2) == 2
+        assert ledger.session.store.sole
+        assert found(ledger, 1, 2) == 2
         ledger.close()
 
 
@@ -166,7 +168,8 @@ def test_files_that_guard_nothing_may_vanish(shm_root: Path, tmp_path: Path, kin
     ledger.close()
     (ledger.directory / name).unlink(missing_ok=True)
     again = opened(shm_root if kind == "memory" else tmp_path, kind=kind)
-    assert again.store_id == ledger.store_id and found(again, 1, 2) == 2
+    assert again.store_id == ledger.store_id
+    assert found(again, 1, 2) == 2
     again.close()
 
 
@@ -178,7 +181,8 @@ def test_who_comes_while_others_use_a_store_makes_its_counters_again(shm_root: P
         [directory] = stores_in(shm_root)
         (directory / "counters").unlink()
         ledger = opened(shm_root)
-        assert not ledger.session.store.sole and found(ledger, 1, 2) == 2
+        assert not ledger.session.store.sole
+        assert found(ledger, 1, 2) == 2
         ledger.close()
 
 
@@ -227,7 +231,8 @@ def test_a_root_is_locked_as_long_as_one_store_is_open(tmp_path: Path) -> None:
     one = Ledger.open(spec(tmp_path, name="one", kind="file"))
     two = Ledger.open(spec(tmp_path, name="two", kind="file"))
     one.close()
-    assert is_left_alone(tmp_path) and not is_left_alone(one.directory)
+    assert is_left_alone(tmp_path)
+    assert not is_left_alone(one.directory)
     two.close()
     assert not is_left_alone(tmp_path)
 
@@ -240,7 +245,8 @@ def test_a_forked_process_that_uses_a_store_keeps_cleaners_away_alone(tmp_path: 
 
     with Other(work):
         ledger.close()
-        assert is_left_alone(tmp_path) and is_left_alone(ledger.directory)
+        assert is_left_alone(tmp_path)
+        assert is_left_alone(ledger.directory)
     assert not is_left_alone(tmp_path)
 
 

@@ -52,7 +52,8 @@ def test_the_host_tier_is_warm_after_its_only_process_was_killed(shm_root: Path)
     assert store.load(PROMPT) == 20
     admin.reap(store.ledger)
     gauges = admin.gauges(store.ledger)
-    assert gauges["reserved"] == 0 and gauges["members"] == 1
+    assert gauges["reserved"] == 0
+    assert gauges["members"] == 1
     admin.check(store.ledger)
     store.close()
 
@@ -65,7 +66,8 @@ def test_the_disk_tier_is_warm_after_the_host_tier_was_wiped(shm_root: Path, tmp
         "tier.close(); store.close()", shm_root / "host", tmp_path / "disk",
     ))  # fmt: skip
     shutil.rmtree(shm_root / "host")
-    store, tier = Store(shm_root / "host"), disk(tmp_path / "disk")
+    store = Store(shm_root / "host")
+    tier = disk(tmp_path / "disk")
     assert store.load(PROMPT) == 0
     assert load_from(tier, PROMPT) == PROMPT
     tier.close()
@@ -101,7 +103,8 @@ def test_the_disk_tier_is_warm_after_all_processes_were_killed(tmp_path: Path) -
         load_from(tier, [bytes.fromhex(word) for word in words if len(word) == 64])
     admin.reap(tier.ledger)
     gauges = admin.gauges(tier.ledger)
-    assert gauges["reserved"] == 0 and gauges["members"] == 1
+    assert gauges["reserved"] == 0
+    assert gauges["members"] == 1
     admin.check(tier.ledger)
     tier.close()
 

@@ -32,7 +32,9 @@ def all_can_be_used(ledger: Ledger) -> None:
     assert others_get_in(ledger)
     put(ledger, keys(100_000), chained=False)  # what waited for a transaction is done
     report = admin.check(ledger)
-    assert report.gauges["reserved"] == 0 and report.gauges["members"] == 1 and report.stale_hints == 0
+    assert report.gauges["reserved"] == 0
+    assert report.gauges["members"] == 1
+    assert report.stale_hints == 0
     put(ledger, keys(*range(200_000, 200_000 + 2 * ledger.slots)), chained=False)
     assert admin.gauges(ledger)["ready"] == ledger.slots
     assert ledger.session.read(lambda txn, tables: list(tables.rows(txn, tables.holds)), 30) == []
@@ -40,7 +42,8 @@ def all_can_be_used(ledger: Ledger) -> None:
 
 @pytest.mark.slow
 def test_what_is_reserved_held_and_given_up_survives_any_interruption(shm_root: Path) -> None:
-    ledger, chance = opened(shm_root), random.Random(3)
+    ledger = opened(shm_root)
+    chance = random.Random(3)
 
     def act() -> None:
         number = chance.randrange(60)
@@ -78,7 +81,8 @@ def test_an_exception_on_either_side_of_the_commit_is_all_or_nothing(
 ) -> None:
     ledger = opened(shm_root)
     rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
-    whole, calls = getattr(Transaction, step), []
+    whole = getattr(Transaction, step)
+    calls = []
 
     def interrupted(transaction: Transaction, *more: object) -> None:
         calls.append(transaction)
@@ -135,11 +139,10 @@ def test_a_hold_whose_answer_was_lost_is_ended(shm_root: Path, monkeypatch: pyte
 def test_the_end_of_a_view_is_counted_and_loses_no_exception(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger, lost = opened(shm_root), list[object]()
-    slab, lending = (
-        MemorySlab(ledger.slab_path, ledger.slots, SLOT_BYTES, ledger.page_guards),
-        ledger.page_guards,
-    )
+    ledger = opened(shm_root)
+    lost = list[object]()
+    slab = MemorySlab(ledger.slab_path, ledger.slots, SLOT_BYTES, ledger.page_guards)
+    lending = ledger.page_guards
     assert lending is not None
     gc.collect()
     gc.disable()  # or what others have left is finalized in here
@@ -160,18 +163,21 @@ def test_the_end_of_a_view_is_counted_and_loses_no_exception(
 def test_a_view_that_outlives_the_close_marks_nothing_of_the_next_member(shm_root: Path) -> None:
     first = opened(shm_root)
     slab = MemorySlab(first.slab_path, first.slots, SLOT_BYTES, first.page_guards)
-    old, left = first.page_guards, slab.views([1])
+    old = first.page_guards
+    left = slab.views([1])
     slab.close()
     first.close()
     second = opened(shm_root)
     slab = MemorySlab(second.slab_path, second.slots, SLOT_BYTES, second.page_guards)
     new = second.page_guards
-    assert old is not None and new is not None
+    assert old is not None
+    assert new is not None
     kept = slab.views([1])
     assert any(new._own), "it has the row that the first had"
     left.clear()
     old.clear_ended()
-    assert any(new._own) and kept
+    assert any(new._own)
+    assert kept
     slab.close()
     second.close()
 
@@ -182,7 +188,8 @@ def taken_and_given_back(
     """What takes something that is not a lock of Python's, and whether all of it is free."""
     ledger = opened(tmp_path, kind="file")
     slab = FileSlab(ledger.slab_path, ledger.slots, SLOT_BYTES)
-    page, descriptors = aligned(SLOT_BYTES), "/proc/self/fd"
+    page = aligned(SLOT_BYTES)
+    descriptors = "/proc/self/fd"
 
     def clears() -> None:
         with ledger.namespaces._file_lock():
@@ -256,7 +263,8 @@ def test_what_was_deferred_is_done_once_whatever_interrupts_it(shm_root: Path) -
         for _ in range(500):
             until_interrupted(act)
     put(ledger, keys(1000))
-    assert asked <= done and not ledger.session._deferred
+    assert asked <= done
+    assert not ledger.session._deferred
     ledger.close()
 
 

@@ -190,7 +190,8 @@ def test_the_winner_of_a_race_to_create_is_used_by_all(shm_root: Path) -> None:
     ]
     try:
         ids = {process.stdout.readline().strip() for process in racing if process.stdout}
-        assert len(ids) == 1 and ids != {""}
+        assert len(ids) == 1
+        assert ids != {""}
     finally:
         for process in racing:
             process.communicate("\n", timeout=90)

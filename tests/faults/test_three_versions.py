@@ -100,7 +100,8 @@ def test_that_a_store_is_rebuilt_is_told_in_one_line(machine: Machine) -> None:
     machine.run(OLDER[0], "store=0:1")
     engine = machine.start(NOW, "close", "served=0:1")
     _, errors = engine.communicate(timeout=200)
-    assert errors.count("rebuilding the ledger") == 1 and "format 4, this version writes 5" in errors
+    assert errors.count("rebuilding the ledger") == 1
+    assert "format 4, this version writes 5" in errors
 
 
 @pytest.mark.parametrize("older", OLDER)
@@ -115,15 +116,13 @@ def test_a_change_of_weights_by_any_version_is_heeded_by_all(machine: Machine, o
     machine.run(older, "change", "store=2:4", end=end)
     for version in (NOW, older, NOW):
         found = machine.run(version, "served=2:1,2,3,4", end=end)
-        assert [found[number][0] for number in "123"] == [0, 0, 0] and not any(
-            bad for _, bad in found.values()
-        )
+        assert [found[number][0] for number in "123"] == [0, 0, 0]
+        assert not any(bad for _, bad in found.values())
     machine.reboot()
     for version in (older, NOW):
         found = machine.run(version, "served=2:1,2,3,4", end=end)
-        assert [found[number][0] for number in "123"] == [0, 0, 0] and not any(
-            bad for _, bad in found.values()
-        )
+        assert [found[number][0] for number in "123"] == [0, 0, 0]
+        assert not any(bad for _, bad in found.values())
 
 
 @pytest.mark.parametrize("older", OLDER)
@@ -143,7 +142,8 @@ def test_what_any_version_cleared_stays_cleared(machine: Machine, older: str, en
 @pytest.mark.parametrize("first", [NOW, OLDER[0]])
 def test_two_versions_at_once_never_share_a_disk_store(machine: Machine, tmp_path: Path, first: str) -> None:
     second = OLDER[0] if first == NOW else NOW
-    ready, go = tmp_path / "ready", tmp_path / "go"
+    ready = tmp_path / "ready"
+    go = tmp_path / "go"
     engine = machine.start(first, "close", "store=0:1", f"ready={ready}", f"go={go}", "served=0:1")
     until = time.monotonic() + 120
     while not ready.exists() and time.monotonic() < until:
@@ -160,7 +160,8 @@ def test_the_clear_of_an_older_version_names_the_stores_that_it_does_not_reach(
     machine: Machine, trees: dict[str, Path], tmp_path: Path, older: str
 ) -> None:
     """Open or not, and the next engine of that version discards what is left in host memory."""
-    ready, go = tmp_path / "ready", tmp_path / "go"
+    ready = tmp_path / "ready"
+    go = tmp_path / "go"
     engine = machine.start(NOW, "close", "store=0:1", f"ready={ready}", f"go={go}", "served=0:1")
     until = time.monotonic() + 120
     while not ready.exists() and time.monotonic() < until:

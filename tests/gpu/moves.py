@@ -71,7 +71,8 @@ class Memory:
 
     def loaded(self, starts: Sequence[int], slots: Sequence[Bytes]) -> torch.Tensor:
         """Return all of the memory after `slots` were loaded into the chunks; blocks that are -1 are skipped."""
-        want, nbytes = self.flat.clone(), self.layout.chunk_bytes
+        want = self.flat.clone()
+        nbytes = self.layout.chunk_bytes
         where = torch.arange(self.flat.numel(), device=self.flat.device)
         spare = next(block for block in range(self.size.blocks) if block not in self.table)
         there = Memory(
@@ -89,7 +90,8 @@ class Memory:
 
 def check_store(memory: Memory, engine: CopyEngine, kind: str, seed: int, odd: int = 0) -> list[Bytes]:
     """Store all chunks of the memory; return the slots, in the order of `memory.starts(seed)`."""
-    starts, before = memory.starts(seed), memory.flat.clone()
+    starts = memory.starts(seed)
+    before = memory.flat.clone()
     slots = memory.rig.slots(memory.layout, len(starts), kind, odd=odd)
     memory.kv(engine).to_slots(starts, slots)
     for start, slot in zip(starts, slots, strict=True):
@@ -102,7 +104,8 @@ def check_load(memory: Memory, engine: CopyEngine, kind: str, seed: int, odd: in
     """Load random slots into the memory."""
     starts = memory.starts(seed)
     slots = memory.rig.slots(memory.layout, len(starts), kind, fill=None, odd=odd)
-    before, want = [slot.copy() for slot in slots], memory.loaded(starts, slots)
+    before = [slot.copy() for slot in slots]
+    want = memory.loaded(starts, slots)
     memory.kv(engine).from_slots(starts, slots)
     assert torch.equal(memory.flat, want), "the memory differs from the expected result of the load"
     assert all((slot == own).all() for slot, own in zip(slots, before, strict=True)), "a load changed a slot"

@@ -100,7 +100,8 @@ class GpuRig(Rig):
         torch.cuda.init()
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.gpu = CudaDevice(self.device)
-        self.pinned, self.pageable = aligned(1 << 30), aligned(1 << 30)
+        self.pinned = aligned(1 << 30)
+        self.pageable = aligned(1 << 30)
         self.pageable[:] = 0
         held = pin(self.pinned, self.device.index, background=False)
         assert held is not None and not held.trouble, held and held.trouble
@@ -136,7 +137,8 @@ class CpuRig(Rig):
         self.device = torch.device("cpu")
         self.late = LateDevice(1)
         self.gpu = self.late  # type: ignore[assignment]
-        self.pinned, self.pageable = aligned(1 << 21), aligned(1 << 21)
+        self.pinned = aligned(1 << 21)
+        self.pageable = aligned(1 << 21)
         self.late.register(self.pinned)
         self.late.pageable(self.pageable)
         self._none = LateDevice(kernels=None, world=self.late.world)

@@ -16,7 +16,10 @@ from pagoda.transfer.gpu.copy_engine import CopyEngine
 from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from tests.gpu.rig import Rig
 
-CHUNK, BLOCK, LAYERS = 64, 16, 4  # tokens, tokens, planes
+# tokens, tokens, planes
+CHUNK = 64
+BLOCK = 16
+LAYERS = 4
 EACH = CHUNK // BLOCK
 PAGE = {True: 64, False: 64 << 10}  # bytes of a page, on a small rig and on a GPU
 SEED_CHUNKS = 1000
@@ -28,7 +31,9 @@ class Shelf:
     """A cache of `slots` host slots, and an engine's memory. Threads may share it, but not blocks."""
 
     def __init__(self, rig: Rig, root: Path, slots: int, blocks: int = 256) -> None:
-        self.rig, self.page, self.blocks = rig, PAGE[rig.small], blocks
+        self.rig = rig
+        self.page = PAGE[rig.small]
+        self.blocks = blocks
         self.layout = KVLayout.opaque(CHUNK, EACH * LAYERS * self.page, f"tests of the gpu {self.page}")
         config = Config(
             chunk_tokens=CHUNK,

@@ -26,10 +26,13 @@ def shelf(rig: Rig, shm_root: Path) -> Iterator[Shelf]:
 
 
 def test_stored_and_served(shelf: Shelf, seed: int) -> None:
-    tokens, planes, table = prompt(6, seed % 10**6), shelf.memory(), list(range(6 * EACH))
+    tokens = prompt(6, seed % 10**6)
+    planes = shelf.memory()
+    table = list(range(6 * EACH))
     shelf.compute(planes, table, tokens)
     assert shelf.cache.store(tokens, shelf.kv(planes, table)).refused == 0
-    others, elsewhere = shelf.memory(), list(range(100, 100 + 6 * EACH))[::-1]
+    others = shelf.memory()
+    elsewhere = list(range(100, 100 + 6 * EACH))[::-1]
     hit = shelf.cache.retrieve(tokens, shelf.kv(others, elsewhere))
     assert hit.num_tokens == 6 * CHUNK
     assert not shelf.wrong_chunks(others, elsewhere, tokens, hit)
@@ -41,13 +44,16 @@ def test_the_slab_gets_registered(shelf: Shelf, seed: int) -> None:
     """In the background, from the first transfer on; then slots are the device's to reach."""
     if shelf.rig.small:
         pytest.skip("there is nothing to register with")
-    tokens, planes, table = prompt(2, seed % 10**6), shelf.memory(), list(range(2 * EACH))
+    tokens = prompt(2, seed % 10**6)
+    planes = shelf.memory()
+    table = list(range(2 * EACH))
     shelf.cache.store(tokens, shelf.kv(planes, table))
     until = time.monotonic() + 30
     while shelf.slab.pinned_bytes < shelf.slab.nbytes and time.monotonic() < until:
         time.sleep(0.01)
     assert shelf.slab.pinned_bytes == shelf.slab.nbytes
-    address, nbytes = shelf.slab.array.ctypes.data, shelf.slab.nbytes
+    address = shelf.slab.array.ctypes.data
+    nbytes = shelf.slab.nbytes
     assert shelf.rig.gpu.device_address(address, nbytes) is not None
     shelf.close()
     while shelf.rig.gpu.device_address(address, 1) is not None and time.monotonic() < until:
@@ -58,12 +64,17 @@ def test_the_slab_gets_registered(shelf: Shelf, seed: int) -> None:
 def test_a_slot_that_is_evicted_during_a_load_is_a_miss(shelf: Shelf, seed: int) -> None:
     """One thread loads, others store other prompts into the same few slots and clear: never wrong bytes."""
     seconds = 2.0 if shelf.rig.small else 10.0
-    until, tokens, trouble = time.monotonic() + seconds, prompt(8, 1), list[BaseException]()
-    lengths, stop = list[int](), threading.Event()
+    until = time.monotonic() + seconds
+    tokens = prompt(8, 1)
+    trouble = list[BaseException]()
+    lengths = list[int]()
+    stop = threading.Event()
 
     def others() -> None:
-        random, planes = np.random.default_rng(seed), shelf.memory()
-        table, number = list(range(8 * EACH)), 0
+        random = np.random.default_rng(seed)
+        planes = shelf.memory()
+        table = list(range(8 * EACH))
+        number = 0
         try:
             while not stop.is_set():
                 number += 1
@@ -77,7 +88,8 @@ def test_a_slot_that_is_evicted_during_a_load_is_a_miss(shelf: Shelf, seed: int)
 
     thread = threading.Thread(target=others)
     thread.start()
-    planes, table = shelf.memory(), list(range(64, 64 + 8 * EACH))
+    planes = shelf.memory()
+    table = list(range(64, 64 + 8 * EACH))
     try:
         while time.monotonic() < until or (not any(lengths) and time.monotonic() < until + 60):
             for plane in planes:
@@ -101,7 +113,9 @@ def test_a_slot_that_is_evicted_during_a_load_is_a_miss(shelf: Shelf, seed: int)
 def _stores(root: Path, numbers: range, forever: bool, began: object) -> None:
     with open_rig() as rig:
         shelf = Shelf(rig, root, slots=96)
-        planes, table, turn = shelf.memory(), list(range(4 * EACH)), 0
+        planes = shelf.memory()
+        table = list(range(4 * EACH))
+        turn = 0
         while forever or not turn:
             turn += 1
             for number in numbers:
@@ -122,7 +136,8 @@ def test_one_process_stores_and_another_loads(rig: Rig, shm_root: Path) -> None:
     assert other.exitcode == 0
     shelf = Shelf(rig, shm_root, slots=96)
     try:
-        planes, table = shelf.memory(), list(range(50, 50 + 4 * EACH))
+        planes = shelf.memory()
+        table = list(range(50, 50 + 4 * EACH))
         for number in range(1, 9):
             hit = shelf.cache.retrieve(prompt(4, number), shelf.kv(planes, table))
             assert hit.num_tokens == 4 * CHUNK
@@ -136,7 +151,8 @@ def test_a_process_that_is_killed_as_it_stores(rig: Rig, shm_root: Path, seed: i
     shelf = Shelf(rig, shm_root, slots=96)
     random = np.random.default_rng(seed)
     try:
-        planes, table = shelf.memory(), list(range(4 * EACH))
+        planes = shelf.memory()
+        table = list(range(4 * EACH))
         for _ in range(2 if rig.small else 4):
             began = SPAWN.Event()
             other = SPAWN.Process(target=_stores, args=(shm_root, range(1, 30), True, began), daemon=True)

@@ -18,7 +18,8 @@ def test_a_gpu_is_here() -> None:
 
     from pagoda.slab.cuda_driver import Driver
 
-    name, driver = torch.cuda.get_device_name(), Driver.load()
+    name = torch.cuda.get_device_name()
+    driver = Driver.load()
     print(f"{name}, CUDA {torch.version.cuda}, torch {torch.__version__}")
     assert driver is not None
     driver.use(torch.cuda.current_device())

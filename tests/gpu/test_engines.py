@@ -13,7 +13,8 @@ import torch
 from pagoda.connectors.transformers.model_checks import kv_argument
 from tests.gpu.rig import Rig
 
-CHUNK, NEW = 16, 32
+CHUNK = 16
+NEW = 32
 ROOT = Path(__file__).parents[2]
 
 
@@ -59,7 +60,8 @@ def test_the_same_text_stored_and_hit(rig: Rig, house: Path, seed: int, rows: in
     for row, length in enumerate(lengths):
         ids[row, 131 - length :] = prompt(length, seed=seed % 10**6 + row)[0]
         mask[row, 131 - length :] = 1
-    ids, mask = ids.to(rig.device), mask.to(rig.device)
+    ids = ids.to(rig.device)
+    mask = mask.to(rig.device)
     plain = _text(model, ids, mask)
     config = Config(
         chunk_tokens=CHUNK,
@@ -71,7 +73,8 @@ def test_the_same_text_stored_and_hit(rig: Rig, house: Path, seed: int, rows: in
     options = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": mask}
     with CachedModel(model, config) as cached:
         assert torch.equal(cached.generate(ids, **options)[:, 131:], plain)
-        assert cached.last is not None and cached.last.columns == 0
+        assert cached.last is not None
+        assert cached.last.columns == 0
         for _ in range(2):
             out = cached.generate(ids, **options)[:, 131:]
             columns = cached.last.columns
@@ -89,7 +92,8 @@ def test_the_paged_engine(rig: Rig) -> None:
     command = [sys.executable, "-m", "examples.paged_engine", "--verify", "--device", rig.device.type]
     done = subprocess.run(command, cwd=ROOT, check=False, timeout=280, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert "identical" in done.stdout and "different: 0" in done.stdout
+    assert "identical" in done.stdout
+    assert "different: 0" in done.stdout
 
 
 def test_both_halves_of_the_vllm_connector(

@@ -28,7 +28,8 @@ class Sparing(Driver):
     """The machine's driver, which registers that many pieces and then answers as if out of memory."""
 
     def __init__(self, inner: Driver | None, pieces: int) -> None:
-        self._inner, self._left = inner, pieces
+        self._inner = inner
+        self._left = pieces
 
     def use(self, device_index: int) -> None:
         if self._inner is not None:
@@ -66,13 +67,15 @@ def held(rig: Rig, array: np.ndarray, pieces: int, piece_bytes: int) -> PinnedMe
 def test_registration_is_refused(rig: Rig, seed: int, name: str, way: str | None, pieces: int) -> None:
     """Of three pieces none, one or two are registered; slots are in both kinds, and across the border."""
     memory = Memory.of(rig, BY_NAME[name], TINY if rig.small else SHORT, "bfloat16", seed)
-    layout, count = memory.layout, memory.size.chunks
+    layout = memory.layout
+    count = memory.size.chunks
     piece_bytes = -(-count * layout.slot_bytes // 3 // 4096) * 4096 + 4096
     array = aligned(3 * piece_bytes)
     array[:] = POISON
     pinned = held(rig, array, pieces, piece_bytes)
     try:
-        assert pinned.nbytes == pieces * piece_bytes and pinned.trouble
+        assert pinned.nbytes == pieces * piece_bytes
+        assert pinned.trouble
         begins = [piece_bytes // 3 + number * layout.slot_bytes for number in range(count)]
         slots = [array[begin : begin + layout.slot_bytes] for begin in begins]
         engine = rig.engine(kernels=False) if way == "no kernels" else rig.engine(way)
@@ -92,14 +95,17 @@ def test_registration_is_refused(rig: Rig, seed: int, name: str, way: str | None
 def test_slots_that_lie_in_two_pieces_of_registration(rig: Rig, seed: int, way: str | None) -> None:
     """The driver knows two registrations; what crosses from one to the other is one slot."""
     memory = Memory.of(rig, BY_NAME["pages"], TINY if rig.small else SHORT, "bfloat16", seed)
-    layout, count = memory.layout, memory.size.chunks
+    layout = memory.layout
+    count = memory.size.chunks
     array = aligned(-(-count * layout.slot_bytes // 4096) * 4096)
     array[:] = POISON
     pinned = held(rig, array, -1, 4096 if rig.small else 1 << 20)
     try:
-        assert pinned.nbytes == array.nbytes and not pinned.trouble
+        assert pinned.nbytes == array.nbytes
+        assert not pinned.trouble
         slots = [array[n * layout.slot_bytes : (n + 1) * layout.slot_bytes] for n in range(count)]
-        engine, starts = rig.engine(way), memory.starts(seed)
+        engine = rig.engine(way)
+        starts = memory.starts(seed)
         memory.kv(engine).to_slots(starts, slots)
         for start, slot in zip(starts, slots, strict=True):
             memory.holds(start, slot)

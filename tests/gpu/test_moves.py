@@ -31,7 +31,8 @@ def both(
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("name", NAMES)
 def test_as_large_as_they_are(rig: Rig, seed: int, name: str, way: str | None) -> None:
-    size, engine = TINY if rig.small else LLAMA_8B, rig.engine(way)
+    size = TINY if rig.small else LLAMA_8B
+    engine = rig.engine(way)
     check_store(Memory.of(rig, BY_NAME[name], size, "bfloat16", seed), engine, "mixed", seed)
     check_load(Memory.of(rig, BY_NAME[name], size, "bfloat16", seed + 1), engine, "mixed", seed)
 
@@ -123,6 +124,7 @@ def test_a_fork_of_tensor_types_is_named(rig: Rig) -> None:
     from pagoda.transfer import DenseKV
 
     layout = KVLayout.dense(1, 1, 8, "float32", 4)
-    here, meta = torch.zeros(1, 8, 8, device=rig.device), torch.zeros(1, 8, 8, device="meta")
+    here = torch.zeros(1, 8, 8, device=rig.device)
+    meta = torch.zeros(1, 8, 8, device="meta")
     with pytest.raises(ValueError, match=r"layers\[0\]\[1\] is on meta"):
         DenseKV([(here, meta)], layout)

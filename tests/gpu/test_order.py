@@ -34,7 +34,8 @@ def short(rig: Rig) -> Size:
 def test_the_producer_is_still_writing(rig: Rig, seed: int, name: str, way: str | None, kind: str) -> None:
     """A long queue of work precedes the data when the store is called, on another thread."""
     memory = Memory.of(rig, BY_NAME[name], large(rig), "bfloat16", seed)
-    engine, starts = rig.engine(way), memory.starts(seed)
+    engine = rig.engine(way)
+    starts = memory.starts(seed)
     engine.prepare(memory_table(memory, engine))
     slots = rig.slots(memory.layout, len(starts), kind)
     real = memory.flat.clone()
@@ -57,9 +58,12 @@ def memory_table(memory: Memory, engine: CopyEngine):
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_the_engine_still_reads_what_is_overwritten(rig: Rig, seed: int, way: str | None, kind: str) -> None:
     memory = Memory.of(rig, BY_NAME["pages"], large(rig), "bfloat16", seed)
-    engine, starts = rig.engine(way), memory.starts(seed)
+    engine = rig.engine(way)
+    starts = memory.starts(seed)
     slots = rig.slots(memory.layout, len(starts), kind, fill=None)
-    before, seen, want = memory.flat.clone(), torch.zeros_like(memory.flat), memory.loaded(starts, slots)
+    before = memory.flat.clone()
+    seen = torch.zeros_like(memory.flat)
+    want = memory.loaded(starts, slots)
     rig.busy()
     rig.launch(lambda: seen.copy_(memory.flat))
     with ThreadPoolExecutor(1) as thread:
@@ -76,11 +80,13 @@ def test_beside_a_compute_stream(rig: Rig, seed: int, way: str | None) -> None:
     """A loop of matrix products runs all the time, and each result is right."""
     memory = Memory.of(rig, BY_NAME["pages_in_blocks"], large(rig), "bfloat16", seed)
     other = Memory.of(rig, BY_NAME["planes_first"], large(rig), "bfloat16", seed + 1)
-    engine, stop = rig.engine(way), threading.Event()
+    engine = rig.engine(way)
+    stop = threading.Event()
     side = 64 if rig.small else 4096
     a, b = (torch.randn((side, side), device=rig.device).to(torch.bfloat16) for _ in range(2))
     want = a @ b
-    kv, store = other.kv(engine), memory.kv(engine)
+    kv = other.kv(engine)
+    store = memory.kv(engine)
 
     def transfers() -> int:
         rounds = 0
@@ -109,7 +115,8 @@ def test_beside_a_compute_stream(rig: Rig, seed: int, way: str | None) -> None:
 def test_sources_that_are_let_go_of(rig: Rig, seed: int) -> None:
     """Tensors whose owner has dropped them, while the allocator gives the memory to code that writes it at once."""
     random = np.random.default_rng(seed)
-    engine, rounds = rig.engine(), 4 if rig.small else 60
+    engine = rig.engine()
+    rounds = 4 if rig.small else 60
     size = TINY if rig.small else SHORT
 
     def stored(memory_kv, starts: list[int], slots: list[np.ndarray], want: list[np.ndarray]) -> None:
@@ -158,7 +165,8 @@ def test_snapshots_that_nobody_wants(rig: Rig, seed: int) -> None:
 def test_a_snapshot_is_what_was_there(rig: Rig, seed: int, way: str | None, kind: str) -> None:
     """The engine overwrites the blocks at once, in the same stream; the bytes leave the device later."""
     memory = Memory.of(rig, BY_NAME["pages"], large(rig), "bfloat16", seed)
-    engine, starts = rig.engine(way), memory.starts(seed)
+    engine = rig.engine(way)
+    starts = memory.starts(seed)
     real = memory.flat.clone()
     memory.flat.zero_()
     rig.busy()
@@ -183,7 +191,8 @@ def test_many_threads_with_one_engine(rig: Rig, seed: int) -> None:
     """Each has separate blocks and slots in the same pools; there are more of them than may run at once."""
     size = short(rig)._replace(chunks=8, spare=3)
     memory = Memory.of(rig, BY_NAME["pages_in_blocks"], size, "bfloat16", seed)
-    engine, each = rig.engine(), size.chunk // size.block
+    engine = rig.engine()
+    each = size.chunk // size.block
     slots = rig.slots(memory.layout, size.chunks, "mixed")
     shared = memory.kv(engine)
     assert isinstance(shared, DevicePagesKV)
@@ -193,7 +202,8 @@ def test_many_threads_with_one_engine(rig: Rig, seed: int) -> None:
 
     def back_and_forth(number: int) -> None:
         kv = shared.with_table(memory.table[number * each : (number + 1) * each])
-        slot, nbytes = slots[number], memory.layout.chunk_bytes
+        slot = slots[number]
+        nbytes = memory.layout.chunk_bytes
         for turn in range(3 if rig.small else 40):
             slot[:] = turn
             kv.to_slots([0], [slot])
@@ -220,7 +230,8 @@ def test_a_layer_can_be_used_when_it_was_waited_for(
     """This thread's stream computes on each layer at once, while the load is on its way on another thread."""
     size = large(rig)
     memory = Memory.of(rig, BY_NAME[name], size, "bfloat16", seed)
-    engine, starts = rig.engine(way, staging_bytes=2048 if rig.small else 16 << 20), memory.starts(seed)
+    engine = rig.engine(way, staging_bytes=2048 if rig.small else 16 << 20)
+    starts = memory.starts(seed)
     slots = rig.slots(memory.layout, len(starts), kind, fill=None)
     want = memory.form.views(size, memory.loaded(starts, slots))
     own = memory.form.views(size, memory.flat)
@@ -247,10 +258,12 @@ def test_while_a_graph_is_captured(rig: Rig, seed: int, way: str | None) -> None
     if rig.small:
         pytest.skip("there are no graphs on a CPU")
     memory = Memory.of(rig, BY_NAME["pages"], short(rig), "bfloat16", seed)
-    engine, starts = rig.engine(way), memory.starts(seed)
+    engine = rig.engine(way)
+    starts = memory.starts(seed)
     slots = rig.slots(memory.layout, len(starts), "mixed")
     x = torch.arange(1 << 20, dtype=torch.int32, device=rig.device)
-    captured, running = threading.Event(), threading.Event()
+    captured = threading.Event()
+    running = threading.Event()
     want = {start: memory.chunk(start).view(torch.uint8).cpu().numpy() for start in starts}
 
     def transfers() -> int:

@@ -42,7 +42,9 @@ def slab(
     slab = MemorySlab(path, 9, SLOT)
     slab.array[:] = np.random.default_rng().integers(0, 256, slab.array.shape, np.uint8)
     held = slab.pin(torch.cuda.current_device(), driver=driver)
-    assert held is not None and held.wait(60) and held.trouble == ""
+    assert held is not None
+    assert held.wait(60)
+    assert held.trouble == ""
     assert slab.pinned_bytes == slab.nbytes
     yield slab
     slab.close(30)
@@ -58,7 +60,8 @@ def copied(driver: Driver, to: int, source: int, nbytes: int) -> None:
 def test_every_slot_goes_there_and_back(slab: MemorySlab, driver: Driver) -> None:
     device = torch.zeros(SLOT, dtype=torch.uint8, device="cuda")
     for slot in range(slab.slots):
-        view, fresh = slab.view(slot), np.random.default_rng(slot).integers(0, 256, SLOT, np.uint8)
+        view = slab.view(slot)
+        fresh = np.random.default_rng(slot).integers(0, 256, SLOT, np.uint8)
         place = device_address(view.ctypes.data, SLOT)
         assert place is not None
         copied(driver, device.data_ptr(), place, SLOT)
@@ -94,7 +97,9 @@ def test_what_is_closed_can_be_registered_again(slab: MemorySlab, driver: Driver
     slab.close(30)
     assert device_address(array.ctypes.data, 1) is None
     again = pinned.pin(array, torch.cuda.current_device(), driver=driver, background=False)
-    assert again is not None and again.nbytes == array.nbytes and again.close(30)
+    assert again is not None
+    assert again.nbytes == array.nbytes
+    assert again.close(30)
 
 
 def test_a_forked_child_changes_nothing(slab: MemorySlab, driver: Driver) -> None:

@@ -110,7 +110,8 @@ def test_kv_comes_back_bit_by_bit(dtype: str, opened) -> None:
 
 def test_chunks_that_go_before_or_during_a_load(opened) -> None:
     model = llama().to(DEVICE)
-    cached, want = opened(model), plain(model)
+    cached = opened(model)
+    want = plain(model)
     for rob in (cached.cache.clear, lambda: threading.Timer(0.0, cached.cache.clear).start()):
         for _ in range(5):
             text(cached)
@@ -121,7 +122,8 @@ def test_chunks_that_go_before_or_during_a_load(opened) -> None:
 
 def test_a_model_that_moves_is_followed(opened) -> None:
     model = llama()
-    cached, want = opened(model), plain(model)
+    cached = opened(model)
+    want = plain(model)
     assert text(cached) == want
     model.to(DEVICE)
     assert text(cached) == plain(model)

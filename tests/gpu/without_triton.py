@@ -31,7 +31,8 @@ def main() -> None:
                 check_load(Memory.of(rig, form, size, "bfloat16", seed + 1), engine, kind, seed)
             rig.check()
         memory = Memory.of(rig, FORMS[6], size, "bfloat16", seed)
-        kv, starts = memory.kv(engine), memory.starts(seed)
+        kv = memory.kv(engine)
+        starts = memory.starts(seed)
         real = memory.flat.clone()
         snapshot = kv.snapshot(starts)  # type: ignore[attr-defined]
         rig.launch(lambda: memory.flat.zero_())

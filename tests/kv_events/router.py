@@ -40,13 +40,19 @@ class Router:
             for held in self.held.values():
                 held.clear()
             return
-        names, held = event["block_hashes"], self.held[str(event["medium"])]
-        assert isinstance(names, list) and event["locality"] == "LOCAL"
+        names = event["block_hashes"]
+        held = self.held[str(event["medium"])]
+        assert isinstance(names, list)
+        assert event["locality"] == "LOCAL"
         if event["type"] == "BlockRemoved":
             held.difference_update(names)
             return
-        tokens, size, before = event["token_ids"], event["block_size"], event["parent_block_hash"]
-        assert isinstance(tokens, list) and size == CHUNK and len(tokens) in (0, CHUNK * len(names))
+        tokens = event["token_ids"]
+        size = event["block_size"]
+        before = event["parent_block_hash"]
+        assert isinstance(tokens, list)
+        assert size == CHUNK
+        assert len(tokens) in (0, CHUNK * len(names))
         for at, name in enumerate(names):
             known = self.tokens.get(before, ()) if before is not None else ()  # type: ignore[call-overload]
             self.tokens[name] = (*known, *tokens[at * CHUNK : (at + 1) * CHUNK])

@@ -182,7 +182,8 @@ def test_who_does_not_end_his_handshake_is_disconnected(
 
 def test_all_who_read_nothing_cost_together_what_one_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_socket, "MOST_BEHIND_BYTES", 4 << 20)
-    events, message = EventSocket("tcp://127.0.0.1:*", topic=TOPIC), b"x" * (256 << 10)
+    events = EventSocket("tcp://127.0.0.1:*", topic=TOPIC)
+    message = b"x" * (256 << 10)
     with contextlib.ExitStack() as stack:
         for _ in range(4):
             sock = stack.enter_context(stranger(events))

@@ -62,7 +62,8 @@ def test_what_is_stored_and_cleared_is_told(shm_root: Path, tmp_path: Path) -> N
 def test_who_comes_later_and_a_restarted_engine_tell_all_that_is_there(
     shm_root: Path, tmp_path: Path
 ) -> None:
-    first, second = prompt(5, 1), prompt(3, 2)
+    first = prompt(5, 1)
+    second = prompt(3, 2)
     with cache_at(shm_root, tmp_path) as cache:
         early = Router(cache.publish_events(ANY))
         stored(cache, first)
@@ -147,12 +148,14 @@ def test_of_a_tenant_no_tokens_are_told_and_of_an_adapter_its_name(cache: Cache)
         (True, "an adapter"),
     }
     notes = b"".join(path.read_bytes() for path in cache._tiers.ledgers()[0][1].directory.glob("notes*"))
-    assert tokens[:CHUNK].tobytes() in notes and b"a tenant" not in notes
+    assert tokens[:CHUNK].tobytes() in notes
+    assert b"a tenant" not in notes
     router.close()
 
 
 def test_what_is_removed_or_cleared_leaves_no_tokens_beside_any_tier(shm_root: Path, tmp_path: Path) -> None:
-    tokens, tenant = prompt(3, 1), prompt(3, 2)
+    tokens = prompt(3, 1)
+    tenant = prompt(3, 2)
     with cache_at(shm_root, tmp_path) as cache:
         router = Router(cache.publish_events(ANY))
         stored(cache, tokens)
@@ -214,7 +217,8 @@ def test_a_prompt_with_an_image_is_not_told(cache: Cache) -> None:
     other = prompt(2, 5)
     stored(cache, other)
     wait_until(lambda: router.believes(other, "CPU") == 2)
-    assert router.believes(tokens, "CPU") == 0 and len(router.held["CPU"]) == 2
+    assert router.believes(tokens, "CPU") == 0
+    assert len(router.held["CPU"]) == 2
     router.close()
 
 
@@ -281,7 +285,8 @@ def other_store(host: Path, chunks: int) -> None:
 
 
 def test_what_was_asked_before_the_weights_changed_is_not_told_afterwards(cache: Cache) -> None:
-    tokens, later = prompt(3, 1), prompt(2, 2)
+    tokens = prompt(3, 1)
+    later = prompt(2, 2)
     router = Router(cache.publish_events(ANY))
     stored(cache, tokens)
     wait_until(lambda: router.believes(tokens, "CPU") == 3)
@@ -297,13 +302,17 @@ def test_what_was_asked_before_the_weights_changed_is_not_told_afterwards(cache:
 
 def test_what_is_noted_after_the_weights_changed_is_not_told(cache: Cache) -> None:
     """Its namespace was found before, on another thread, and the reporting thread has followed the weights since."""
-    tokens, later, last = prompt(3, 1), prompt(2, 2), prompt(2, 3)
+    tokens = prompt(3, 1)
+    later = prompt(2, 2)
+    last = prompt(2, 3)
     router = Router(cache.publish_events(ANY))
     stored(cache, tokens)
     wait_until(lambda: router.believes(tokens, "CPU") == 3)
     events = cache._resources.events
-    assert events is not None and events._stored is not None
-    asked, present = cache._checked(tokens, {}), events._scope()[0].root
+    assert events is not None
+    assert events._stored is not None
+    asked = cache._checked(tokens, {})
+    present = events._scope()[0].root
     cache.weights_changed()
     stored(cache, later)
     wait_until(lambda: router.believes(later, "CPU") == 2 and not router.believes(tokens, "CPU"))
@@ -350,7 +359,8 @@ def test_a_cache_that_is_dropped_or_closed_tells_nothing_more(shm_root: Path) ->
 
 
 def test_a_forked_child_stores_and_leaves_the_telling_to_its_parent(cache: Cache) -> None:
-    first, second = prompt(3, 1), prompt(3, 2)
+    first = prompt(3, 1)
+    second = prompt(3, 2)
     router = Router(cache.publish_events(ANY))
     stored(cache, first)
     wait_until(lambda: router.believes(first, "CPU") == 3)
@@ -403,7 +413,8 @@ def test_a_router_that_reads_nothing_costs_a_bounded_amount_of_memory(
 
 
 def test_given_keys_and_parts_of_prompts_are_told_with_their_tokens_or_not_at_all(cache: Cache) -> None:
-    tokens, other = prompt(4, 1), prompt(4, 2)
+    tokens = prompt(4, 1)
+    other = prompt(4, 2)
     router = Router(cache.publish_events(ANY))
     keys = cache.keys(other)
     cache.store(None, kit.kv_of(other).transfer, keys=keys)  # nobody says their tokens
@@ -411,7 +422,8 @@ def test_given_keys_and_parts_of_prompts_are_told_with_their_tokens_or_not_at_al
     cache.lookup(tokens, start_tokens=2 * CHUNK)
     cache.lookup(tokens, keys=cache.keys(tokens, 2 * CHUNK))
     wait_until(lambda: router.believes(tokens, "CPU") == 4)
-    assert router.believes(other, "CPU") == 0 and len(router.held["CPU"]) == 4
+    assert router.believes(other, "CPU") == 0
+    assert len(router.held["CPU"]) == 4
     cache.lookup(other)
     wait_until(lambda: router.believes(other, "CPU") == 4)
     router.close()
@@ -468,7 +480,8 @@ def test_a_router_credits_what_a_lookup_finds_after_closes_at_any_moment(
     random = Random(3)
     agreed = 0
     for number in range(50):
-        host, disk = shm_root / str(number), tmp_path / str(number)
+        host = shm_root / str(number)
+        disk = tmp_path / str(number)
         tokens = prompt(random.randrange(1, 12), number)
         stored_and_closed(host, disk, tokens, random.random() * 0.4)
         on_host, on_disk, found_on_host, found_on_disk = held_after_restart(host, disk, tokens)

@@ -38,7 +38,8 @@ class Engine:
         return ChunkNote(self.root(tenant), b"", self.root(tenant)[:-1] + bytes([chunk]))
 
     def stored(self, tenant: str, chunks: int = 1) -> None:
-        root, keys = self.root(tenant), [self.note(tenant, n).hashes for n in range(chunks)]
+        root = self.root(tenant)
+        keys = [self.note(tenant, n).hashes for n in range(chunks)]
         outcomes = self.slots.reserve(keys, namespace=root, start=0, parent=None)
         self.events.note(lambda n: self.note(tenant, n), root, self.slots.namespace(), 0, outcomes)
         done = [
@@ -49,7 +50,8 @@ class Engine:
         assert self.slots.commit({root: done}, 0) == [True] * chunks
 
     def found(self, tenant: str, chunks: int = 1) -> None:
-        root, keys = self.root(tenant), [self.note(tenant, n).hashes for n in range(chunks)]
+        root = self.root(tenant)
+        keys = [self.note(tenant, n).hashes for n in range(chunks)]
         self.events.found(lambda n: self.note(tenant, n), root, self.slots.namespace(), 0, keys)
 
     def told(self) -> int:
@@ -111,7 +113,8 @@ def test_tenants_of_which_nothing_is_held_are_forgotten_until_they_come_again(
         engine.events.name_adapter(n, engine.root(f"passes {n}"))
         engine.stored(f"passes {n}")
         assert engine.told() == 2
-        assert len(engine.events._roots) <= 12 and len(engine.events._adapters) <= 12
+        assert len(engine.events._roots) <= 12
+        assert len(engine.events._adapters) <= 12
         admin.clear(engine.slots.ledgers["host"], engine.root(f"passes {n}"))
     assert engine.told() == 1
     engine.stored("passes 0")

@@ -44,8 +44,10 @@ def events(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredEv
 
 def full(cache: Cache, publisher: EventPublisher) -> StoredEvents:
     assert cache.slots is not None
-    ledger, random = cache.slots.ledgers["host"], np.random.default_rng(0)
-    columns, root = ledger.columns, cache.slots.namespace()
+    ledger = cache.slots.ledgers["host"]
+    random = np.random.default_rng(0)
+    columns = ledger.columns
+    root = cache.slots.namespace()
     assert columns.slots == SLOTS
     columns.keys[:] = random.integers(0, 1 << 60, columns.keys.shape, np.uint64)
     columns.generation[:] = np.arange(1, SLOTS + 1)
@@ -134,7 +136,9 @@ def test_while_nothing_changes_no_slot_is_looked_at(
 ) -> None:
     """Whether it is told, of another namespace, without a note, or free: a million slots cost what one costs."""
     (tier,) = events._tiers
-    ledger, columns, looked = tier.ledger, tier.ledger.columns, list[slice]()
+    ledger = tier.ledger
+    columns = tier.ledger.columns
+    looked = list[slice]()
     walk = tier._slices
 
     def slices() -> Iterator[slice]:
@@ -147,24 +151,31 @@ def test_while_nothing_changes_no_slot_is_looked_at(
     columns.last_use[8:16] = NOT_READY
     while not events._round():
         pass
-    assert np.count_nonzero(tier._held) == SLOTS - 16 and looked
+    assert np.count_nonzero(tier._held) == SLOTS - 16
+    assert looked
     looked.clear()
     for _ in range(3):
         assert events._round()
     assert looked == []
     reserved = ledger.reserve([bytes(32)], namespace=bytes(32), stamp=1)
-    assert events._round() and len(looked) == 2  # for what is gone, and for what is new
+    # for what is gone, and for what is new
+    assert events._round()
+    assert len(looked) == 2
     looked.clear()
-    assert events._round() and looked == []
+    assert events._round()
+    assert looked == []
     ledger.commit([one for one in reserved if isinstance(one, Reserved)])
-    assert events._round() and len(looked) == 2
+    assert events._round()
+    assert len(looked) == 2
     looked.clear()
     ledger.match_prefix([bytes(32)])  # a request reads, and uses it
-    assert events._round() and looked == []
+    assert events._round()
+    assert looked == []
     with gate_taken(ledger):  # what is not known is looked at
         for _ in range(2):
             looked.clear()
-            assert events._round() and looked
+            assert events._round()
+            assert looked
 
 
 def test_what_is_used_all_the_time_and_never_noted_keeps_no_other_chunk_waiting(
@@ -174,7 +185,8 @@ def test_what_is_used_all_the_time_and_never_noted_keeps_no_other_chunk_waiting(
     (tier,) = events._tiers
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", 0.05)
     monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_CHOSEN", 64)
-    columns, silent = tier.ledger.columns, range(100)
+    columns = tier.ledger.columns
+    silent = range(100)
     columns.keys[: len(silent)] += np.uint64(1)
     columns.last_use[: len(silent)] = NOT_READY - 1  # as if each round came after another use
     until = time.monotonic() + 10.0
@@ -199,5 +211,6 @@ def test_what_was_told_is_not_remembered_by_name_while_nothing_changes(events: S
             pass
         assert np.count_nonzero(tier._held) == SLOTS
         assert events._round()
-        assert not tier._just and not tier._before
+        assert not tier._just
+        assert not tier._before
         tier.tell_again()

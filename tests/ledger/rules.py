@@ -14,7 +14,8 @@ from blake3 import blake3
 from pagoda.ledger import Ledger, Reserved, StoreSpec, admin
 
 SLOTS = 32
-TENANT, OTHER = blake3(b"tenant").digest(), blake3(b"other tenant").digest()
+TENANT = blake3(b"tenant").digest()
+OTHER = blake3(b"other tenant").digest()
 
 
 def keys(*numbers: int) -> list[bytes]:

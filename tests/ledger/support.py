@@ -21,7 +21,8 @@ from pagoda.policy.hindsight import _SharedValues
 from pagoda.testing import FakeClock
 from tests.children import child
 
-TENANT, OTHER = blake3(b"tenant").digest(), blake3(b"other tenant").digest()
+TENANT = blake3(b"tenant").digest()
+OTHER = blake3(b"other tenant").digest()
 SLOT_BYTES = 4096
 PATIENT_SECONDS = 30.0  # for a call that must succeed: a busy machine may pause for a while
 

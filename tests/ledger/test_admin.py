@@ -62,13 +62,16 @@ def test_rows_come_in_pages_while_others_go_on(shm_root: Path) -> None:
 
 def test_pins_are_listed_by_their_owners(ledger: Ledger) -> None:
     put(ledger, keys(1, 2, 3))
-    assert admin.pin(ledger, keys(1, 2, 9), "ann") == 2 and admin.pin(ledger, keys(2), "bob") == 1
+    assert admin.pin(ledger, keys(1, 2, 9), "ann") == 2
+    assert admin.pin(ledger, keys(2), "bob") == 1
     assert {who: set(pinned) for who, pinned in admin.list_pins(ledger).items()} == {
         "ann": set(keys(1, 2)),
         "bob": set(keys(2)),
     }
-    assert admin.unpin(ledger, keys(1, 2), "bob") == 1 and admin.unpin(ledger, None, "nobody") == 0
-    assert admin.unpin(ledger, None, "ann") == 2 and admin.list_pins(ledger) == {}
+    assert admin.unpin(ledger, keys(1, 2), "bob") == 1
+    assert admin.unpin(ledger, None, "nobody") == 0
+    assert admin.unpin(ledger, None, "ann") == 2
+    assert admin.list_pins(ledger) == {}
     for owner in ("", "two\nlines"):
         with pytest.raises(ValueError, match="name"):
             admin.pin(ledger, keys(1), owner)
@@ -79,11 +82,13 @@ def test_an_unpin_ends_the_pins_of_the_chunks_that_it_names(ledger: Ledger) -> N
     admin.pin(ledger, keys(1, 2), "ann")
     assert admin.unpin(ledger, keys(1), "ann") == 1
     assert admin.list_pins(ledger) == {"ann": keys(2)}
-    assert admin.unpin(ledger, None, "ann") == 1 and admin.list_pins(ledger) == {}
+    assert admin.unpin(ledger, None, "ann") == 1
+    assert admin.list_pins(ledger) == {}
 
 
 def test_no_call_about_many_pins_holds_the_gate_for_all_of_them(shm_root: Path) -> None:
-    ledger, many = Ledger.open(spec(shm_root, 36_000, slot_bytes=0)), keys(*range(9_000))
+    ledger = Ledger.open(spec(shm_root, 36_000, slot_bytes=0))
+    many = keys(*range(9_000))
     put(ledger, many)
     for owner, part in (("ann", many[:6_000]), ("bob", many[3_000:])):
         assert admin.pin(ledger, part, owner) == 6_000
@@ -99,7 +104,8 @@ def test_no_call_about_many_pins_holds_the_gate_for_all_of_them(shm_root: Path) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tables, "rows", counted)
         assert StoreStats.of(ledger).pins == {"ann": 6_000, "bob": 6_000}
-        assert admin.unpin(ledger, many[:4_000], "ann") == 4_000 and admin.unpin(ledger, None, "bob") == 6_000
+        assert admin.unpin(ledger, many[:4_000], "ann") == 4_000
+        assert admin.unpin(ledger, None, "bob") == 6_000
         assert {owner: sorted(pinned) for owner, pinned in admin.list_pins(ledger).items()} == {
             "ann": sorted(many[4_000:6_000])
         }
@@ -113,7 +119,8 @@ def test_many_pins_are_bounded_and_counted(shm_root: Path) -> None:
     put(ledger, wanted, chained=False)
     assert admin.pin(ledger, wanted, "ann") == 256
     assert admin.counters(ledger)["drop_pin_limit"] == 344
-    assert admin.remove(ledger, wanted) == 600 and admin.list_pins(ledger) == {}
+    assert admin.remove(ledger, wanted) == 600
+    assert admin.list_pins(ledger) == {}
     admin.check(ledger)
     ledger.close()
 
@@ -181,7 +188,8 @@ def test_why_a_chunk_is_gone_and_since_when(ledger: Ledger, clock: FakeClock, re
         assert ledger.remove_exact(one.key, one.slot, one.generation, reason)
     clock.advance(30)
     miss = ledger.explain_miss(keys(1)[0])
-    assert miss.reason is reason and miss.age_seconds == pytest.approx(30, abs=1)
+    assert miss.reason is reason
+    assert miss.age_seconds == pytest.approx(30, abs=1)
     assert ledger.match_prefix(keys(1)).reason is reason
     assert ledger.explain_miss(keys(10**6)[0]) == (Reason.ABSENT, None)
 
@@ -193,9 +201,8 @@ def test_the_reason_of_a_match_is_that_of_the_first_key_not_in_the_run(ledger: L
     assert ledger.match_prefix(keys(1, 2, 3)).reason is Reason.REMOVED
     assert ledger.match_prefix(keys(1, 5)).reason is Reason.BUSY
     assert ledger.match_prefix(keys(1)).reason is None
-    assert ledger.match_prefix(keys(9, 1)).reason is Reason.ABSENT and not len(
-        ledger.match_prefix(keys(9, 1)).slots
-    )
+    assert ledger.match_prefix(keys(9, 1)).reason is Reason.ABSENT
+    assert not len(ledger.match_prefix(keys(9, 1)).slots)
 
 
 # damage
@@ -208,7 +215,8 @@ def test_a_damaged_entry_is_a_miss_and_goes(ledger: Ledger) -> None:
         entry = ENTRY.pack(slot, generation, 1, 0)
         ledger.session.write(lambda w, entry=entry: w.txn.put(one.key, entry, db=w.tables.entries), 1.0)  # type: ignore[misc]
         match = ledger.match_prefix([one.key])
-        assert not len(match.slots) and match.reason is Reason.FAILED_CHECK
+        assert not len(match.slots)
+        assert match.reason is Reason.FAILED_CHECK
         assert not len(ledger.match_prefix([one.key]).slots)
         assert len(ledger.match_prefix(keys(2)).slots) == 1, "the chunk in the named slot is not affected"
         many = keys(*range(100, 108))
@@ -223,7 +231,8 @@ def test_an_entry_of_a_long_run_names_a_slot_that_does_not_exist(ledger: Ledger,
     entry = ENTRY.pack(ledger.slots + beyond, stored.generation, 1, 9)
     ledger.session.write(lambda w: w.txn.put(stored.key, entry, db=w.tables.entries), 1.0)
     match = ledger.match_prefix(run)
-    assert len(match.slots) == 9 and match.reason is Reason.FAILED_CHECK
+    assert len(match.slots) == 9
+    assert match.reason is Reason.FAILED_CHECK
 
 
 def _entry(transaction: Transaction) -> None:
@@ -267,4 +276,6 @@ def test_wrong_hints_are_counted_and_not_judged(ledger: Ledger) -> None:
     ledger.columns.generation[stored[0].slot] = 0
     ledger.columns.parent_slot[stored[5].slot] = 10**9
     report = admin.check(ledger)
-    assert report.stale_hints == 1 and report.unreachable == 1 and report.gauges["ready"] == 6
+    assert report.stale_hints == 1
+    assert report.unreachable == 1
+    assert report.gauges["ready"] == 6

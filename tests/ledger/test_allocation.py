@@ -46,7 +46,8 @@ def test_a_chunk_has_a_part(ledger: Ledger) -> None:
 
 def test_nothing_asked_nothing_answered(ledger: Ledger) -> None:
     assert ledger.reserve([], namespace=TENANT) == []
-    assert ledger.commit([]) == [] and ledger.adopt([], 0) == []
+    assert ledger.commit([]) == []
+    assert ledger.adopt([], 0) == []
     ledger.abort([])
     assert ledger.match_prefix([]).reason is None
 
@@ -62,7 +63,8 @@ def test_each_key_gets_its_own_answer(ledger: Ledger) -> None:
 
 def test_one_key_twice_in_a_call_is_busy_with_itself(ledger: Ledger) -> None:
     one, two = ledger.reserve(keys(1, 1), namespace=TENANT)
-    assert isinstance(one, Reserved) and two == Busy(keys(1)[0], ledger.session.member)
+    assert isinstance(one, Reserved)
+    assert two == Busy(keys(1)[0], ledger.session.member)
     assert ledger.commit([one]) == [True]
 
 
@@ -82,10 +84,12 @@ def test_a_reservation_may_be_sent_to_another_process(ledger: Ledger) -> None:
 
     def work() -> None:
         again = pickle.loads(sent)
-        assert ledger.adopt([again], 0) == [True] and ledger.commit([again]) == [True]
+        assert ledger.adopt([again], 0) == [True]
+        assert ledger.commit([again]) == [True]
 
     in_child(work)
-    assert ledger.commit([room]) == [False] and there(ledger, keys(1)) == [True]
+    assert ledger.commit([room]) == [False]
+    assert there(ledger, keys(1)) == [True]
 
 
 # bounds
@@ -134,17 +138,19 @@ def test_a_key_is_busy_for_a_while_and_then_whoever_commits_last_loses(
     assert isinstance(ledger.reserve(keys(1), namespace=TENANT)[0], Busy)
     clock.advance(0.2)
     quick = reserved(ledger.reserve(keys(1), namespace=TENANT))
-    assert (
-        quick[0].slot != slot_of(slow) and ledger.commit(quick) == [True] and ledger.commit(slow) == [False]
-    )
-    assert admin.gauges(ledger)["ready"] == 1 and admin.gauges(ledger)["reserved"] == 0
+    assert quick[0].slot != slot_of(slow)
+    assert ledger.commit(quick) == [True]
+    assert ledger.commit(slow) == [False]
+    assert admin.gauges(ledger)["ready"] == 1
+    assert admin.gauges(ledger)["reserved"] == 0
 
 
 def test_the_superseded_one_loses_also_if_it_is_quicker(ledger: Ledger, clock: FakeClock) -> None:
     slow = reserved(ledger.reserve(keys(1), namespace=TENANT))
     clock.advance(11)
     quick = reserved(ledger.reserve(keys(1), namespace=TENANT))
-    assert ledger.commit(slow) == [False] and ledger.commit(quick) == [True]
+    assert ledger.commit(slow) == [False]
+    assert ledger.commit(quick) == [True]
 
 
 def test_a_dead_writer_keeps_nobody_from_reserving_its_key(ledger: Ledger) -> None:
@@ -163,7 +169,8 @@ def test_a_wrong_part_is_an_error_and_another_members_part_is_not_mine(ledger: L
             ledger.commit(rooms, part)
         assert ledger.adopt(rooms, part) == [False]
     in_child(lambda: _must(ledger.commit(rooms, 0) == [False]))
-    assert ledger.commit(rooms, 0) == [CommitResult.PART] and ledger.commit(rooms, 0) == [False]
+    assert ledger.commit(rooms, 0) == [CommitResult.PART]
+    assert ledger.commit(rooms, 0) == [False]
     assert ledger.adopt(rooms, 0) == [False], "it was stored"
     assert ledger.commit(rooms, 1) == [CommitResult.WHOLE]
 
@@ -171,7 +178,8 @@ def test_a_wrong_part_is_an_error_and_another_members_part_is_not_mine(ledger: L
 def test_a_reservation_under_another_key_is_not_committed(ledger: Ledger) -> None:
     [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
     assert ledger.commit([room._replace(key=keys(2)[0])]) == [False]
-    assert ledger.commit([room]) == [True] and there(ledger, keys(1, 2)) == [True, False]
+    assert ledger.commit([room]) == [True]
+    assert there(ledger, keys(1, 2)) == [True, False]
 
 
 def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
@@ -183,12 +191,14 @@ def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
 
     with Other(adopt):
         ledger.abort([room])
-        assert admin.gauges(ledger)["reserved"] == 1 and admin.reap(ledger) == 0
+        assert admin.gauges(ledger)["reserved"] == 1
+        assert admin.reap(ledger) == 0
         [again] = reserved(ledger.reserve(keys(1), namespace=TENANT))
         assert again.slot != room.slot, "the key is free at once, but the slot is not"
         assert ledger.commit([again]) == [True]
         assert ledger.commit([room], 0) == [False]
-    assert admin.reap(ledger) == 1 and admin.gauges(ledger)["reserved"] == 0
+    assert admin.reap(ledger) == 1
+    assert admin.gauges(ledger)["reserved"] == 0
     assert ledger.match_prefix(keys(1)).slots.tolist() == [again.slot]
 
 
@@ -214,7 +224,8 @@ def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(ledg
     assert admin.gauges(ledger)["reserved"] == 1
     os.write(send, b"x")
     assert wait(pid) == 0
-    assert admin.gauges(ledger)["reserved"] == 0 and there(ledger, keys(1)) == [False]
+    assert admin.gauges(ledger)["reserved"] == 0
+    assert there(ledger, keys(1)) == [False]
 
 
 def test_a_stranger_aborts_nothing(ledger: Ledger) -> None:
@@ -226,7 +237,8 @@ def test_a_stranger_aborts_nothing(ledger: Ledger) -> None:
 def test_no_part_of_what_was_cleared_is_said_to_be_in(ledger: Ledger) -> None:
     rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
     admin.clear(ledger, TENANT)
-    assert ledger.commit(rooms, 0) == [False] and ledger.commit(rooms, 1) == [False]
+    assert ledger.commit(rooms, 0) == [False]
+    assert ledger.commit(rooms, 1) == [False]
     assert not admin.gauges(ledger)["reserved"]
 
 
@@ -304,7 +316,8 @@ def test_a_chunk_behind_a_chunk_whose_parent_is_gone_goes_first_too(ledger: Ledg
     put(ledger, chain)
     admin.remove(ledger, chain[:1])
     put(ledger, keys(300, 301, 302, 303), chained=False)
-    assert there(ledger, chain) == [False] * 4 and all(there(ledger, keys(*range(100, 128))))
+    assert there(ledger, chain) == [False] * 4
+    assert all(there(ledger, keys(*range(100, 128))))
 
 
 def test_tenants_share_the_room(ledger: Ledger, clock: FakeClock) -> None:
@@ -329,7 +342,8 @@ def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
 ) -> None:
     old = put(ledger, keys(*range(100, 100 + ledger.slots)), chained=False)
     clock.advance(1)
-    name_victims, named = ledger._victims, list[tuple[int, int]]()
+    name_victims = ledger._victims
+    named = list[tuple[int, int]]()
 
     def overtaken(count: int, stamp: int) -> list[tuple[int, int]]:
         named.extend(name_victims(count, stamp))

@@ -24,7 +24,9 @@ class Watched:
     """A part of a store whose reads and writes are noted in the order in which they come."""
 
     def __init__(self, part: object, name: str, steps: list[str]) -> None:
-        self._part, self._name, self._steps = part, name, steps
+        self._part = part
+        self._name = name
+        self._steps = steps
 
     def __getattr__(self, name: str) -> object:
         self._steps.append(f"read {name}")

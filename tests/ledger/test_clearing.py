@@ -34,12 +34,14 @@ def test_no_look_up_finds_what_is_being_cleared(tmp_path: Path, everything: bool
     root = None if everything else TENANT
     ledger.session.write(lambda transaction: clears_and_labels.clear(transaction, root))
     match = ledger.match_prefix(keys(1, 2, 3), namespace=TENANT)
-    assert not len(match.slots) and match.reason is Reason.CLEARED
+    assert not len(match.slots)
+    assert match.reason is Reason.CLEARED
     assert not len(ledger.match_prefix(keys(1)).slots), "also if the namespace is not known"
     assert len(ledger.match_prefix(keys(4, 5), namespace=OTHER).slots) == (0 if everything else 2)
     assert ledger.touch(keys(1, 4)) == [False, not everything]
     again = ledger.reserve(keys(2), namespace=TENANT)
-    assert isinstance(again[0], Reserved) and not isinstance(again[0], Present)
+    assert isinstance(again[0], Reserved)
+    assert not isinstance(again[0], Present)
     assert ledger.commit([again[0]]) == [True]
     assert there(ledger, keys(1, 2, 3)) == [False, True, False], "what was stored since the clear is found"
     assert admin.check(ledger)
@@ -194,7 +196,8 @@ def test_an_older_copy_of_state_brings_back_nothing(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "older", directory / "state")
     ledger = opened(tmp_path, kind="file")
     state = read_state(directory)
-    assert state is not None and state.incarnation == 5
+    assert state is not None
+    assert state.incarnation == 5
     scanned(ledger, headers)
     assert there(ledger, keys(2, 3)) == [False, True]
     put(ledger, keys(4))

@@ -41,15 +41,19 @@ def test_no_two_columns_share_a_byte(tmp_path: Path, slots: int) -> None:
 
 def test_new_columns_hold_nothing(tmp_path: Path) -> None:
     columns = make(tmp_path)
-    assert (columns.last_use == NOT_READY).all() and (columns.parent_slot == NO_PARENT).all()
-    assert not columns.generation.any() and columns.table.find(keys(1)[0]) is None
+    assert (columns.last_use == NOT_READY).all()
+    assert (columns.parent_slot == NO_PARENT).all()
+    assert not columns.generation.any()
+    assert columns.table.find(keys(1)[0]) is None
 
 
 def test_what_one_process_assigns_another_sees(tmp_path: Path) -> None:
-    one, other = make(tmp_path), Columns(tmp_path / "columns", 100)
+    one = make(tmp_path)
+    other = Columns(tmp_path / "columns", 100)
     one.generation[5] = 77
     one.keys[5] = np.frombuffer(keys(1)[0], np.uint64)
-    assert other.generation[5] == 77 and other.key_of(5) == keys(1)[0]
+    assert other.generation[5] == 77
+    assert other.key_of(5) == keys(1)[0]
 
 
 def test_published_keys_are_compared_whole(tmp_path: Path) -> None:
@@ -63,16 +67,19 @@ def test_published_keys_are_compared_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slots", [50, 100, 150])
 def test_a_resize_takes_over_what_both_have(tmp_path: Path, slots: int) -> None:
-    old, new = make(tmp_path), make(tmp_path, slots, "new")
+    old = make(tmp_path)
+    new = make(tmp_path, slots, "new")
     old.generation[:] = np.arange(100) + 1
     old.last_use[:] = np.arange(100)
     old.parent_slot[:] = np.arange(100) - 1
     old.parent_slot[10] = 90
     new.copy_from(old)
     both = min(slots, 100)
-    assert (new.generation[:both] == old.generation[:both]).all() and (new.last_use[both:] == NOT_READY).all()
+    assert (new.generation[:both] == old.generation[:both]).all()
+    assert (new.last_use[both:] == NOT_READY).all()
     assert new.parent_slot[10] == (90 if slots > 90 else NO_PARENT)
-    assert new.parent_slot[20] == 19 and (new.parent_slot < slots).all()
+    assert new.parent_slot[20] == 19
+    assert (new.parent_slot < slots).all()
 
 
 @pytest.mark.parametrize("slots", [8192, 65536])
@@ -81,8 +88,10 @@ def test_half_of_many_slots_are_leased_at_most_whatever_their_order(
     tmp_path: Path, slots: int, chunks: int
 ) -> None:
     """Leases are counted in a sample, and prompts of equal length have their first chunks at equal distances."""
-    now, rows = 10**12, np.arange(slots)
-    tails, heads = rows[rows % chunks != 0], rows[::chunks]
+    now = 10**12
+    rows = np.arange(slots)
+    tails = rows[rows % chunks != 0]
+    heads = rows[::chunks]
     for wanted, least, most in ((tails, 0.45, 0.55), (heads, min(0.45, 0.95 / chunks), 0.55)):
         columns = make(tmp_path, slots)
         for part in np.array_split(wanted, 64):

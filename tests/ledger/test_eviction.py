@@ -91,7 +91,8 @@ def test_orphans_that_are_too_young_to_go_do_not_hide_those_that_may(
     old = keys(*range(20))
     put(ledger, old, chained=False)
     clock.advance(1)
-    stamp, chain = ledger.stamp(), keys(*range(100, 112))
+    stamp = ledger.stamp()
+    chain = keys(*range(100, 112))
     for start in range(0, len(chain), ledger.window):
         parent = chain[start - 1] if start else None
         window = chain[start : start + ledger.window]
@@ -194,7 +195,8 @@ def test_leases_give_way_when_only_they_stand_in_the_way_soonest_ending_first(le
 
 
 def test_what_the_same_call_asked_for_is_not_its_victim(ledger: Ledger, clock: FakeClock) -> None:
-    old, kept = keys(0, 1), keys(*range(10, 10 + SLOTS - 2))
+    old = keys(0, 1)
+    kept = keys(*range(10, 10 + SLOTS - 2))
     put(ledger, old)
     stored = put(ledger, kept, chained=False)
     assert all(ledger.hold(*places(stored)))

@@ -26,17 +26,21 @@ def remember(
 
 @pytest.mark.parametrize("count", [1, 4, 5, 64])
 def test_ghosts_of_few_and_of_many(count: int) -> None:
-    ghosts, gone = table(4096), keys(*range(count))
-    uses, hits = np.arange(count) + 5, np.arange(count, dtype=np.uint32)
+    ghosts = table(4096)
+    gone = keys(*range(count))
+    uses = np.arange(count) + 5
+    hits = np.arange(count, dtype=np.uint32)
     ghosts.remember(marks_of(gone), uses, hits, 123_456, 2)
     assert all(ghosts.find(key) == (123_456, 2) for key in gone)
     assert ghosts.find(keys(10**6)[0]) is None
     known_hits, last_use = ghosts.recall(marks_of([*gone, *keys(10**6)]))
-    assert known_hits.tolist() == [*range(count), 0] and last_use.tolist() == [*(uses.tolist()), 0]
+    assert known_hits.tolist() == [*range(count), 0]
+    assert last_use.tolist() == [*(uses.tolist()), 0]
 
 
 def test_no_ghosts_to_remember_or_recall() -> None:
-    ghosts, none = table(3), marks_of([])
+    ghosts = table(3)
+    none = marks_of([])
     ghosts.remember(none, np.empty(0, np.int64), np.empty(0, np.uint32), 1, 0)
     ghosts.forget(none)
     assert [len(part) for part in ghosts.recall(none)] == [0, 0]
@@ -46,7 +50,8 @@ def test_who_comes_back_is_forgotten() -> None:
     ghosts = table(10)
     remember(ghosts, [1, 2, 3], 7)
     ghosts.forget(marks_of(keys(2, 9)))
-    assert ghosts.find(keys(2)[0]) is None and ghosts.find(keys(3)[0]) is not None
+    assert ghosts.find(keys(2)[0]) is None
+    assert ghosts.find(keys(3)[0]) is not None
 
 
 def test_a_ghost_left_again_is_one_ghost() -> None:
@@ -66,7 +71,8 @@ def test_the_ghost_gives_way_that_was_asked_for_longest_ago_and_is_learnt_from()
     assert ghosts.find(keys(0)[0]) is None
     assert all(ghosts.find(key) for key in keys(*range(1, PER_SLOT + 1)))
     ((hits, ages),) = ghosts.forgotten()
-    assert hits.tolist() == [0] and ages.tolist() == [900]
+    assert hits.tolist() == [0]
+    assert ages.tolist() == [900]
     assert not list(ghosts.forgotten())
 
 
@@ -91,7 +97,8 @@ def test_a_stamp_that_was_never_published_is_taken_for_now() -> None:
 
 @pytest.mark.parametrize("slots", [1, 5, 10, 40])
 def test_a_resize_takes_over_the_latest(slots: int) -> None:
-    old, new = table(10), table(slots)
+    old = table(10)
+    new = table(slots)
     for number in range(60):
         remember(old, [number], 1 + number, number % 5, went=2000 + number)
     new.copy_from(old)
@@ -100,7 +107,8 @@ def test_a_resize_takes_over_the_latest(slots: int) -> None:
     assert all(old.find(keys(n)[0]) == new.find(keys(n)[0]) for n in kept)
     if slots >= 10:
         lost = 60 - len(kept)
-        assert lost <= 12 and kept[-1] == 59
+        assert lost <= 12
+        assert kept[-1] == 59
     if slots == 1:
         assert kept == list(range(60 - PER_SLOT, 60))
 
@@ -113,7 +121,8 @@ def test_a_resize_takes_over_the_latest(slots: int) -> None:
     )
 )
 def test_what_is_recalled_was_remembered(steps: list[tuple[str, list[int]]]) -> None:
-    ghosts, model = table(2), dict[int, tuple[int, int]]()
+    ghosts = table(2)
+    model = dict[int, tuple[int, int]]()
     for time, (what, numbers) in enumerate(steps, 1):
         if what == "remember":
             remember(ghosts, numbers, time, time % 7)

@@ -47,7 +47,8 @@ def mapped(directory: Path) -> dict[str, str]:
     """Return the files of a directory that this process has mapped, each with all rights of its mappings."""
     found: dict[str, str] = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
-        rights, path = line.split()[1], line.partition("/")[2]
+        rights = line.split()[1]
+        path = line.partition("/")[2]
         if f"/{path}".startswith(f"{directory}/"):
             found[Path(path).name] = found.get(Path(path).name, "") + rights
     return found
@@ -88,7 +89,8 @@ def test_no_page_of_a_store_on_disk_is_mapped_for_writing(tmp_path: Path, policy
     ledger.session.tend()
     ledger.session.save_hints()
     found = mapped(tmp_path)
-    assert set(found) == {"data.mdb"} and "w" not in found["data.mdb"]
+    assert set(found) == {"data.mdb"}
+    assert "w" not in found["data.mdb"]
     ledger.close()
 
 
@@ -96,7 +98,8 @@ def test_the_memory_is_shared_and_goes_with_the_last_process(
     ledger: Ledger, memory: Path, tmp_path: Path
 ) -> None:
     (made,) = memory.iterdir()
-    assert made.stat().st_mode & 0o077 == 0 and ledger.session.hints.is_shared
+    assert made.stat().st_mode & 0o077 == 0
+    assert ledger.session.hints.is_shared
     assert {file.stat().st_mode & 0o777 for file in made.iterdir() if file.name != "store"} == {0o600}
     gauges = admin.gauges(ledger)
     assert gauges["hint_bytes"] >= columns_bytes(32, bounded_ghosts(32))
@@ -172,8 +175,10 @@ def test_without_room_in_memory_it_is_private(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(hint_pages, "_root", lambda: tmp_path / "on disk" / ".hints")
     ledger = opened(tmp_path / "t", kind="file")
     put(ledger, keys(*range(10)))
-    assert not ledger.session.hints.is_shared and not (tmp_path / "on disk").exists()
-    assert set(mapped(tmp_path)) == {"data.mdb"} and hits(ledger, *range(10)) == 10
+    assert not ledger.session.hints.is_shared
+    assert not (tmp_path / "on disk").exists()
+    assert set(mapped(tmp_path)) == {"data.mdb"}
+    assert hits(ledger, *range(10)) == 10
     ledger.close()
 
 
@@ -186,7 +191,8 @@ def test_what_is_served_from_a_disk_is_not_decided_by_columns(ledger: Ledger) ->
     for column in (ledger.columns.generation, ledger.columns.keys, ledger.columns.last_use):
         column[:] = dice.integers(0, 1 << 40, column.shape).astype(column.dtype)
     again = ledger.match_prefix(keys(*range(10)), touch=False)
-    assert again.slots.tolist() == match.slots.tolist() and len(match.slots) == 10
+    assert again.slots.tolist() == match.slots.tolist()
+    assert len(match.slots) == 10
     assert again.generations.tolist() == match.generations.tolist()
     assert ledger.still_valid(match.slots, match.generations).all()
     assert admin.counters(ledger)["failed_checks"] == 0
@@ -194,12 +200,14 @@ def test_what_is_served_from_a_disk_is_not_decided_by_columns(ledger: Ledger) ->
 
 def test_columns_that_still_have_a_cleared_chunk_do_not_make_it_valid(ledger: Ledger) -> None:
     match = ledger.match_prefix(keys(*range(10)), touch=False)
-    slots, generations = match.slots.tolist(), match.generations.tolist()
+    slots = match.slots.tolist()
+    generations = match.generations.tolist()
     before = bytes(ledger.columns._map)
     admin.clear(ledger)
     ledger.columns._map[:] = before
     assert not ledger.still_valid(match.slots, match.generations).any()
-    assert not ledger.is_valid(slots[0], generations[0]) and not hits(ledger, *range(10))
+    assert not ledger.is_valid(slots[0], generations[0])
+    assert not hits(ledger, *range(10))
 
 
 def test_notes_of_cleared_chunks_go_whatever_the_columns_say(ledger: Ledger) -> None:
@@ -230,7 +238,8 @@ def lost(ledger: Ledger) -> None:
 def test_columns_are_compared_with_the_tables(ledger: Ledger) -> None:
     before = {name: getattr(ledger.columns, name).copy() for name in ("generation", "position")}
     lost(ledger)
-    assert ledger.session.compare_hints(30.0) and not ledger.session.compare_hints(30.0)
+    assert ledger.session.compare_hints(30.0)
+    assert not ledger.session.compare_hints(30.0)
     ready = np.flatnonzero(ledger.columns.last_use != NOT_READY)
     assert len(ready) == 10
     for name, column in before.items():
@@ -247,7 +256,8 @@ def test_ranks_stay_where_slot_and_generation_are_the_same(ledger: Ledger) -> No
     Published.begin(ledger.session.hints._maps["published"])
     ledger.columns.last_use[20] = 7  # of a slot without a chunk
     assert ledger.session.compare_hints(30.0)
-    assert (ledger.columns.last_use == before).all() and (ledger.columns.hits == hit).all()
+    assert (ledger.columns.last_use == before).all()
+    assert (ledger.columns.hits == hit).all()
 
 
 def test_a_stamp_from_the_future_is_one_of_now(ledger: Ledger) -> None:
@@ -288,7 +298,8 @@ def test_processes_that_join_and_leave_need_no_comparison(
     before = list(published._words[1:])
     assert other_process(memory, tmp_path, "put(other, keys(60)); other.close()") == 0
     assert list(published._words[1:]) == before, "nobody compared"
-    assert not ledger.session.compare_hints(30.0) and hits(ledger, 60) == 1
+    assert not ledger.session.compare_hints(30.0)
+    assert hits(ledger, 60) == 1
 
 
 def test_processes_without_common_memory_share_the_store(
@@ -369,7 +380,8 @@ def test_a_copy_of_a_store_has_memory_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_place", [True, False])
 def test_memory_of_a_killed_process_is_not_that_of_an_older_copy(tmp_path: Path, in_place: bool) -> None:
     """A backup is restored over a store whose process was killed; the number of transactions goes back."""
-    root, backup = tmp_path / "root", tmp_path / "backup"
+    root = tmp_path / "root"
+    backup = tmp_path / "backup"
     ledger = opened(root, kind="file")
     put(ledger, keys(1))
     ledger.close()
@@ -410,7 +422,8 @@ def test_ranks_outlive_the_memory(tmp_path: Path, memory: Path) -> None:
     clock.reboot("next boot")
     again = opened(tmp_path, kind="file", clock=clock)
     assert again.next_victims(32).tolist() == order
-    assert (again.columns.hits == old_hits).all() and hits(again, *range(32)) == 32
+    assert (again.columns.hits == old_hits).all()
+    assert hits(again, *range(32)) == 32
     again.close()
 
 
@@ -433,7 +446,8 @@ def test_saved_hints_that_are_damaged_cost_only_ranks(tmp_path: Path, damage: st
     else:
         path.write_bytes(bytes(columns_bytes(32)))
     again = opened(tmp_path, kind="file")
-    assert again.store_id == ledger.store_id and hits(again, *range(32)) == 32
+    assert again.store_id == ledger.store_id
+    assert hits(again, *range(32)) == 32
     for number in range(100, 140):
         (outcome,) = again.reserve(keys(number), namespace=TENANT)
         assert isinstance(outcome, Reserved), outcome
@@ -445,7 +459,8 @@ def test_saved_hints_that_are_damaged_cost_only_ranks(tmp_path: Path, damage: st
 def test_a_failed_save_is_counted_and_harms_nothing(ledger: Ledger, tmp_path: Path) -> None:
     (ledger.directory / COLUMNS).mkdir()
     assert not ledger.session.save_hints()
-    assert admin.counters(ledger)["hint_write_failures"] == 1 and hits(ledger, *range(10)) == 10
+    assert admin.counters(ledger)["hint_write_failures"] == 1
+    assert hits(ledger, *range(10)) == 10
     ledger.close()
     (tmp_path / "store" / COLUMNS).rmdir()
     again = opened(tmp_path, kind="file")
@@ -467,7 +482,8 @@ def test_the_thread_saves_what_was_used(tmp_path: Path, monkeypatch: pytest.Monk
         path = tmp_path / "store" / COLUMNS
         if path.exists() and path.stat().st_size == 4096 + len(saved._map):
             saved._map[:] = path.read_bytes()[4096:]
-    assert set(np.flatnonzero(saved.last_use != NOT_READY)) == ranked and len(ranked) == 4
+    assert set(np.flatnonzero(saved.last_use != NOT_READY)) == ranked
+    assert len(ranked) == 4
     ledger.close()
 
 
@@ -484,7 +500,8 @@ def test_tables_that_cannot_be_read_are_not_touched(
     directory = os.open(ledger.directory, os.O_RDONLY)
     os.dup2(directory, pages._fd)  # each `pread` is an error now
     monkeypatch.setattr(session.Session, "_open", lambda _: pytest.fail("the tables are used"))
-    assert ledger.match_prefix(keys(0)).reason is Reason.IO_ERROR and ledger.session.resting
+    assert ledger.match_prefix(keys(0)).reason is Reason.IO_ERROR
+    assert ledger.session.resting
     assert [one.reason for one in ledger.reserve(keys(90), namespace=TENANT)] == [Reason.IO_ERROR]  # type: ignore[union-attr]
     ledger.session.tend()
     monkeypatch.undo()
@@ -492,8 +509,10 @@ def test_tables_that_cannot_be_read_are_not_touched(
     until = time.monotonic() + 60
     while not hits(ledger, 0) and time.monotonic() < until:
         time.sleep(0.05)
-    assert hits(ledger, *range(10)) == 10 and not ledger.session.resting
-    assert "cannot be read" in caplog.text and "can be read again" in caplog.text
+    assert hits(ledger, *range(10)) == 10
+    assert not ledger.session.resting
+    assert "cannot be read" in caplog.text
+    assert "can be read again" in caplog.text
     os.close(kept)
     os.close(directory)
 
@@ -514,8 +533,10 @@ def test_a_store_whose_tables_cannot_be_opened_again_rests_and_says_so(
                 wait_until(lambda: not ledger.session.resting)
                 assert ledger.match_prefix(keys(0)).reason is Reason.IO_ERROR
         wait_until(lambda: hits(ledger, 0) == 1)
-        assert hits(ledger, *range(10)) == 10 and not ledger.session.resting
-        assert caplog.text.count("cannot be opened") == 1 and caplog.text.count("can be read again") == 1
+        assert hits(ledger, *range(10)) == 10
+        assert not ledger.session.resting
+        assert caplog.text.count("cannot be opened") == 1
+        assert caplog.text.count("can be read again") == 1
 
     in_child(work)  # which has no other threads
 
@@ -565,7 +586,8 @@ def test_pages_that_are_gone_are_noticed_without_a_signal(
         with pytest.raises(OSError):
             ledger.session._pages.load()
         ledger.session.suspect()  # as after an error of the slab
-        assert ledger.session.resting and not hits(ledger, *range(10))
+        assert ledger.session.resting
+        assert not hits(ledger, *range(10))
         os._exit(0)
 
     assert wait(child(cut)) == 0
@@ -573,9 +595,8 @@ def test_pages_that_are_gone_are_noticed_without_a_signal(
 
 def test_pages_in_use_are_locked_as_far_as_allowed(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = ledger.session._pages
-    assert pages is not None and pages._used_bytes() == ledger.session.read(
-        lambda _, tables: tables.used_bytes()
-    )
+    assert pages is not None
+    assert pages._used_bytes() == ledger.session.read(lambda _, tables: tables.used_bytes())
     pages.load()
     assert pages.locked_bytes in (0, pages._used_bytes())
     assert admin.gauges(ledger)["locked_bytes"] == pages.locked_bytes
@@ -619,7 +640,8 @@ def test_a_chunk_is_known_to_be_there_until_anybody_commits(
 ) -> None:
     """After each read from a disk it is asked whether the slot still has the chunk: without a lock if nobody wrote."""
     found = ledger.match_prefix(keys(0))
-    slot, generation = int(found.slots[0]), int(found.generations[0])
+    slot = int(found.slots[0])
+    generation = int(found.generations[0])
     second = ledger.match_prefix(keys(1))
     with monkeypatch.context() as patched:
         patched.setattr(session.Session, "read", lambda *_: pytest.fail("the tables are locked"))

@@ -63,11 +63,13 @@ def test_the_slot_of_a_chunk_that_goes_while_it_is_held_is_nobodys_until_the_rel
     assert there(ledger, keys(1, 2, 3)) == [False] * 3
     assert not ledger.still_valid(*places(stored)).any()
     assert ledger.hold(*places(stored)) == [False] * 3
-    assert admin.gauges(ledger)["reserved"] == 3 and admin.check(ledger)
+    assert admin.gauges(ledger)["reserved"] == 3
+    assert admin.check(ledger)
     assert not slots & handed_out(ledger)
     assert not slots & {one.slot for one in put(ledger, keys(1, 2, 3))}, "the keys are free at once"
     ledger.release(*places(stored[:1]))
-    assert admin.gauges(ledger)["reserved"] == 2 and admin.check(ledger)
+    assert admin.gauges(ledger)["reserved"] == 2
+    assert admin.check(ledger)
     assert slots & handed_out(ledger) == {stored[0].slot}
     ledger.release(*places(stored[1:]))
     assert admin.gauges(ledger)["reserved"] == 0
@@ -88,7 +90,8 @@ def test_the_last_of_several_holds_frees_the_slot(ledger: Ledger) -> None:
             "a release without a hold does not end another process's hold"
         )
         other.end()
-        assert admin.reap(ledger) == 1 and admin.gauges(ledger)["reserved"] == 0
+        assert admin.reap(ledger) == 1
+        assert admin.gauges(ledger)["reserved"] == 0
         assert stored[0].slot in handed_out(ledger)
 
 

@@ -38,7 +38,8 @@ def test_who_is_refused_leaves_a_ghost_that_says_so(shm_root: Path) -> None:
     assert [one.reason for one in outcomes if isinstance(one, Refused)] == [Reason.NOT_ADMITTED] * 3
     assert [ledger.explain_miss(key).reason for key in wanted] == [Reason.NOT_ADMITTED] * 3
     assert ledger.match_prefix(wanted).reason is Reason.NOT_ADMITTED
-    assert admin.counters(ledger)["drop_not_admitted"] == 3 and admin.gauges(ledger)["ready"] == SLOTS
+    assert admin.counters(ledger)["drop_not_admitted"] == 3
+    assert admin.gauges(ledger)["ready"] == SLOTS
     ledger.close()
 
 
@@ -96,7 +97,8 @@ def test_a_touch_raises_what_is_here_and_says_which_is_not(shm_root: Path, asked
     clock.advance(5)
     assert ledger.touch(wanted, asked=asked) == [True, False, True, True]
     later = ledger.columns.last_use[slots] - before
-    assert (later[[0, 2, 3]] >= 5e9).all() and later[1] < 5e9
+    assert (later[[0, 2, 3]] >= 5e9).all()
+    assert later[1] < 5e9
     assert (ledger.columns.last_use[slots[0]], ledger.columns.last_use[slots[3]]) == (
         ledger.columns.last_use[slots[2]] + 2, ledger.columns.last_use[slots[2]] - 1
     )  # fmt: skip
@@ -149,12 +151,14 @@ def test_a_thread_learns_while_there_is_use_for_it(shm_root: Path) -> None:
     ledger = opened(shm_root, clock)
     put(ledger, keys(1))
     thread = ledger.upkeep_thread._thread
-    assert thread.is_alive() and thread.daemon
+    assert thread.is_alive()
+    assert thread.daemon
     ledger.close()
     lru = Ledger.open(spec(shm_root, SLOTS, name="other"), "lru", clock=clock)
     lru.namespaces.register(TENANT, {"model": "test"})
     put(lru, keys(1))
-    assert not lru.upkeep_thread._thread.is_alive() and lru.upkeep_thread.learned is None
+    assert not lru.upkeep_thread._thread.is_alive()
+    assert lru.upkeep_thread.learned is None
     lru.close()
 
 
@@ -196,7 +200,8 @@ def test_with_room_for_all_a_run_is_admitted_without_a_transaction(
         ledger.admit(keys(0, 1), start=0, stamp=ledger.stamp()) == 2
     )  # how much room there is, is not known yet
     assert len(put(ledger, keys(0, 1))) == 2
-    reads, read = list[object](), ledger.session.read
+    reads = list[object]()
+    read = ledger.session.read
     monkeypatch.setattr(ledger.session, "read", lambda *given: reads.append(given) or read(*given))
     assert ledger.admit(keys(*range(2, SLOTS)), start=2, stamp=ledger.stamp()) == SLOTS - 2
     assert not reads

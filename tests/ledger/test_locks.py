@@ -60,9 +60,12 @@ def test_a_gate_is_waited_for_while_another_process_has_a_part_of_it(path: Path,
 
 
 def test_two_who_open_a_file_in_one_process_are_two(path: Path) -> None:
-    one, two = LockFile(path), LockFile(path)
+    one = LockFile(path)
+    two = LockFile(path)
     assert one.lock(7, exclusive=True)
-    assert two.held_by_other(7) and not two.lock(7, exclusive=True) and not one.held_by_other(7)
+    assert two.held_by_other(7)
+    assert not two.lock(7, exclusive=True)
+    assert not one.held_by_other(7)
     one.close()
     assert two.lock(7, exclusive=True)
 
@@ -151,7 +154,8 @@ def test_whatever_else_in_the_process_opens_and_closes_the_file_drops_no_lock(
     path: Path, walk: Callable[[Path], None]
 ) -> None:
     file = LockFile(path)
-    assert file.lock(7, exclusive=True) and file.lock(GATE, exclusive=False)
+    assert file.lock(7, exclusive=True)
+    assert file.lock(GATE, exclusive=False)
     walk(path)
     in_child(lambda: _must(LockFile(path).held_by_other(7) and LockFile(path).held_by_other(GATE)))
 
@@ -167,14 +171,16 @@ def descriptors(path: Path) -> int:
 
 def test_locks_go_with_the_file(path: Path) -> None:
     file = LockFile(path)
-    assert file.lock(7, exclusive=True) and descriptors(path) == 1
+    assert file.lock(7, exclusive=True)
+    assert descriptors(path) == 1
     file.close()
     file.close()
     file.unlock(7)
     assert descriptors(path) == 0
     with pytest.raises(OSError, match="closed"):
         file.lock(7, exclusive=True)
-    assert not file.is_at(path) and not LockFile(path).held_by_other(7)
+    assert not file.is_at(path)
+    assert not LockFile(path).held_by_other(7)
 
 
 def test_a_file_that_is_closed_is_unlocked_though_there_is_another_copy_of_its_descriptor(path: Path) -> None:
@@ -199,7 +205,8 @@ def test_locks_of_an_older_version_and_ours_keep_each_other_out(path: Path) -> N
 
     held: list[BinaryIO] = []
     with Other(take):
-        assert file.held_by_other(7) and not file.lock(7, exclusive=False)
+        assert file.held_by_other(7)
+        assert not file.lock(7, exclusive=False)
     assert file.lock(7, exclusive=False)
     in_child(fail)
 
@@ -207,8 +214,10 @@ def test_locks_of_an_older_version_and_ours_keep_each_other_out(path: Path) -> N
 def test_a_lock_keeps_other_processes_out_until_its_process_is_dead(path: Path) -> None:
     file = LockFile(path)
     with holding(path, 7):
-        assert not file.lock(7, exclusive=True) and not file.lock(7, exclusive=False)
-        assert file.held_by_other(7) and not file.held_by_other(8)
+        assert not file.lock(7, exclusive=True)
+        assert not file.lock(7, exclusive=False)
+        assert file.held_by_other(7)
+        assert not file.held_by_other(8)
         assert file.lock(8, exclusive=True)
     assert file.lock(7, exclusive=True)
 
@@ -225,7 +234,8 @@ def test_ones_own_lock_is_not_seen_and_is_converted_at_once(path: Path) -> None:
     file = LockFile(path)
     assert file.lock(7, exclusive=True)
     assert not file.held_by_other(7)
-    assert file.lock(7, exclusive=False) and file.lock(7, exclusive=True)
+    assert file.lock(7, exclusive=False)
+    assert file.lock(7, exclusive=True)
 
 
 def test_a_fork_inherits_no_lock(path: Path) -> None:
@@ -325,11 +335,15 @@ def test_a_file_knows_whether_it_still_is_the_one_at_its_path(path: Path) -> Non
     path.unlink()
     assert not file.is_at(path)
     other = LockFile(path)
-    assert other is not file and other.is_at(path) and not file.is_at(path)
+    assert other is not file
+    assert other.is_at(path)
+    assert not file.is_at(path)
 
 
 def test_the_gate_keeps_the_threads_of_a_process_apart(path: Path) -> None:
-    gate, inside, most = Gate(LockFile(path)), 0, 0
+    gate = Gate(LockFile(path))
+    inside = 0
+    most = 0
 
     def work() -> None:
         for _ in range(50):
@@ -429,7 +443,9 @@ class Interrupted(Exception):
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_no_exceptions_of_signal_handlers_leave_the_gate_taken(path: Path, times: int) -> None:
     """Each exception except the first is raised while the previous one is being handled."""
-    gate, other, chance = Gate(LockFile(path)), LockFile(path), random.Random(times)
+    gate = Gate(LockFile(path))
+    other = LockFile(path)
+    chance = random.Random(times)
     to_come = done = 0
 
     def handler(*_: object) -> None:
@@ -459,7 +475,9 @@ def test_no_exceptions_of_signal_handlers_leave_the_gate_taken(path: Path, times
         for _ in range(3000):
             to_come = times
             go_on(times)
-            assert not other.held_by_other(GATE) and not other.held_by_other(INTENT) and not gate.taken
+            assert not other.held_by_other(GATE)
+            assert not other.held_by_other(INTENT)
+            assert not gate.taken
     finally:
         signal.signal(signal.SIGALRM, before)
     assert done > 1000

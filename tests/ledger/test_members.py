@@ -43,7 +43,8 @@ def test_numbers_are_never_used_again(shm_root: Path) -> None:
         with Other(lambda: str((admin.gauges(ledger), ledger.session.member)[1]).encode()) as other:  # noqa: B023
             seen.append(int(other.said))
         ledger.close()
-    assert len(set(seen)) == 6 and seen == sorted(seen)
+    assert len(set(seen)) == 6
+    assert seen == sorted(seen)
 
 
 def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
@@ -58,10 +59,14 @@ def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
         assert len(reserved(ledger.reserve(keys(10, 11, 12), namespace=TENANT))) == 3
 
     with Other(work):
-        assert admin.reap(ledger) == 0 and admin.gauges(ledger)["members"] == 2
-    assert admin.reap(ledger) == 3 and admin.reap(ledger) == 0
+        assert admin.reap(ledger) == 0
+        assert admin.gauges(ledger)["members"] == 2
+    assert admin.reap(ledger) == 3
+    assert admin.reap(ledger) == 0
     gauges = admin.gauges(ledger)
-    assert gauges["members"] == 1 and gauges["reserved"] == 0 and gauges["free"] == 28
+    assert gauges["members"] == 1
+    assert gauges["reserved"] == 0
+    assert gauges["free"] == 28
     assert admin.counters(ledger)["reaped_chunks"] == 3
     put(ledger, keys(*range(100, 200)), chained=False)
     assert not any(there(ledger, keys(*range(4))))
@@ -78,7 +83,8 @@ def test_however_much_the_dead_reserved_is_taken_back_a_part_at_a_time(shm_root:
     assert ledger.session.write(partial(members.reap, most=BATCH)) == BATCH
     assert admin.reap(ledger) == 200 - BATCH
     gauges = admin.gauges(ledger)
-    assert gauges["reserved"] == 0 and gauges["members"] == 1
+    assert gauges["reserved"] == 0
+    assert gauges["members"] == 1
     ledger.close()
 
 
@@ -97,7 +103,8 @@ def test_who_leaves_keeps_the_slots_into_which_another_member_copies(ledger: Led
     os.write(let, b"!")
     assert wait(pid) == 0
     assert admin.gauges(ledger)["reserved"] == 1, "only what nobody writes into is free"
-    assert ledger.commit(rooms[:1]) == [True] and ledger.commit(rooms[1:]) == [False]
+    assert ledger.commit(rooms[:1]) == [True]
+    assert ledger.commit(rooms[1:]) == [False]
     for end in (told, tell, go, let):
         os.close(end)
 
@@ -142,7 +149,8 @@ def test_what_the_dead_reserved_is_taken_back_when_room_is_short(ledger: Ledger)
 def test_a_stopped_member_is_alive(ledger: Ledger) -> None:
     with Other(lambda: (ledger.reserve(keys(1), namespace=TENANT), None)[1]) as other:
         os.kill(other.pid, signal.SIGSTOP)
-        assert admin.reap(ledger) == 0 and isinstance(ledger.reserve(keys(1), namespace=TENANT)[0], Busy)
+        assert admin.reap(ledger) == 0
+        assert isinstance(ledger.reserve(keys(1), namespace=TENANT)[0], Busy)
 
 
 # a GPU
@@ -156,13 +164,16 @@ def test_a_slot_that_a_gpu_may_still_write_is_kept_for_a_while_and_its_key_is_no
         assert len(reserved(ledger.reserve(keys(1, 2), namespace=TENANT))) == 2
 
     Other(work).end()
-    assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 2
+    assert admin.reap(ledger) == 0
+    assert admin.gauges(ledger)["reserved"] == 2
     rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
-    assert len(rooms) == 2 and all(ledger.commit(rooms))
+    assert len(rooms) == 2
+    assert all(ledger.commit(rooms))
     clock.advance(GRACE_SECONDS - 0.1)
     assert admin.reap(ledger) == 0
     clock.advance(0.2)
-    assert admin.reap(ledger) == 2 and admin.gauges(ledger)["members"] == 1
+    assert admin.reap(ledger) == 2
+    assert admin.gauges(ledger)["members"] == 1
     assert all(there(ledger, keys(1, 2)))
 
 
@@ -174,7 +185,8 @@ def test_the_grace_is_for_who_writes_and_not_for_who_reserved(ledger: Ledger, cl
         assert all(ledger.adopt(rooms, 0))
 
     Other(work).end()
-    assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 2
+    assert admin.reap(ledger) == 0
+    assert admin.gauges(ledger)["reserved"] == 2
     clock.advance(GRACE_SECONDS + 1)
     assert admin.reap(ledger) == 2
 
@@ -192,7 +204,8 @@ def test_a_grace_ends_with_the_boot(tmp_path: Path) -> None:
     ledger.close()
     clock.reboot("next boot", seconds=5)
     again = opened(tmp_path, clock=clock, kind="file")
-    assert not len(rebuild.unscanned(again)) and not admin.gauges(again)["reserved"]
+    assert not len(rebuild.unscanned(again))
+    assert not admin.gauges(again)["reserved"]
     admin.check(again)
     again.close()
 

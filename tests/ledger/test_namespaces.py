@@ -39,24 +39,26 @@ def test_labels_are_kept_and_never_lost_to_empty_ones(ledger: Ledger) -> None:
     ledger.reserve(keys(1), namespace=OTHER)
     ledger.namespaces.register(OTHER, {})
     row = admin.list_namespaces(ledger)[OTHER]
-    assert row.fields == {"model": "b", "lora": "x"} and row.chunks == 0
+    assert row.fields == {"model": "b", "lora": "x"}
+    assert row.chunks == 0
     ledger.namespaces.save_labels()
     assert read_labels(ledger.directory)[OTHER].fields == row.fields
 
 
 def test_a_namespace_nobody_registered_is_known_by_its_chunks(ledger: Ledger) -> None:
     put(ledger, keys(1, 2), OTHER)
-    assert (
-        admin.list_namespaces(ledger)[OTHER].chunks == 2 and admin.list_namespaces(ledger)[OTHER].fields == {}
-    )
+    assert admin.list_namespaces(ledger)[OTHER].chunks == 2
+    assert admin.list_namespaces(ledger)[OTHER].fields == {}
 
 
 def test_a_clear_is_one_tenants_own(ledger: Ledger) -> None:
     put(ledger, keys(*range(5)))
     put(ledger, keys(*range(10, 13)), OTHER)
-    assert admin.clear(ledger, OTHER) == 3 and admin.clear(ledger, OTHER) == 0
+    assert admin.clear(ledger, OTHER) == 3
+    assert admin.clear(ledger, OTHER) == 0
     assert all(there(ledger, keys(*range(5))))
-    assert admin.clear(ledger) == 5 and admin.clear(ledger) == 0
+    assert admin.clear(ledger) == 5
+    assert admin.clear(ledger) == 0
 
 
 def test_what_is_stored_after_a_clear_of_nothing_stays(ledger: Ledger) -> None:
@@ -71,7 +73,8 @@ def test_what_is_stored_after_a_clear_stays(ledger: Ledger) -> None:
     admin.clear(ledger, TENANT)
     [new] = put(ledger, keys(1))
     assert ledger.commit(old) == [False]
-    assert there(ledger, keys(1, 2)) == [True, False] and new.generation > 0
+    assert there(ledger, keys(1, 2)) == [True, False]
+    assert new.generation > 0
 
 
 def test_what_is_stored_while_a_clear_removes_stays(ledger: Ledger) -> None:
@@ -80,7 +83,8 @@ def test_what_is_stored_while_a_clear_removes_stays(ledger: Ledger) -> None:
     pending, chunks = ledger.session.write(lambda w: clears_and_labels.clear(w, TENANT))
     assert chunks == 2
     [first] = reserved(ledger.reserve(keys(3), namespace=TENANT))
-    assert first.generation == pending.watermark and ledger.commit([first]) == [True]
+    assert first.generation == pending.watermark
+    assert ledger.commit([first]) == [True]
     dropped = hold_pin_remove.drop_cleared
     slots = list(range(ledger.slots))
     assert ledger.session.write(lambda w: dropped(w, slots, pending)) == 2
@@ -177,7 +181,8 @@ def test_a_store_of_an_older_version_tells_what_was_cleared_by_numbers(tmp_path:
         assert there(again, keys(0, 1, 2, 3, 9)) == [False, False, True, True, True], turn
         assert admin.list_namespaces(again)[OTHER].fields == {"model": "b"}
         if turn:
-            assert admin.clear(again, OTHER) == 2 and there(again, keys(2, 3, 9)) == [False, False, True]
+            assert admin.clear(again, OTHER) == 2
+            assert there(again, keys(2, 3, 9)) == [False, False, True]
         again.close()
 
 
@@ -201,7 +206,8 @@ def test_slots_are_absorbed_in_their_order(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="next"):
             rebuild.absorb(ledger, wrong, [None])
     rebuild.absorb(ledger, 0, [None, None])
-    assert rebuild.unscanned(ledger) == range(2, 32) and admin.gauges(ledger)["free"] == 2
+    assert rebuild.unscanned(ledger) == range(2, 32)
+    assert admin.gauges(ledger)["free"] == 2
     admin.check(ledger)
     ledger.close()
 
@@ -214,7 +220,8 @@ def test_of_one_key_the_highest_sequence_stands(tmp_path: Path) -> None:
         ledger, 0, [ScannedChunk(keys(1)[0], TENANT, LATER, 0, 16, sequence) for sequence in sequences]
     )
     match = ledger.match_prefix(keys(1))
-    assert match.slots.tolist() == [1] and match.generations.tolist() == [9]
+    assert match.slots.tolist() == [1]
+    assert match.generations.tolist() == [9]
     assert admin.gauges(ledger)["free"] == 2
     admin.check(ledger)
     ledger.close()
@@ -258,7 +265,8 @@ def test_after_a_rebuild_the_oldest_goes_first_and_of_a_chain_its_tail(tmp_path:
     ]
     rebuild.absorb(ledger, 0, [*chain, *older])
     put(ledger, keys(*range(200, 224)), chained=False)
-    assert not any(there(ledger, keys(*range(100, 124)))) and all(there(ledger, keys(*range(8))))
+    assert not any(there(ledger, keys(*range(100, 124))))
+    assert all(there(ledger, keys(*range(8))))
     put(ledger, keys(300, 301), chained=False)
     assert there(ledger, keys(*range(8))) == [True] * 6 + [False] * 2
     ledger.close()

@@ -65,7 +65,8 @@ def test_who_opens_a_store_that_is_being_closed_waits_for_it(shm_root: Path) -> 
             Ledger.open(spec(shm_root), deadline_seconds=0.05)
     again = opened(shm_root)
     closing.join(SECONDS)
-    assert again is not ledger and again.session.member != ledger.session.member
+    assert again is not ledger
+    assert again.session.member != ledger.session.member
     assert len(again.match_prefix(keys(1)).slots) == 1
     again.close()
 

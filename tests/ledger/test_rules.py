@@ -82,7 +82,8 @@ def test_a_chunk_that_another_process_replaced_during_the_match_is_not_valid(shm
         slot = stored.slot
         clock.first = replace
         match = ledger.match_prefix([old], touch=touch)
-        replaced, clock.first = clock.first is None, None
+        replaced = clock.first is None
+        clock.first = None
         seen += replaced
         if replaced and len(match.slots):
             assert not ledger.still_valid(match.slots, match.generations).any()
@@ -133,7 +134,8 @@ def test_a_drop_with_another_generation_changes_nothing(ledger: Ledger) -> None:
 
 def test_nothing_is_seen_before_its_commit(ledger: Ledger) -> None:
     room = reserved(ledger.reserve(keys(1), namespace=TENANT))
-    assert not len(ledger.match_prefix(keys(1)).slots) and ledger.match_prefix(keys(1)).reason is Reason.BUSY
+    assert not len(ledger.match_prefix(keys(1)).slots)
+    assert ledger.match_prefix(keys(1)).reason is Reason.BUSY
     assert ledger.commit(room) == [True]
     assert len(ledger.match_prefix(keys(1)).slots) == 1
 
@@ -183,7 +185,8 @@ def test_what_was_cleared_is_on_the_disk_before_clear_returns(tmp_path: Path) ->
     [stored] = put(ledger, keys(1))
     admin.clear(ledger, TENANT)
     lines = ClearLog(ledger.directory).read()
-    assert lines is not None and lines.of[TENANT] > stored.generation
+    assert lines is not None
+    assert lines.of[TENANT] > stored.generation
     ledger.close()
 
 
@@ -220,7 +223,8 @@ def test_the_reservation_of_a_living_member_is_never_taken_back(ledger: Ledger, 
     finally:
         peer.end()
     admin.reap(ledger)
-    assert admin.gauges(ledger)["reserved"] == 0 and admin.gauges(ledger)["members"] == 1
+    assert admin.gauges(ledger)["reserved"] == 0
+    assert admin.gauges(ledger)["members"] == 1
 
 
 def test_a_stopped_member_lives(ledger: Ledger) -> None:
@@ -228,9 +232,11 @@ def test_a_stopped_member_lives(ledger: Ledger) -> None:
     try:
         os.kill(peer.pid, signal.SIGSTOP)
         time.sleep(0.05)
-        assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 1
+        assert admin.reap(ledger) == 0
+        assert admin.gauges(ledger)["reserved"] == 1
         [outcome] = ledger.reserve(keys(1), namespace=TENANT)
-        assert isinstance(outcome, Busy) and outcome.owner != ledger.session.member
+        assert isinstance(outcome, Busy)
+        assert outcome.owner != ledger.session.member
         os.kill(peer.pid, signal.SIGCONT)
     finally:
         peer.end()
@@ -269,7 +275,8 @@ def test_a_part_that_a_living_member_adopted_keeps_the_reservation_of_a_dead_one
         assert ledger.adopt([room], 1) == [True]
     finally:
         peer.end()
-    assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 1
+    assert admin.reap(ledger) == 0
+    assert admin.gauges(ledger)["reserved"] == 1
     assert ledger.adopt([room], 0) == [True]
     assert ledger.commit([room], 0) == [CommitResult.PART]
     assert ledger.commit([room], 1) == [CommitResult.WHOLE]
@@ -298,11 +305,13 @@ def test_an_abort_frees_the_slot_only_when_the_writers_of_the_other_parts_are_do
     peer = Peer(lambda: ledger.adopt(rooms, 1) == [True])
     try:
         ledger.abort(rooms)
-        assert admin.reap(ledger) == 0 and admin.gauges(ledger)["reserved"] == 1
+        assert admin.reap(ledger) == 0
+        assert admin.gauges(ledger)["reserved"] == 1
         assert ledger.commit(rooms, 0) == [False]
     finally:
         peer.end()
-    assert admin.reap(ledger) == 1 and admin.gauges(ledger)["reserved"] == 0
+    assert admin.reap(ledger) == 1
+    assert admin.gauges(ledger)["reserved"] == 0
 
 
 # waiting
@@ -322,7 +331,8 @@ def test_calls_return_by_their_deadline_while_the_gate_is_taken(ledger: Ledger) 
             assert 0.05 < time.monotonic() - began < 20.0
         assert ledger.match_prefix(keys(1), deadline_seconds=0.0).reason is Reason.LEDGER_BUSY
         [refused] = ledger.reserve(keys(3), namespace=TENANT, deadline_seconds=0.0)
-        assert isinstance(refused, Refused) and refused.reason is Reason.LEDGER_BUSY
+        assert isinstance(refused, Refused)
+        assert refused.reason is Reason.LEDGER_BUSY
         assert ledger.still_valid(*places([stored])).all(), "validity needs no gate"
     put(ledger, keys(4))
     assert admin.gauges(ledger)["reserved"] == 0, "the next transaction has done the late commit"

@@ -85,7 +85,8 @@ def test_the_error_of_a_transaction_can_be_sent_to_another_process(ledger: Ledge
     with pytest.raises(UnavailableError) as caught:
         ledger.session.write(fill)
     sent = pickle.loads(pickle.dumps(caught.value))
-    assert str(sent) == str(caught.value) and sent.reason is Reason.FULL
+    assert str(sent) == str(caught.value)
+    assert sent.reason is Reason.FULL
 
 
 def test_after_an_error_of_lmdb_the_environment_is_another(ledger: Ledger) -> None:
@@ -120,7 +121,8 @@ def test_the_last_to_leave_syncs_before_it_says_so(tmp_path: Path, monkeypatch: 
 
     tables = ledger.session.read(lambda _, tables: tables)
     tables.env = Watched(tables.env)  # type: ignore[assignment]
-    save, mark = HintPages.save, OpenStore.mark_clean
+    save = HintPages.save
+    mark = OpenStore.mark_clean
     monkeypatch.setattr(HintPages, "save", lambda self: (done.append("save"), save(self))[1])
     monkeypatch.setattr(OpenStore, "mark_clean", lambda self, *a: (done.append("clean"), mark(self, *a))[1])
     ledger.close()
@@ -129,7 +131,8 @@ def test_the_last_to_leave_syncs_before_it_says_so(tmp_path: Path, monkeypatch: 
 
 def fill_map(ledger: Ledger) -> None:
     """Fill the map to the last page that an ordinary transaction can use."""
-    size, number = 1 << 20, 0
+    size = 1 << 20
+    number = 0
 
     def write(transaction: Transaction) -> None:
         transaction.txn.put(b"%d" % number, b"x" * size, db=transaction.tables.pins)
@@ -160,7 +163,8 @@ def test_a_full_map_is_a_refusal_and_the_rest_goes_on(shm_root: Path) -> None:
 def test_a_full_map_keeps_nothing_from_being_taken_out(shm_root: Path, everything: bool) -> None:
     """The map grows more than once, while other processes have opened the smaller map."""
     ledger = opened(shm_root, slots=1024)
-    go_on, said = multiprocessing.Event(), multiprocessing.Event()
+    go_on = multiprocessing.Event()
+    said = multiprocessing.Event()
 
     def look() -> None:
         other = Ledger.open(spec(shm_root, 1024))
@@ -199,7 +203,8 @@ def test_what_waits_is_done_once_even_if_a_transaction_fails_between(ledger: Led
         with pytest.raises(UnavailableError):
             ledger.session.write(fail, 1.0)
     put(ledger, keys(1))
-    assert len(done) == 3 and len({id(transaction) for transaction in done}) == 3
+    assert len(done) == 3
+    assert len({id(transaction) for transaction in done}) == 3
     put(ledger, keys(2))
     assert len(done) == 3, "once it has been committed it is not done again"
 
@@ -226,7 +231,8 @@ def test_late_commits_of_many_threads_are_all_done(ledger: Ledger) -> None:
         for thread in threads:
             thread.join(10)
     put(ledger, keys(9))
-    assert all(there(ledger, keys(1, 2, 3, 4))) and not admin.gauges(ledger)["reserved"]
+    assert all(there(ledger, keys(1, 2, 3, 4)))
+    assert not admin.gauges(ledger)["reserved"]
 
 
 @pytest.mark.slow
@@ -303,7 +309,8 @@ def test_a_death_at_any_step_loses_no_slot(
     assert wait(child(die)) == -signal.SIGKILL
     admin.reap(ledger)
     report = admin.check(ledger)
-    assert not report.gauges["reserved"] and report.stale_hints == 0
+    assert not report.gauges["reserved"]
+    assert report.stale_hints == 0
     for turn in range(3):
         put(ledger, keys(*range(2000 + 100 * turn, 2032 + 100 * turn)), chained=False)
     assert admin.gauges(ledger)["ready"] == 32 and not any(there(ledger, keys(600, 601))), (
@@ -325,7 +332,8 @@ def test_what_a_dead_member_committed_and_did_not_publish_can_be_evicted_after_t
     assert wait(child(die)) == -signal.SIGKILL
     ledger = opened(shm_root)
     match = ledger.match_prefix(keys(1, 2))
-    assert len(match.slots) == 2 and (ledger.columns.last_use[match.slots] != NOT_READY).all()
+    assert len(match.slots) == 2
+    assert (ledger.columns.last_use[match.slots] != NOT_READY).all()
     ledger.close()
 
 
@@ -343,7 +351,8 @@ def test_a_child_is_a_stranger_with_a_number_of_its_own(ledger: Ledger) -> None:
         put(ledger, keys(2))
 
     in_child(act)
-    assert ledger.session.member == number and ledger.commit([room]) == [True]
+    assert ledger.session.member == number
+    assert ledger.commit([room]) == [True]
     assert all(there(ledger, keys(1, 2)))
 
 
@@ -416,7 +425,8 @@ def test_a_fork_while_a_thread_writes_hangs_nobody(ledger: Ledger, monkeypatch: 
     """LMDB's close in the child would wait for that thread, which the child does not have."""
     monkeypatch.setattr(session, "_FORK_SECONDS", 0.1)
     put(ledger, keys(1))
-    inside, leave = threading.Event(), threading.Event()
+    inside = threading.Event()
+    leave = threading.Event()
 
     writer = threading.Thread(
         target=lambda: ledger.session.write(lambda *_: (inside.set(), leave.wait(60)), 60.0)
@@ -478,7 +488,8 @@ def test_forks_among_busy_threads(ledger: Ledger) -> None:
         for thread in threads:
             thread.join(60)
     admin.reap(ledger)
-    assert admin.gauges(ledger)["members"] == 1 and not admin.gauges(ledger)["reserved"]
+    assert admin.gauges(ledger)["members"] == 1
+    assert not admin.gauges(ledger)["reserved"]
 
 
 # threads
@@ -494,7 +505,8 @@ def test_threads_share_one_ledger(shm_root: Path) -> None:
                 outcomes = ledger.reserve(keys(number, 7), namespace=TENANT, deadline_seconds=30.0)
                 ledger.commit(reserved(outcomes), deadline_seconds=30.0)
                 match = ledger.match_prefix(keys(number), deadline_seconds=30.0)
-                assert len(match.slots) == 1 and ledger.still_valid(match.slots, match.generations).all()
+                assert len(match.slots) == 1
+                assert ledger.still_valid(match.slots, match.generations).all()
                 assert not any(isinstance(one, Refused) for one in outcomes)
         except BaseException as error:  # noqa: BLE001 - told by the main thread
             errors.append(error)
@@ -523,7 +535,9 @@ def test_closing_gives_up_what_was_reserved_and_held(shm_root: Path) -> None:
         ledger.close()
         again = opened(shm_root)
         gauges = admin.gauges(again)
-        assert gauges["reserved"] == 0 and gauges["members"] == 2 and gauges["ready"] == 5
+        assert gauges["reserved"] == 0
+        assert gauges["members"] == 2
+        assert gauges["ready"] == 5
         put(again, keys(*range(100, 200)), chained=False)
         assert not any(there(again, keys(*range(5))))
         again.close()
@@ -554,7 +568,8 @@ def test_closing_ends_in_time_while_another_sits_in_the_gate(shm_root: Path) -> 
         assert time.monotonic() - began < 25.0
     again = opened(shm_root)
     gauges = admin.gauges(again)
-    assert gauges["reserved"] == 0 and gauges["members"] == 1
+    assert gauges["reserved"] == 0
+    assert gauges["members"] == 1
     again.close()
 
 
@@ -562,7 +577,8 @@ def test_what_another_thread_opens_during_a_fork_can_be_opened_in_the_child(
     shm_root: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LMDB lets a process open a file once; what the parent's thread opened could not be closed in the child."""
-    hold, opens = session.Session.before_fork, list[threading.Thread]()
+    hold = session.Session.before_fork
+    opens = list[threading.Thread]()
 
     def slowly(held: session.Session, until: float) -> None:
         if not opens:
@@ -590,8 +606,10 @@ def test_tables_that_another_thread_has_open_without_a_session_can_be_opened_in_
     if step != "make":
         opened(shm_root, slots=16).close()
     monkeypatch.setattr(session, "_FORK_SECONDS", PATIENT_SECONDS)
-    is_open, forked = threading.Event(), threading.Event()
-    init, number = lmdb_tables.Tables.__init__, {"make": 1, "check": 1, "resize": 2}[step]
+    is_open = threading.Event()
+    forked = threading.Event()
+    init = lmdb_tables.Tables.__init__
+    number = {"make": 1, "check": 1, "resize": 2}[step]
     seen: list[object] = []
 
     def slowly(tables: lmdb_tables.Tables, *arguments: object, **named: object) -> None:

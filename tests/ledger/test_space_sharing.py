@@ -171,7 +171,8 @@ def test_a_store_that_is_alone_has_all_at_once(shm_root: Path, kind: Kind) -> No
 
 def test_the_policy_knows_how_many_chunks_fit(shm_root: Path, kind: Kind) -> None:
     one = Room(shm_root, kind=kind)
-    assert one.put(keys(*range(64))) == 64 and one.ledger.columns.capacity == 64
+    assert one.put(keys(*range(64))) == 64
+    assert one.ledger.columns.capacity == 64
     two = Room(shm_root, "b", kind)
     one.get(keys(1))
     two.put(keys(*range(100, 200)))
@@ -200,14 +201,18 @@ def test_a_second_layout_opens_beside_a_full_one_and_gets_its_share_in_pieces(
     shm_root: Path, kind: Kind
 ) -> None:
     one = Room(shm_root, kind=kind)
-    cold, hot = keys(*range(32)), keys(*range(32, 64))
-    assert one.put(cold) == 32 and one.put(hot) == 32
+    cold = keys(*range(32))
+    hot = keys(*range(32, 64))
+    assert one.put(cold) == 32
+    assert one.put(hot) == 32
     two = Room(shm_root, "b", kind, pages=2)
-    assert 0 < two.backed * 2 <= 32 and one.pages + two.pages <= 64
+    assert 0 < two.backed * 2 <= 32
+    assert one.pages + two.pages <= 64
     two.put(keys(*range(100, 200)))
     while two.more():
         assert one.pages + two.pages <= 64
-    assert two.pages == 32 and one.pages == 32
+    assert two.pages == 32
+    assert one.pages == 32
     assert one.get(cold, touch=False) == 0 and one.get(hot) == 32, "the coldest were evicted"
     assert two.put(keys(*range(200, 216))) == two.get(keys(*range(200, 216))) == 16
     for room in (one, two):
@@ -216,7 +221,8 @@ def test_a_second_layout_opens_beside_a_full_one_and_gets_its_share_in_pieces(
 
 
 def test_a_thread_of_the_ledger_gets_what_is_lacking(shm_root: Path, threads: None) -> None:
-    one, two = Room(shm_root), Room(shm_root, "b")
+    one = Room(shm_root)
+    two = Room(shm_root, "b")
     until = time.monotonic() + PATIENT_SECONDS
     number = 0
     while two.backed < 32 and time.monotonic() < until:
@@ -266,7 +272,8 @@ def test_what_is_free_is_taken_before_anything_goes(shm_root: Path, kind: Kind) 
     two = Room(shm_root, "b", kind)
     while two.more():
         pass
-    assert two.backed == 32 and one.get(keys(*range(8))) == 8
+    assert two.backed == 32
+    assert one.get(keys(*range(8))) == 8
     for room in (one, two):
         room.check()
         room.close()
@@ -276,7 +283,9 @@ def test_nothing_that_is_kept_is_taken(shm_root: Path) -> None:
     one = Room(shm_root)
     one.put(keys(*range(64)))
     rooms = [r for r in one.ledger.reserve(keys(1000, 1001), namespace=TENANT) if isinstance(r, Reserved)]
-    pinned, held, leased = keys(*range(2, 12)), keys(*range(12, 22)), keys(*range(22, 52))
+    pinned = keys(*range(2, 12))
+    held = keys(*range(12, 22))
+    leased = keys(*range(22, 52))
     assert admin.pin(one.ledger, pinned, "ann") == 10
     for key in held:
         match = one.ledger.match_prefix([key], touch=False)
@@ -342,10 +351,12 @@ def test_an_idle_store_that_cannot_be_used_any_more_gives_its_room(shm_root: Pat
     else:
         clock = AfterReboot()
     two = Room(shm_root, "b", clock=clock)
-    assert two.backed and two.put(keys(*range(100, 164))) == 64
+    assert two.backed
+    assert two.put(keys(*range(100, 164))) == 64
     while two.more():
         pass
-    assert two.backed == 64 and not (shm_root / "a").exists()
+    assert two.backed == 64
+    assert not (shm_root / "a").exists()
     two.check()
     two.close()
 
@@ -387,7 +398,8 @@ def test_holes_of_an_idle_store_that_is_to_be_scanned_are_no_room(shm_root: Path
     assert two.backed == 2, "half of its share at once"
     while two.more():
         pass
-    assert two.backed >= 4 and two.pages + one.pages == 8
+    assert two.backed >= 4
+    assert two.pages + one.pages == 8
     two.check()
     two.close()
     one = Room(shm_root, kind="file", limit=8 * PAGE)
@@ -449,7 +461,9 @@ def test_an_error_names_who_holds_the_room(shm_root: Path) -> None:
     with pytest.raises(NoRoomError) as told:
         Room(shm_root)
     said = str(told.value)
-    assert "strange holds" in said and "does not know" in said and "-" not in said.replace(str(shm_root), "")
+    assert "strange holds" in said
+    assert "does not know" in said
+    assert "-" not in said.replace(str(shm_root), "")
     assert (shm_root / "strange" / "slab").stat().st_size == LIMIT, "and left alone"
     assert not (shm_root / "a").exists()
 
@@ -508,7 +522,8 @@ def test_a_smaller_size_beside_others_waits_for_them(shm_root: Path) -> None:
     kept: list[Room] = []
     with Other(fill):  # first: a later child would inherit the open stores of this process
         one = Room(shm_root, limit=8 * PAGE)
-        assert one.backed == 64 and one.get(keys(*range(64))) == 64
+        assert one.backed == 64
+        assert one.get(keys(*range(64))) == 64
         one.close()
     one = Room(shm_root)
     assert one.get(keys(*range(64))) == 64
@@ -546,11 +561,13 @@ def test_sizes_of_one_process_are_heeded_as_those_of_several(
 ) -> None:
     Room(shm_root, kind=kind).close()
     one = Room(shm_root, kind=kind, limit=8 * PAGE)
-    assert one.backed == one.pages == 8 and not caplog.records
+    assert one.backed == one.pages == 8
+    assert not caplog.records
     two = Room(shm_root, kind=kind)
     assert one.backed == one.pages == 64
     three = Room(shm_root, kind=kind, limit=16 * PAGE)
-    assert one.pages == 64 and f"may hold {LIMIT} bytes" in caplog.text
+    assert one.pages == 64
+    assert f"may hold {LIMIT} bytes" in caplog.text
     four = Room(shm_root, kind=kind, limit=2 * LIMIT)
     assert "at most 64 slots" in caplog.text
     for room in (four, three, two, one):
@@ -562,7 +579,8 @@ def test_a_smaller_size_beside_others_says_so(shm_root: Path, caplog: pytest.Log
     kept: list[Room] = []
     with Other(lambda: kept.append(Room(shm_root))):
         one = Room(shm_root, limit=8 * PAGE)
-        assert f"may hold {LIMIT} bytes" in caplog.text and f"not the {8 * PAGE} asked for" in caplog.text
+        assert f"may hold {LIMIT} bytes" in caplog.text
+        assert f"not the {8 * PAGE} asked for" in caplog.text
         one.close()
 
 
@@ -573,7 +591,8 @@ def test_a_second_policy_in_one_process_says_that_it_is_not_used(
     with contextlib.closing(Ledger.open(spec, "lru")), contextlib.closing(Ledger.open(spec, "lru")):
         assert not caplog.records
         Ledger.open(spec, "arc").close()
-        assert "has policy lru" in caplog.text and "not the arc asked for" in caplog.text
+        assert "has policy lru" in caplog.text
+        assert "not the arc asked for" in caplog.text
 
 
 def test_what_was_leased_at_a_smaller_size_is_given_back_later(
@@ -587,10 +606,12 @@ def test_what_was_leased_at_a_smaller_size_is_given_back_later(
     one.close()
     one = Room(shm_root, kind=kind, limit=8 * PAGE)
     assert one.pages == one.get(every, touch=False) > 8, "nobody gave what was leased"
-    assert "given back later" in caplog.text and one.ledger.space.exceeds
+    assert "given back later" in caplog.text
+    assert one.ledger.space.exceeds
     one.ledger.columns.lease_until[:] = 0
     one.more()
-    assert one.pages == one.backed == 8 and not one.ledger.space.exceeds
+    assert one.pages == one.backed == 8
+    assert not one.ledger.space.exceeds
     assert one.get(every, touch=False) == 8
     one.check()
     one.close()
@@ -687,16 +708,20 @@ def test_a_view_keeps_its_pages_and_one_of_a_bare_slot_touches_none(shm_root: Pa
     del view
     one.give(1, idle=False)
     assert one.pages == 0
-    assert not one.memory.view(slot).any() and one.pages == 0
+    assert not one.memory.view(slot).any()
+    assert one.pages == 0
     while one.more():
         pass
-    assert one.backed == 64 and one.put(keys(*range(64))) == 64 and one.get(keys(*range(64))) == 64
+    assert one.backed == 64
+    assert one.put(keys(*range(64))) == 64
+    assert one.get(keys(*range(64))) == 64
     one.check()
     one.close()
 
 
 def test_the_view_of_another_process_keeps_its_pages_until_it_dies(shm_root: Path) -> None:
-    one, two = Room(shm_root), Room(shm_root, "b")
+    one = Room(shm_root)
+    two = Room(shm_root, "b")
     one.put(keys(*range(48)))
     coldest = [slot for slot, _ in one.ledger.space.coldest(2)]
     kept: list[object] = []
@@ -717,7 +742,8 @@ def test_the_view_of_another_process_keeps_its_pages_until_it_dies(shm_root: Pat
 
 
 def test_the_views_of_the_dead_are_not_those_of_the_next_member(shm_root: Path) -> None:
-    one, two = Room(shm_root), Room(shm_root, "b")
+    one = Room(shm_root)
+    two = Room(shm_root, "b")
     one.put(keys(*range(48)))
     coldest = [slot for slot, _ in one.ledger.space.coldest(2)]
     kept: list[object] = []
@@ -740,7 +766,8 @@ def test_the_views_of_the_dead_are_not_those_of_the_next_member(shm_root: Path) 
 
 
 def test_a_forked_child_lends_for_itself_and_gives_nothing_back_for_its_parent(shm_root: Path) -> None:
-    one, two = Room(shm_root), Room(shm_root, "b")
+    one = Room(shm_root)
+    two = Room(shm_root, "b")
     one.put(keys(*range(48)))
     coldest = [slot for slot, _ in one.ledger.space.coldest(4)]
     assert one.memory is not None
@@ -796,7 +823,8 @@ def test_several_layouts_at_once_over_many_takings(shm_root: Path, kind: Kind, t
 
 @pytest.mark.parametrize("seed", range(3))
 def test_anything_in_any_order_adds_up(shm_root: Path, kind: Kind, seed: int) -> None:
-    dice, rooms = random.Random(seed), dict[str, Room]()
+    dice = random.Random(seed)
+    rooms = dict[str, Room]()
     pages = {"a": 1, "b": 2, "c": 5}
     for _ in range(120):
         name = dice.choice("abc")
@@ -835,7 +863,8 @@ def test_a_file_system_that_is_full_in_the_middle_gives_fewer_slots(
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(64)))
     one.give(LIMIT // 2, idle=False)
-    real, left = space_sharing.allocate_range, [3]
+    real = space_sharing.allocate_range
+    left = [3]
 
     def allocate(fd: int, offset: int, nbytes: int) -> bool:
         left[0] -= 1
@@ -951,9 +980,11 @@ def test_a_scan_that_ends_by_a_taking_leaves_no_tenant_without_chunks(shm_root: 
     one.close()
     set_mark(shm_root / "a", TableMark.DAMAGED, 1)
     one = Room(shm_root, kind="file")
-    assert len(rebuild.unscanned(one.ledger)) == 64 and list(one.ledger.namespaces.counts())
+    assert len(rebuild.unscanned(one.ledger)) == 64
+    assert list(one.ledger.namespaces.counts())
     one.give(LIMIT, idle=True)
-    assert not rebuild.unscanned(one.ledger) and one.pages == 0
+    assert not rebuild.unscanned(one.ledger)
+    assert one.pages == 0
     assert not list(one.ledger.namespaces.counts())
     one.close()
 
@@ -972,7 +1003,8 @@ def test_a_directory_that_was_replaced_gives_nothing(shm_root: Path, kind: Kind)
 
 
 def test_what_others_use_gives_no_more_than_is_above_its_share(shm_root: Path, kind: Kind) -> None:
-    one, two = Room(shm_root, kind=kind), Room(shm_root, "b", kind)
+    one = Room(shm_root, kind=kind)
+    two = Room(shm_root, "b", kind)
     one.put(keys(*range(one.backed)))
     assert one.backed > 32
 
@@ -1024,7 +1056,8 @@ def test_what_was_killed_while_it_made_or_removed_a_store_is_not_grown_beside(
     shutil.copytree(shm_root / "a", shm_root / passing)
     while one.more():
         pass
-    assert one.pages == 64 and not (shm_root / passing).exists()
+    assert one.pages == 64
+    assert not (shm_root / passing).exists()
     one.check()
     one.close()
 

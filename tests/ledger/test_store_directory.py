@@ -56,7 +56,9 @@ def used_bytes(root: Path) -> int:
 def test_a_new_store_has_all_its_blocks_and_is_its_owners_alone(shm_root: Path) -> None:
     ledger = opened(shm_root / "root")
     state = read_state(ledger.directory)
-    assert state is not None and state.slots == 32 and not state.clean
+    assert state is not None
+    assert state.slots == 32
+    assert not state.clean
     for name, size in state.sizes().items():
         status = (ledger.directory / name).stat()
         assert status.st_size == size and status.st_blocks * 512 >= size, name
@@ -97,13 +99,16 @@ def test_a_store_is_warm_and_the_same_when_it_is_opened_again(shm_root: Path) ->
     number = ledger.store_id
     ledger.close()
     again = opened(shm_root)
-    assert again is not ledger and again.store_id == number and all(there(again, keys(1, 2, 3)))
+    assert again is not ledger
+    assert again.store_id == number
+    assert all(there(again, keys(1, 2, 3)))
     admin.check(again)
     again.close()
 
 
 def test_one_process_has_one_ledger_a_store_until_the_last_close(shm_root: Path) -> None:
-    one, two = opened(shm_root), opened(shm_root)
+    one = opened(shm_root)
+    two = opened(shm_root)
     assert one is two
     one.close()
     put(two, keys(1))
@@ -115,8 +120,10 @@ def test_one_process_has_one_ledger_a_store_until_the_last_close(shm_root: Path)
 def test_a_store_is_one_by_whatever_path(shm_root: Path, tmp_path: Path) -> None:
     ledger = opened(shm_root)
     (tmp_path / "link").symlink_to(shm_root)
-    same, attached = opened(tmp_path / "link"), Ledger.attach(tmp_path / "link" / "store")
-    assert same is ledger and attached is ledger
+    same = opened(tmp_path / "link")
+    attached = Ledger.attach(tmp_path / "link" / "store")
+    assert same is ledger
+    assert attached is ledger
     for _ in range(3):
         ledger.close()
 
@@ -129,7 +136,8 @@ def test_a_store_that_is_open_by_another_path_is_not_discarded_for_room(
     (tmp_path / "link").symlink_to(shm_root)
     with pytest.raises(NoRoomError):
         Ledger.open(spec(tmp_path / "link", name="second", slot_bytes=1 << 20, limit_bytes=1 << 19))
-    assert names(shm_root) == {"store"} and there(ledger, keys(1)) == [True]
+    assert names(shm_root) == {"store"}
+    assert there(ledger, keys(1)) == [True]
     ledger.close()
 
 
@@ -151,9 +159,11 @@ def test_a_store_whose_directory_was_removed_is_made_anew_beside_the_old(shm_roo
     put(old, keys(1))
     shutil.rmtree(old.directory)
     new = opened(shm_root)
-    assert new is not old and new.store_id != old.store_id
+    assert new is not old
+    assert new.store_id != old.store_id
     put(new, keys(2))
-    assert len(old.match_prefix(keys(1)).slots) == 1 and not len(new.match_prefix(keys(1)).slots)
+    assert len(old.match_prefix(keys(1)).slots) == 1
+    assert not len(new.match_prefix(keys(1)).slots)
     old.close()
     assert len(new.match_prefix(keys(2)).slots) == 1
     new.close()
@@ -198,7 +208,8 @@ def test_an_existing_store_is_attached_to_as_it_is(shm_root: Path, monkeypatch: 
     ledger.close()
     monkeypatch.chdir(shm_root / "store")
     attached = Ledger.attach(Path("."))
-    assert attached.slots == 40 and there(attached, keys(1)) == [True]
+    assert attached.slots == 40
+    assert there(attached, keys(1)) == [True]
     attached.close()
 
 
@@ -207,7 +218,8 @@ def test_nothing_is_made_by_attaching(shm_root: Path) -> None:
     for name in ("store", "absent"):
         with pytest.raises(StoreError):
             Ledger.attach(shm_root / name)
-    assert names(shm_root) == {"store"} and not list((shm_root / "store").iterdir())
+    assert names(shm_root) == {"store"}
+    assert not list((shm_root / "store").iterdir())
 
 
 # private
@@ -258,7 +270,8 @@ def test_a_resize_keeps_as_many_chunks_as_fit(shm_root: Path, kind: str, slots: 
     admin.check(again)
     expected = {one.key for one in stored}
     assert {row.key for row in admin.list_chunks(again)} - set(keys(100)) <= expected
-    assert admin.gauges(again)["ready"] == min(31, slots) and with_pages(again) == slots
+    assert admin.gauges(again)["ready"] == min(31, slots)
+    assert with_pages(again) == slots
     assert set(keys(*range(8))) <= {row.key for row in admin.list_chunks(again)}, "pinned chunks stay"
     assert os.stat(again.slab_path).st_blocks * 512 == slots * 4096
     assert os.stat(again.slab_path).st_size == max(slots, 32) * 4096, "a slab is never truncated"
@@ -283,9 +296,12 @@ def test_the_metadata_of_a_file_system_takes_no_chunks_place(
     sized(tmp_path, 64, 8192).close()
     for slots in (32, 32, 64):
         with contextlib.closing(sized(tmp_path, slots, 8192)) as ledger:
-            assert with_pages(ledger) == slots and admin.gauges(ledger)["ready"] == 32
-            assert ledger.space.more() is False and not ledger.space.exceeds
-    assert "no more" not in caplog.text and "too many" not in caplog.text
+            assert with_pages(ledger) == slots
+            assert admin.gauges(ledger)["ready"] == 32
+            assert ledger.space.more() is False
+            assert not ledger.space.exceeds
+    assert "no more" not in caplog.text
+    assert "too many" not in caplog.text
 
 
 def test_metadata_that_fills_slots_is_punched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +309,8 @@ def test_metadata_that_fills_slots_is_punched_once(tmp_path: Path, monkeypatch: 
     sized(tmp_path, 64, 4096).close()
     with contextlib.closing(sized(tmp_path, 33, 4096)) as ledger:
         assert ledger.space.more() is False
-        assert 32 <= with_pages(ledger) <= 33 == used_slots(ledger) and not ledger.space.exceeds
+        assert 32 <= with_pages(ledger) <= 33 == used_slots(ledger)
+        assert not ledger.space.exceeds
         monkeypatch.delattr(space_sharing, "punch")
         assert ledger.space.more() is False
 
@@ -348,7 +365,8 @@ def test_a_resize_while_a_scan_is_unfinished(shm_root: Path) -> None:
         ledger.close()
         ledger = opened(root, slots, kind="file")
         left = rebuild.unscanned(ledger)
-        assert left.start == 20 and left.stop in (40, slots)
+        assert left.start == 20
+        assert left.stop in (40, slots)
         admin.check(ledger)
         absorb_nothing(ledger)
         assert admin.gauges(ledger)["free"] == slots
@@ -371,7 +389,8 @@ def test_a_small_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
             write_synced(path, b"new" * 1000)
 
     in_child(write_on_a_full_disk)
-    assert path.read_bytes() == b"old" and [entry.name for entry in tmp_path.iterdir()] == ["small"]
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["small"]
 
 
 def _must(holds: bool) -> None:
@@ -391,7 +410,8 @@ def test_only_names_that_are_made_here_are_swept(shm_root: Path, tmp_path: Path)
     (shm_root / ".new-0123456789ab").write_bytes(b"a file")
     before = set(shm_root.iterdir())
     opened(shm_root).close()
-    assert before < set(shm_root.iterdir()) and (dear / "photo").exists()
+    assert before < set(shm_root.iterdir())
+    assert (dear / "photo").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
@@ -424,4 +444,5 @@ def test_a_store_that_is_a_symbolic_link_is_left_alone(shm_root: Path) -> None:
     Ledger.open(
         spec(shm_root / "root", name="other", limit_bytes=used_bytes(shm_root / "real") * 4 // 3)
     ).close()
-    assert (shm_root / "real" / "store" / "state").exists() and (shm_root / "root" / "store").is_symlink()
+    assert (shm_root / "real" / "store" / "state").exists()
+    assert (shm_root / "root" / "store").is_symlink()

@@ -38,7 +38,8 @@ def test_what_was_written_last_is_read(tmp_path: Path) -> None:
     for n in range(1, 8):
         write_state(tmp_path, state_of(incarnation=n, clean=bool(n % 2)))
         assert read_state(tmp_path) == state_of(incarnation=n, clean=bool(n % 2))
-    assert os.stat(tmp_path / STATE).st_size == 3 * PAGE and [p.name for p in tmp_path.iterdir()] == [STATE]
+    assert os.stat(tmp_path / STATE).st_size == 3 * PAGE
+    assert [p.name for p in tmp_path.iterdir()] == [STATE]
 
 
 @pytest.mark.parametrize("written", [1, 2, 3])
@@ -57,7 +58,8 @@ def test_a_torn_write_leaves_what_stood(tmp_path: Path, written: int) -> None:
         assert state == state_of(incarnation=written), f"torn at {cut}"
     (tmp_path / STATE).write_bytes(after)
     state = read_state(tmp_path)
-    assert state is not None and state.clean
+    assert state is not None
+    assert state.clean
 
 
 def test_a_file_that_is_no_state_is_none(tmp_path: Path) -> None:
@@ -97,13 +99,16 @@ def test_marks_are_of_one_incarnation_each(tmp_path: Path) -> None:
     write_state(tmp_path, state_of())
     assert not any(is_marked(tmp_path, mark, 1) for mark in TableMark)
     set_mark(tmp_path, TableMark.DAMAGED, 5)
-    assert is_marked(tmp_path, TableMark.DAMAGED, 5) and not is_marked(tmp_path, TableMark.DAMAGED, 6)
+    assert is_marked(tmp_path, TableMark.DAMAGED, 5)
+    assert not is_marked(tmp_path, TableMark.DAMAGED, 6)
     assert not is_marked(tmp_path, TableMark.OPENING, 5)
     set_mark(tmp_path, TableMark.OPENING, 5)
     write_state(tmp_path, state_of(incarnation=5))
-    assert is_marked(tmp_path, TableMark.DAMAGED, 5) and is_marked(tmp_path, TableMark.OPENING, 5)
+    assert is_marked(tmp_path, TableMark.DAMAGED, 5)
+    assert is_marked(tmp_path, TableMark.OPENING, 5)
     set_mark(tmp_path, TableMark.OPENING, 0)
-    assert not is_marked(tmp_path, TableMark.OPENING, 5) and is_marked(tmp_path, TableMark.DAMAGED, 5)
+    assert not is_marked(tmp_path, TableMark.OPENING, 5)
+    assert is_marked(tmp_path, TableMark.DAMAGED, 5)
 
 
 def test_fields_of_a_later_version_hinder_nothing(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def test_who_leaves_while_another_joins_does_not_mark_what_the_other_will_change
     monkeypatch.setattr(stores_under_root, "_sweep", lambda root: None)
     monkeypatch.setattr(store_directory, "read_state", leave_now)
     ledger = opened(tmp_path, kind="file")
-    assert store_directory.read_state is real and not clean(tmp_path)
+    assert store_directory.read_state is real
+    assert not clean(tmp_path)
     ledger.close()
     assert clean(tmp_path)
 
@@ -87,8 +88,10 @@ def test_leases_are_void_after_a_reboot_and_recency_never_goes_back(tmp_path: Pa
     ledger.close()
     clock.reboot("next boot", seconds=10)
     again = opened(tmp_path, clock=clock, kind="file")
-    assert again.stamp() > newest - (1 << 20) and again.stamp() > int(again.columns.last_use.max())
-    assert admin.gauges(again)["leased"] == 0 and admin.gauges(again)["ready"] == 32
+    assert again.stamp() > newest - (1 << 20)
+    assert again.stamp() > int(again.columns.last_use.max())
+    assert admin.gauges(again)["leased"] == 0
+    assert admin.gauges(again)["ready"] == 32
     put(again, keys(100))
     assert there(again, keys(0)) == [False], "the oldest is no longer leased"
     again.close()
@@ -118,7 +121,8 @@ def test_times_that_are_ahead_of_the_clock_end_with_the_next_opening(shm_root: P
     ledger.close()
     clock.reboot("fake-boot", seconds=10.0)
     again = opened(shm_root, clock=clock, kind=kind)
-    assert admin.gauges(again)["leased"] == 0 and admin.gauges(again)["ready"] == 32
+    assert admin.gauges(again)["leased"] == 0
+    assert admin.gauges(again)["ready"] == 32
     assert again.stamp() > newest
     put(again, keys(100))
     assert there(again, keys(100)) == [True]
@@ -133,7 +137,8 @@ def test_memory_is_discarded_after_a_reboot(shm_root: Path) -> None:
     ledger.close()
     clock.reboot("next boot")
     again = opened(shm_root, clock=clock)
-    assert again.store_id != number and not admin.gauges(again)["ready"]
+    assert again.store_id != number
+    assert not admin.gauges(again)["ready"]
     again.close()
 
 
@@ -149,7 +154,8 @@ def test_a_store_in_memory_with_a_file_that_was_exchanged_is_discarded(shm_root:
     path.rename(path.with_name("old"))  # otherwise the new file could get the same inode
     path.write_bytes(content)
     again = opened(shm_root)
-    assert again.store_id != number and not admin.gauges(again)["ready"]
+    assert again.store_id != number
+    assert not admin.gauges(again)["ready"]
     again.close()
 
 
@@ -164,7 +170,8 @@ def test_after_a_power_cut_the_ledger_is_rebuilt_with_newer_generations(tmp_path
     in_child(lose_power)
     clock.reboot("next boot")
     again = opened(tmp_path, clock=clock, kind="file")
-    assert rebuild.unscanned(again) == range(32) and not len(again.match_prefix(keys(1)).slots)
+    assert rebuild.unscanned(again) == range(32)
+    assert not len(again.match_prefix(keys(1)).slots)
     rebuild.absorb(again, 0, [ScannedChunk(keys(1)[0], TENANT, 1 << 60, 0, 16, 5), None])
     assert len(again.match_prefix(keys(1)).slots) == 1
     absorb_nothing(again)
@@ -203,7 +210,8 @@ def test_a_child_whose_store_was_resized_before_it_could_open_it_again_finds_not
     def orphan() -> None:
         assert ledger.match_prefix(keys(1)).reason is Reason.IO_ERROR
         fresh = opened(shm_root)
-        assert fresh is not ledger and len(fresh.match_prefix(keys(1)).slots) == 1
+        assert fresh is not ledger
+        assert len(fresh.match_prefix(keys(1)).slots) == 1
         ledger.close()
         assert len(fresh.match_prefix(keys(1)).slots) == 1
         fresh.close()

@@ -102,7 +102,8 @@ def test_every_slot_may_be_another_tenants(shm_root: Path) -> None:
     assert admin.gauges(ledger)["ready"] == 6000
     assert all(there(ledger, keys(*range(6000))))
     admin.check(ledger)
-    assert admin.clear(ledger, tenant(77)) == 1 and admin.clear(ledger) == 5999
+    assert admin.clear(ledger, tenant(77)) == 1
+    assert admin.clear(ledger) == 5999
     ledger.close()
 
 
@@ -115,7 +116,8 @@ def test_a_tenant_that_gets_no_room_leaves_nothing(ledger: Ledger) -> None:
     for number in range(32):
         match = ledger.match_prefix(keys(number))
         ledger.hold(match.slots, match.generations)
-    assert not reserved(ledger.reserve(keys(100), namespace=OTHER)) and len(held) == 32
+    assert not reserved(ledger.reserve(keys(100), namespace=OTHER))
+    assert len(held) == 32
     assert OTHER not in admin.list_namespaces(ledger)
 
 
@@ -316,9 +318,12 @@ def test_names_are_bounded_in_length_and_number(shm_root: Path) -> None:
         if number % 50 == 0:
             ledger.namespaces.write_labels()
     rows = admin.list_namespaces(ledger)
-    assert len(rows) <= most and rows[TENANT].fields == {"model": "test"}
+    assert len(rows) <= most
+    assert rows[TENANT].fields == {"model": "test"}
     cut = next(row.fields for row in rows.values() if "lora" in row.fields)
-    assert cut["model"].startswith("mmm") and cut["lora"].endswith("/adapter") and len(str(cut)) < 1024
+    assert cut["model"].startswith("mmm")
+    assert cut["lora"].endswith("/adapter")
+    assert len(str(cut)) < 1024
     put(ledger, keys(*range(2, 30)))
     ledger.close()
     assert (shm_root / "store" / "namespaces").stat().st_size < most * 1200

@@ -43,7 +43,8 @@ def opened(root: Path, fields: dict[str, object], peers: tuple[str, ...] = ()) -
 
 def hits_by(cache: Cache, tier: str) -> None:
     """Check that the whole prompt comes from `tier`, sooner or later: a busy machine may be late."""
-    tokens, seen = kit.prompt(8), set[str]()
+    tokens = kit.prompt(8)
+    seen = set[str]()
 
     def whole() -> bool:
         hit, _ = kit.served(cache, tokens)

@@ -40,7 +40,9 @@ ROOT = HERE.parent.parent
 # of one mutant, whose test takes a tenth of that when it passes: by engine. Each test imports SGLang anew.
 LIMIT_SECONDS = {None: 30.0, "vllm": 30.0, "sglang": 300.0}
 ALL_SECONDS = 900.0  # of all the tests on the unchanged source
-PASSED, FAILED = 0, 1  # exit codes of pytest
+# exit codes of pytest
+PASSED = 0
+FAILED = 1
 ELSEWHERE = 99  # `pagoda` did not come from the copy
 HUNG = 98  # the test did not end in time: broken code may wait for ever, and a busy machine looks the same
 BATCHES_PER_JOB = 4  # of the tests on the unchanged source

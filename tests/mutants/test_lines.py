@@ -16,7 +16,8 @@ PACKAGE = HERE.parents[1] / "src" / "pagoda"
 def test_each_line_is_found_once(name: str) -> None:
     mutants = tomllib.loads((HERE / f"{name}.toml").read_text(encoding="utf-8"))["mutant"]
     assert mutants
-    lost, changed = [], dict[str, str]()
+    lost = []
+    changed = dict[str, str]()
     for one in mutants:
         source = (PACKAGE / one["file"]).read_text()
         if source.count(one["old"]) != 1:

@@ -22,7 +22,9 @@ class Processes:
         self.advices = [Evictor("arc", self.columns) for _ in range(count)]
         self.values = np.zeros(Arc.shared_values)
         self.rows: dict[int, int] = {}
-        self.turn, self.misses, self.generation = 0, 0, 1
+        self.turn = 0
+        self.misses = 0
+        self.generation = 1
 
     def ask(self, *chain: int) -> int:
         self.turn += 1
@@ -38,7 +40,8 @@ class Processes:
         return present
 
     def store(self, advice: Evictor, chain: tuple[int, ...], present: int, stamp: int) -> None:
-        columns, marks = self.columns, np.array(chain[present:], np.uint64)
+        columns = self.columns
+        marks = np.array(chain[present:], np.uint64)
         if not len(marks):
             return
         free = np.flatnonzero(columns.last_use == NOT_READY)
@@ -56,7 +59,8 @@ class Processes:
             columns.table.forget(marks[i : i + 1])
             before = self.rows.get(chain[present + i - 1]) if present + i else None
             columns.generation[row] = self.generation = self.generation + 1
-            columns.hits[row], columns.position[row] = known_hits[i], present + i
+            columns.hits[row] = known_hits[i]
+            columns.position[row] = present + i
             columns.parent_slot[row] = NO_PARENT if before is None else before
             columns.parent_generation[row] = 0 if before is None else columns.generation[before]
             columns.last_use[row] = stamps[i]
@@ -76,7 +80,8 @@ def stream() -> list[int]:
 
 @pytest.mark.slow
 def test_two_processes_miss_about_as_often_as_one() -> None:
-    one, two = Processes(1), Processes(2)
+    one = Processes(1)
+    two = Processes(2)
     for mark in stream():
         one.ask(mark)
         two.ask(mark)
@@ -102,7 +107,8 @@ def test_a_forgotten_ghost_still_says_why_and_its_chunk_begins_as_a_new_one() ->
     processes = Processes(1, 4)
     for mark in range(1, 20):
         processes.ask(mark)
-    table, mark = processes.columns.table, 15
+    table = processes.columns.table
+    mark = 15
     assert table.find(np.array([mark] + [0] * 3, np.uint64).tobytes()) is not None
     processes.ask(mark)
     assert processes.columns.hits[processes.rows[mark]] == 0
@@ -132,7 +138,9 @@ def test_a_long_chain_of_new_chunks_loses_no_head_before_its_tail() -> None:
 def test_what_two_learn_at_once_adds_up_and_a_restart_keeps_it() -> None:
     columns = Columns(None, 10)
     columns.reset()
-    ours, theirs, values = Arc(columns), Arc(columns), np.zeros(1)
+    ours = Arc(columns)
+    theirs = Arc(columns)
+    values = np.zeros(1)
     out_of_b1 = Newcomers(np.array([900]), np.zeros(1, np.uint32), np.array([500]))
     for policy in (ours, ours, theirs):
         policy.admit(out_of_b1, 1, 0)
@@ -154,7 +162,8 @@ def test_what_two_learn_at_once_adds_up_and_a_restart_keeps_it() -> None:
 def test_damaged_values_are_begun_anew(damage: float) -> None:
     columns = Columns(None, 10)
     columns.reset()
-    policy, values = Arc(columns), np.full(1, damage)
+    policy = Arc(columns)
+    values = np.full(1, damage)
     policy.share(values)
     assert values[0] == 0
 
@@ -190,7 +199,9 @@ def test_where_the_victim_comes_from(target: float, hits: int, victim: int) -> N
 def test_what_is_out_of_reach_goes_once_and_first_whichever_list_is_asked() -> None:
     columns, policy = halves(3.0)
     for row in (2, 7):
-        columns.parent_slot[row], columns.parent_generation[row] = 0, 77
+        columns.parent_slot[row] = 0
+        columns.parent_generation[row] = 77
     for count in range(1, 11):
         victims = policy.victims(count, 900, 0).tolist()
-        assert len(set(victims)) == count and (count < 2 or {2, 7} <= set(victims))
+        assert len(set(victims)) == count
+        assert count < 2 or {2, 7} <= set(victims)

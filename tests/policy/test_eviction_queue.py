@@ -22,7 +22,8 @@ def columns_of(slots: int) -> Columns:
 
 def put(columns: Columns, row: int, last_use: int, parent: int = NO_PARENT) -> None:
     columns.generation[row] = columns.generation.max() + np.uint64(1)
-    columns.last_use[row], columns.lease_until[row] = last_use, 0
+    columns.last_use[row] = last_use
+    columns.lease_until[row] = 0
     columns.parent_slot[row] = parent
     columns.parent_generation[row] = columns.generation[parent] if parent >= 0 else 0
     columns.position[row] = columns.position[parent] + 1 if parent >= 0 else 0
@@ -30,7 +31,8 @@ def put(columns: Columns, row: int, last_use: int, parent: int = NO_PARENT) -> N
 
 def empty(columns: Columns, row: int) -> None:
     columns.generation[row] = columns.generation.max() + np.uint64(1)
-    columns.last_use[row], columns.lease_until[row] = NOT_READY, 0
+    columns.last_use[row] = NOT_READY
+    columns.lease_until[row] = 0
 
 
 def behind(columns: Columns) -> dict[int, list[int]]:
@@ -96,7 +98,8 @@ trees = st.lists(
 
 
 def grow(tree: list[tuple[int, int, int, int, bool]]) -> tuple[Columns, list[float]]:
-    columns, ranks = columns_of(SLOTS), [0.0] * SLOTS
+    columns = columns_of(SLOTS)
+    ranks = [0.0] * SLOTS
     for row, (parent, last_use, rank, lease, _) in enumerate(tree):
         put(columns, row, 100 * last_use, (parent + 1) % (row + 1) - 1)
         columns.lease_until[row], ranks[row] = lease, float(rank)
@@ -138,9 +141,12 @@ def test_no_parent_before_its_child_whatever_happened_since_it_was_queued(
     tree: list[tuple[int, int, int, int, bool]], events: list[tuple[str, int]], by_use: bool
 ) -> None:
     columns, ranks = grow(tree)
-    queue, now, stamp = EvictionQueue(columns, lambda: np.array(ranks), by_use), NOW, 10**5
+    queue = EvictionQueue(columns, lambda: np.array(ranks), by_use)
+    now = NOW
+    stamp = 10**5
     for what, number in events:
-        stamp, row = stamp + 100, number % len(tree)
+        stamp = stamp + 100
+        row = number % len(tree)
         count = 1 + number % 14
         if what == "wait":
             now += number

@@ -66,7 +66,8 @@ def taught(columns: Columns, values: NDArray[np.float64]) -> Hindsight:
 @pytest.mark.parametrize("seed", range(5))
 def test_before_anything_is_known_it_does_as_lru_does(seed: int) -> None:
     columns = columns_of(seed)
-    policy, lru = Hindsight(columns), Lru(columns)
+    policy = Hindsight(columns)
+    lru = Lru(columns)
     for count in (5, 60, SLOTS):
         assert policy.victims(count, START, 0).tolist() == lru.victims(count, START, 0).tolist()
     newcomers = Newcomers(START - np.arange(9), np.zeros(9, np.uint32), np.zeros(9, np.int64))
@@ -74,7 +75,8 @@ def test_before_anything_is_known_it_does_as_lru_does(seed: int) -> None:
 
 
 def test_what_will_come_back_outlives_what_is_younger() -> None:
-    columns, values = columns_of(), new_values()
+    columns = columns_of()
+    values = new_values()
     columns.last_use[:] = START - 2 * SECOND - np.arange(SLOTS)
     columns.hits[:] = 0
     columns.hits[-50:] = 1
@@ -83,7 +85,8 @@ def test_what_will_come_back_outlives_what_is_younger() -> None:
 
 
 def test_a_newcomer_that_never_comes_back_does_not_come_in() -> None:
-    columns, values = columns_of(), new_values()
+    columns = columns_of()
+    values = new_values()
     columns.last_use[:] = START - 50 * SECOND
     columns.hits[:] = 1
     policy = taught(columns, values)
@@ -96,20 +99,26 @@ def test_a_newcomer_that_never_comes_back_does_not_come_in() -> None:
 
 
 def test_a_head_comes_in_for_its_tail() -> None:
-    columns, values = columns_of(), new_values()
-    columns.last_use[:], columns.hits[:] = START - 20 * SECOND, 1
+    columns = columns_of()
+    values = new_values()
+    columns.last_use[:] = START - 20 * SECOND
+    columns.hits[:] = 1
     policy = taught(columns, values)
     policy._worth = np.zeros((CLASSES, AGES))
-    policy._worth[1], policy._worth[CLASSES - 1] = 0.5, 1.0
-    stamps, hits = START + 30 * SECOND - np.arange(4), np.array([0, 0, 0, 9999], np.uint32)
+    policy._worth[1] = 0.5
+    policy._worth[CLASSES - 1] = 1.0
+    stamps = START + 30 * SECOND - np.arange(4)
+    hits = np.array([0, 0, 0, 9999], np.uint32)
     for order, admitted in ((hits, 4), (hits[::-1], 1), (hits[[0, 3, 1, 2]], 2), (hits[:3], 0)):
         newcomers = Newcomers(stamps[: len(order)], order.copy(), np.zeros(len(order), np.int64))
         assert policy.admit(newcomers, 0, 0) == admitted
 
 
 def test_it_counts_what_is_asked_for_again_and_not_what_is_one_use() -> None:
-    columns, values = columns_of(), new_values()
-    columns.last_use[:3], columns.hits[:3] = START, [0, 1, 5]
+    columns = columns_of()
+    values = new_values()
+    columns.last_use[:3] = START
+    columns.hits[:3] = [0, 1, 5]
     policy = Hindsight(columns)
     ask(policy, columns, [0, 1, 2], START + SECOND // 2)  # one use
     ask(policy, columns, [0, 1, 2], START + SECOND // 2 + 10 * SECOND)
@@ -122,17 +131,21 @@ def test_it_counts_what_is_asked_for_again_and_not_what_is_one_use() -> None:
 
 
 def test_what_is_being_filled_counts_for_nothing() -> None:
-    columns, values = columns_of(), new_values()
+    columns = columns_of()
+    values = new_values()
     columns.last_use[:] = np.iinfo(np.int64).max
     policy = Hindsight(columns)
     ask(policy, columns, [0, 1], START)
     learn(policy, values, START)
-    assert not _SharedValues.of(values).asked.any() and not len(policy.victims(5, START, 0))
+    assert not _SharedValues.of(values).asked.any()
+    assert not len(policy.victims(5, START, 0))
 
 
 def test_tallies_of_two_processes_add_up_and_what_one_learns_the_other_knows() -> None:
-    columns, values = columns_of(), new_values()
-    ours, theirs = Hindsight(columns), Hindsight(columns)
+    columns = columns_of()
+    values = new_values()
+    ours = Hindsight(columns)
+    theirs = Hindsight(columns)
     for turn in range(10):
         ours.admit(ghosts_of(5, 60, 1), 5, 0)
         theirs.admit(ghosts_of(3, 600, 0), 3, 0)
@@ -143,7 +156,8 @@ def test_tallies_of_two_processes_add_up_and_what_one_learns_the_other_knows() -
     theirs.share(values)
     learnt = _SharedValues.of(values)
     assert learnt.asked.sum() == learnt.watched.sum() == 80
-    assert learnt.asked[1].sum() == 50 and learnt.asked[0].sum() == 30
+    assert learnt.asked[1].sum() == 50
+    assert learnt.asked[0].sum() == 30
     learn(ours, values, START + 10 * SECOND)
     theirs.share(values)
     assert (theirs._worth == ours._worth).all()
@@ -151,8 +165,10 @@ def test_tallies_of_two_processes_add_up_and_what_one_learns_the_other_knows() -
 
 
 def test_one_at_a_time_learns_and_another_takes_over_from_who_died() -> None:
-    columns, values = columns_of(), new_values()
-    dead, alive = Hindsight(columns), Hindsight(columns)
+    columns = columns_of()
+    values = new_values()
+    dead = Hindsight(columns)
+    alive = Hindsight(columns)
     dead.prepare(START, 0)
     dead.share(values)  # it is elected, and is killed before it has learnt
     for seconds in range(1, 20):
@@ -162,7 +178,8 @@ def test_one_at_a_time_learns_and_another_takes_over_from_who_died() -> None:
 
 
 def test_who_is_killed_while_publishing_spoils_nothing() -> None:
-    columns, values = columns_of(), new_values()
+    columns = columns_of()
+    values = new_values()
     writer = taught(columns, values)
     reader = Hindsight(columns)
     reader.share(values)
@@ -174,16 +191,19 @@ def test_who_is_killed_while_publishing_spoils_nothing() -> None:
         assert (policy._worth == whole).all()
     learn(writer, values, START + 60 * SECOND)
     reader.share(values)
-    assert (reader._worth == writer._worth).all() and (reader._worth != 7.0).all()
+    assert (reader._worth == writer._worth).all()
+    assert (reader._worth != 7.0).all()
 
 
 def test_a_restart_keeps_what_was_learnt() -> None:
-    columns, values = columns_of(), new_values()
+    columns = columns_of()
+    values = new_values()
     before = taught(columns, values)
     after = Hindsight(columns)
     after.prepare(START, 0)
     after.share(np.frombuffer(bytearray(values.tobytes()), np.float64))
-    assert (after._worth == before._worth).all() and after._refuses == before._refuses
+    assert (after._worth == before._worth).all()
+    assert after._refuses == before._refuses
     for policy in (before, after):
         policy.prepare(START + 10**13, 0)
     assert after.victims(50, START, 0).tolist() == before.victims(50, START, 0).tolist()
@@ -192,7 +212,8 @@ def test_a_restart_keeps_what_was_learnt() -> None:
 @pytest.mark.parametrize("at", [0, 1, 5, 2 + CLASSES * AGES, -1])
 @pytest.mark.parametrize("damage", [np.nan, np.inf, -np.inf, -1.0, 1e300])
 def test_damaged_values_are_begun_anew(at: int, damage: float) -> None:
-    columns, values = columns_of(), new_values()
+    columns = columns_of()
+    values = new_values()
     policy = taught(columns, values)
     values[at] = damage
     with np.errstate(all="raise", under="ignore"):
@@ -203,18 +224,21 @@ def test_damaged_values_are_begun_anew(at: int, damage: float) -> None:
         for turn in range(1, 4):
             learn(other, values, START + turn * 10 * SECOND)
             policy.share(values)
-    assert np.isfinite(values).all() and np.isfinite(policy._worth).all()
+    assert np.isfinite(values).all()
+    assert np.isfinite(policy._worth).all()
     assert policy.victims(SLOTS, START, 0).size == SLOTS
 
 
 def test_what_was_seen_long_ago_counts_less_and_never_grows_without_bound() -> None:
-    columns, values = columns_of(), new_values()
+    columns = columns_of()
+    values = new_values()
     policy = Hindsight(columns)
     for _ in range(300):
         policy.admit(ghosts_of(64, 60, 1), 64, 0)
         policy.share(values)
     learnt = _SharedValues.of(values)
-    assert learnt.watched.sum() <= 32 * SLOTS and learnt.asked.sum() <= 32 * SLOTS
+    assert learnt.watched.sum() <= 32 * SLOTS
+    assert learnt.asked.sum() <= 32 * SLOTS
     for _ in range(600):
         policy.admit(ghosts_of(64, 6000, 1), 64, 0)
         policy.share(values)
@@ -223,7 +247,8 @@ def test_what_was_seen_long_ago_counts_less_and_never_grows_without_bound() -> N
 
 
 def test_a_clock_that_was_set_back_stops_nothing() -> None:
-    columns, values = columns_of(), new_values()
+    columns = columns_of()
+    values = new_values()
     taught(columns, values)
     _SharedValues.of(values).learned_at[0] += 10**6
     version = _SharedValues.of(values).version[0]
@@ -246,7 +271,9 @@ def test_of_many_slots_a_sample_stands_for_all() -> None:
 def test_it_keeps_what_comes_back_through_a_flood_of_what_does_not() -> None:
     hits = {}
     for name in ("lru", "hindsight"):
-        simulation, served, unique = Simulation([TierSpec("host", 100, name)]), 0, 10**6
+        simulation = Simulation([TierSpec("host", 100, name)])
+        served = 0
+        unique = 10**6
         for turn in range(9000):  # fifteen minutes; 40 prompts repeat every minute, 560 never
             document = turn % 15 == 0
             unique += 1
@@ -259,7 +286,8 @@ def test_it_keeps_what_comes_back_through_a_flood_of_what_does_not() -> None:
 
 
 def test_ghosts_that_gave_way_are_not_forgotten_as_what_was_never_asked_for_again() -> None:
-    columns, values = columns_of(slots=1), new_values()
+    columns = columns_of(slots=1)
+    values = new_values()
     for mark in range(1, 11):  # eight have a place
         columns.table.remember(
             np.array([mark], np.uint64), np.array([mark]), np.zeros(1, np.uint32), START, 0
@@ -271,7 +299,8 @@ def test_ghosts_that_gave_way_are_not_forgotten_as_what_was_never_asked_for_agai
 
 
 def test_those_never_asked_for_again_count_as_well() -> None:
-    columns, values = Columns(None, SLOTS), new_values()
+    columns = Columns(None, SLOTS)
+    values = new_values()
     columns.reset()
     policy = Hindsight(columns)
     policy.admit(ghosts_of(64, 5, 0), 64, START)
@@ -289,8 +318,10 @@ def test_nothing_is_counted_where_nothing_is() -> None:
 
 
 def test_nobody_is_refused_before_enough_has_been_seen() -> None:
-    columns, values = columns_of(), new_values()
-    columns.last_use[:], columns.hits[:] = START - 50 * SECOND, 1
+    columns = columns_of()
+    values = new_values()
+    columns.last_use[:] = START - 50 * SECOND
+    columns.hits[:] = 1
     policy = taught(columns, values)
     nobody = Newcomers(START - np.arange(9), np.zeros(9, np.uint32), np.zeros(9, np.int64))
     assert policy.admit(nobody, 0, 0) == 0
@@ -300,11 +331,14 @@ def test_nobody_is_refused_before_enough_has_been_seen() -> None:
 
 
 def test_those_for_whom_there_is_room_are_compared_with_nobody() -> None:
-    columns, values = columns_of(), new_values()
-    columns.last_use[:], columns.hits[:] = START - 20 * SECOND, 1
+    columns = columns_of()
+    values = new_values()
+    columns.last_use[:] = START - 20 * SECOND
+    columns.hits[:] = 1
     policy = taught(columns, values)
     policy._worth = np.zeros((CLASSES, AGES))
-    policy._worth[1], policy._worth[CLASSES - 1] = 0.5, 1.0
+    policy._worth[1] = 0.5
+    policy._worth[CLASSES - 1] = 1.0
     hits = np.array([0, 0, 9999, 9999, 0], np.uint32)
     stamps = START + 30 * SECOND - np.arange(5)
     assert policy.admit(Newcomers(stamps, hits[[2, 0, 0, 0, 0]], np.zeros(5, np.int64)), 2, 0) == 2
@@ -313,10 +347,8 @@ def test_those_for_whom_there_is_room_are_compared_with_nobody() -> None:
 
 def test_no_queue_is_kept_ready_while_many_slots_are_free() -> None:
     columns = columns_of()
-    policy, few = (
-        Hindsight(columns),
-        Newcomers(START - np.arange(2), np.zeros(2, np.uint32), np.zeros(2, np.int64)),
-    )
+    policy = Hindsight(columns)
+    few = Newcomers(START - np.arange(2), np.zeros(2, np.uint32), np.zeros(2, np.int64))
     policy.admit(few, SLOTS // 8, 0)
     policy.prepare(START, 0)
     assert not len(policy._queue._batch.rows)

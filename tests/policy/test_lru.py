@@ -65,7 +65,9 @@ def test_it_evicts_what_a_naive_one_evicts(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int]]
 ) -> None:
     columns = columns_of(tmp_path_factory.mktemp("lru"), 30)
-    policy, now, stamp = Lru(columns), NOW, 1000
+    policy = Lru(columns)
+    now = NOW
+    stamp = 1000
     for what, n in actions:
         stamp += 1
         ready = columns.last_use[n % 30] != NOT_READY
@@ -82,7 +84,8 @@ def test_it_evicts_what_a_naive_one_evicts(
         elif what == "evict":
             victims = policy.victims(n, stamp, now).tolist()
             expected = naive(columns, n, stamp, now)
-            assert len(victims) == len(expected) and len(set(victims)) == len(victims)
+            assert len(victims) == len(expected)
+            assert len(set(victims)) == len(victims)
             leased = [row for row in victims if columns.lease_until[row] > now]
             assert leased == [row for row in expected if columns.lease_until[row] > now]
             for row in victims:
@@ -95,7 +98,8 @@ def test_without_leases_the_order_is_exact(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int]]
 ) -> None:
     columns = columns_of(tmp_path_factory.mktemp("lru"), 30)
-    policy, stamp = Lru(columns), 1000
+    policy = Lru(columns)
+    stamp = 1000
     for what, n in actions:
         stamp += 1
         ready = columns.last_use[n % 30] != NOT_READY
@@ -118,12 +122,14 @@ def test_across_many_queues_the_order_is_exact(tmp_path: Path, slots: int) -> No
     uses = np.random.default_rng(1).permutation(slots) + 1
     for row in range(slots):
         fill(columns, row, int(uses[row]))
-    policy, gone = Lru(columns), []
+    policy = Lru(columns)
+    gone = []
     while len(victims := policy.victims(37, NEWEST, NOW)):
         gone += uses[victims].tolist()
         for row in victims:
             empty(columns, int(row))
-    assert gone == sorted(gone) and len(gone) == slots
+    assert gone == sorted(gone)
+    assert len(gone) == slots
 
 
 def chain(columns: Columns, rows: range, stamp: int) -> None:

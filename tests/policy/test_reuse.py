@@ -40,7 +40,8 @@ def plain_worth(asked: Table, watched: Table) -> Table:
     risk = risks(asked, watched)
     best = np.zeros((CLASSES, AGES))
     for one in range(CLASSES):
-        alive, held = [1.0], [0.0]
+        alive = [1.0]
+        held = [0.0]
         for age in range(AGES):
             prior = 0.1 * width_seconds(age) / upper_seconds(age)
             asked_of_all = sum(asked[other][age] for other in range(CLASSES))
@@ -72,13 +73,16 @@ def test_worth_is_finite_whatever_was_counted(seed: int) -> None:
     rng = np.random.default_rng(seed)
     asked, watched = 10.0 ** rng.uniform(-9, 15, (2, CLASSES, AGES)) * rng.integers(0, 2, (2, CLASSES, AGES))
     values = worth(asked, watched)
-    assert np.isfinite(values).all() and (values >= 0).all()
+    assert np.isfinite(values).all()
+    assert (values >= 0).all()
 
 
 def test_worth_changes_nothing() -> None:
-    asked, watched = np.ones((CLASSES, AGES)), np.full((CLASSES, AGES), 2.0)
+    asked = np.ones((CLASSES, AGES))
+    watched = np.full((CLASSES, AGES), 2.0)
     worth(asked, watched)
-    assert (asked == 1).all() and (watched == 2).all()
+    assert (asked == 1).all()
+    assert (watched == 2).all()
 
 
 def test_what_comes_back_every_minute_is_worth_more_shortly_before() -> None:
@@ -107,7 +111,8 @@ def test_before_anything_is_known_it_falls_with_age_and_is_the_same_for_all_clas
 def test_classes_rise_with_hits_and_every_number_of_hits_has_one() -> None:
     classes = class_of(np.arange(100_000, dtype=np.uint32))
     assert classes[:8].tolist() == [0, 1, 2, 3, 3, 3, 3, 4]
-    assert (np.diff(classes) >= 0).all() and classes[-1] == CLASSES - 1
+    assert (np.diff(classes) >= 0).all()
+    assert classes[-1] == CLASSES - 1
     assert class_of(np.array([2**32 - 1], np.uint32)).tolist() == [CLASSES - 1]
     assert class_of(np.array([2**16 - 1], np.uint16)).tolist() == [CLASSES - 1]
 
@@ -122,5 +127,7 @@ def test_ages_rise_with_time_and_every_time_has_one() -> None:
 
 def test_a_tally_counts_each_once() -> None:
     table = tally(np.array([0, 0, 7]), np.array([1, 1, AGES - 1]), 2.5)
-    assert table[0, 1] == 5.0 and table[7, AGES - 1] == 2.5 and table.sum() == 7.5
+    assert table[0, 1] == 5.0
+    assert table[7, AGES - 1] == 2.5
+    assert table.sum() == 7.5
     assert tally(np.empty(0, np.int64), np.empty(0, np.int64)).shape == (CLASSES, AGES)

@@ -29,7 +29,8 @@ def test_lru_has_what_was_used_last_wherever_it_is() -> None:
     columns.last_use[:32] = (
         500  # kept by the policy though long unused; LRU would have 32 of the ghosts instead
     )
-    shadow, values = ShadowLru(columns), np.zeros(ShadowLru.shared_values)
+    shadow = ShadowLru(columns)
+    values = np.zeros(ShadowLru.shared_values)
     shadow.look()
     shadow.count(np.array([500, 0, 1000, 1040, 900]), served=2)
     shadow.share(values, 10**6)
@@ -41,32 +42,39 @@ def test_nothing_is_counted_before_there_is_more_than_fits() -> None:
     columns = Columns(None, SLOTS)
     columns.reset()
     columns.last_use[:9] = 5
-    shadow, values = ShadowLru(columns), np.zeros(ShadowLru.shared_values)
+    shadow = ShadowLru(columns)
+    values = np.zeros(ShadowLru.shared_values)
     shadow.look()
     shadow.count(np.array([5, 6]), served=0)
     shadow.share(values, 100)
-    assert not values.any() and not shadow.wins
+    assert not values.any()
+    assert not shadow.wins
 
 
 def test_it_wins_where_it_would_have_served_more_and_processes_count_together() -> None:
-    columns, values = columns_of(), np.zeros(ShadowLru.shared_values)
-    one, other = ShadowLru(columns), ShadowLru(columns)
+    columns = columns_of()
+    values = np.zeros(ShadowLru.shared_values)
+    one = ShadowLru(columns)
+    other = ShadowLru(columns)
     for shadow in (one, other):
         shadow.look()
         shadow.share(values, 10**6)
     one.count(np.full(1000, 1060), served=990)
     one.share(values, 10**6)
     other.share(values, 10**6)
-    assert one.wins and other.wins
+    assert one.wins
+    assert other.wins
     other.count(np.full(1000, 1060), served=1000)
     other.share(values, 10**6)
     one.share(values, 10**6)
-    assert not one.wins and not other.wins
+    assert not one.wins
+    assert not other.wins
 
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_what_was_won_or_lost_long_ago_is_soon_made_up_for(ahead: bool) -> None:
-    columns, values = columns_of(), np.zeros(ShadowLru.shared_values)
+    columns = columns_of()
+    values = np.zeros(ShadowLru.shared_values)
     shadow = ShadowLru(columns)
     shadow.look()
     for served in (1000 * ahead, 1000 * (not ahead)):

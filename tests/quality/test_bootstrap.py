@@ -23,7 +23,8 @@ def test_of_a_share_it_is_what_the_binomial_distribution_gives() -> None:
 
 
 def test_it_holds_the_true_value_about_as_often_as_it_says() -> None:
-    draw, held = np.random.default_rng(2), 0
+    draw = np.random.default_rng(2)
+    held = 0
     for seed in range(100):
         found = ratio_interval(draw.exponential(1.0, 60), np.ones(60), confidence=0.9, seed=seed)
         held += found.low <= 1.0 <= found.high
@@ -33,7 +34,8 @@ def test_it_holds_the_true_value_about_as_often_as_it_says() -> None:
 def test_pairs_cancel_what_both_sides_share() -> None:
     draw = np.random.default_rng(3)
     hard = draw.normal(0.0, 10.0, 100)  # how hard each prompt is: far more than the difference
-    a, b = hard + 1.0 + draw.normal(0, 0.1, 100), hard
+    a = hard + 1.0 + draw.normal(0, 0.1, 100)
+    b = hard
     paired = difference_interval(a, b, np.ones(100))
     assert 0.9 < paired.low < paired.value < paired.high < 1.1
     unpaired = difference_interval(a, draw.permutation(b), np.ones(100))
@@ -51,18 +53,20 @@ def test_weights_by_wholes() -> None:
 
 
 def test_a_seed_gives_the_same_and_another_seed_hardly_another() -> None:
-    values, ones = np.random.default_rng(4).random(50), np.ones(50)
+    values = np.random.default_rng(4).random(50)
+    ones = np.ones(50)
     assert ratio_interval(values, ones, seed=7) == ratio_interval(values, ones, seed=7)
-    a, b = ratio_interval(values, ones, seed=7), ratio_interval(values, ones, seed=8)
-    assert a != b and a.low == pytest.approx(b.low, abs=0.01)
+    a = ratio_interval(values, ones, seed=7)
+    b = ratio_interval(values, ones, seed=8)
+    assert a != b
+    assert a.low == pytest.approx(b.low, abs=0.01)
 
 
 def test_confidence_makes_it_wider() -> None:
-    values, ones = np.random.default_rng(5).random(50), np.ones(50)
-    narrow, wide = (
-        ratio_interval(values, ones, confidence=0.8),
-        ratio_interval(values, ones, confidence=0.99),
-    )
+    values = np.random.default_rng(5).random(50)
+    ones = np.ones(50)
+    narrow = ratio_interval(values, ones, confidence=0.8)
+    wide = ratio_interval(values, ones, confidence=0.99)
     assert wide.low < narrow.low < narrow.high < wide.high
 
 

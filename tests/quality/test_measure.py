@@ -73,7 +73,8 @@ def test_the_rows(model: LlamaForCausalLM, run: QualityRun) -> None:
     assert (exact.kl.value, exact.top1.value, exact.same_text.value, exact.ttft.value) == (0, 1, 1, 1)
     assert exact.answers is None
     for row in run.rows:
-        assert row.seconds > 0 and row.figures.ttft.low <= row.figures.ttft.value <= row.figures.ttft.high
+        assert row.seconds > 0
+        assert row.figures.ttft.low <= row.figures.ttft.value <= row.figures.ttft.high
 
 
 def test_the_name_of_the_weights_has_the_active_adapters(model: LlamaForCausalLM) -> None:
@@ -91,7 +92,8 @@ def test_computing_everything_again_is_exact_and_passes(run: QualityRun) -> None
     everything = results(run)["deviation:1"]
     assert everything.figures.kl.high < 1e-4
     assert everything.figures.top1.value == everything.figures.same_text.value == 1
-    assert everything.passed and everything.reasons == []
+    assert everything.passed
+    assert everything.reasons == []
     assert everything.prompts_digest == prompts_digest(prompts(8))
 
 
@@ -109,7 +111,8 @@ def test_plain_reuse_of_documents_fails(run: QualityRun) -> None:
     assert not reuse.passed
     assert "KL divergence" in reuse.reasons[0]
     (everything,) = (row for row in run.rows if row.name == "deviation:1")
-    assert everything.over_reuse is not None and everything.over_reuse.low > 0
+    assert everything.over_reuse is not None
+    assert everything.over_reuse.low > 0
 
 
 def test_controls_fail_the_gate(run: QualityRun) -> None:
@@ -125,11 +128,14 @@ def test_a_feature_that_spoils_the_kv_fails(model: LlamaForCausalLM, spoiled: Sp
     """As if blending put documents in a wrong order, or lost them."""
 
     class Broken:
-        name, setting, prepare = "broken", blend_setting(Deviation(), 0.15), spoiled.prepare
+        name = "broken"
+        setting = blend_setting(Deviation(), 0.15)
+        prepare = spoiled.prepare
 
     found = measured(model, prompts(8), [Broken(), CONTROLS[0]], new_tokens=3)
     row = judged_rows(found, {"broken": Broken.setting})["broken"]
-    assert not row.passed and any("KL divergence" in reason for reason in row.reasons)
+    assert not row.passed
+    assert any("KL divergence" in reason for reason in row.reasons)
 
 
 def judged_rows(found: dict[str, list[QualitySample]], settings: dict) -> dict[str, Result]:
@@ -148,7 +154,8 @@ def test_prompts_that_do_not_depend_on_the_kv_fail_everything() -> None:
     (result,) = results(run).values()
     assert result.figures.kl.high < 1e-6
     assert not result.passed
-    assert len(result.reasons) == 2 and all("do not depend on the KV" in reason for reason in result.reasons)
+    assert len(result.reasons) == 2
+    assert all("do not depend on the KV" in reason for reason in result.reasons)
 
 
 def test_a_codec_costs_what_it_stores(model: LlamaForCausalLM, run: QualityRun) -> None:
@@ -160,19 +167,19 @@ def test_a_codec_costs_what_it_stores(model: LlamaForCausalLM, run: QualityRun) 
 
 
 def test_a_codec_gives_back_whole_chunks_as_a_tier_would(model: LlamaForCausalLM) -> None:
-    prompt, probed = prompts(1)[0], probe_model(model, CHUNK)
+    prompt = prompts(1)[0]
+    probed = probe_model(model, CHUNK)
     kv = exact_kv(model, prompt.tokens[:-1])
     before = copy.deepcopy(kv)
     prepared = Codec("q8", model, probed).prepare(prompt, kv)
     lossy = prepared.fill()
     tokens = (len(prompt.tokens) - 1) // CHUNK * CHUNK
-    assert (
-        lossy.get_seq_length() == tokens
-        and prepared.exact_bytes == tokens // CHUNK * probed.layout.chunk_bytes
-    )
+    assert lossy.get_seq_length() == tokens
+    assert prepared.exact_bytes == tokens // CHUNK * probed.layout.chunk_bytes
     for layer, exact, was in zip(lossy.layers, kv.layers, before.layers, strict=True):
         for plane in ("keys", "values"):
-            mine, theirs = getattr(layer, plane), getattr(exact, plane)[:, :, :tokens]
+            mine = getattr(layer, plane)
+            theirs = getattr(exact, plane)[:, :, :tokens]
             assert not torch.equal(mine, theirs)
             assert (mine - theirs).abs().max() < 0.02 * theirs.abs().max()
             assert torch.equal(getattr(exact, plane), getattr(was, plane))
@@ -183,7 +190,8 @@ def test_a_codec_gives_back_whole_chunks_as_a_tier_would(model: LlamaForCausalLM
 class Kept:
     """An approach: KV that was made before."""
 
-    name, setting = "kept", None
+    name = "kept"
+    setting = None
 
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
@@ -235,7 +243,8 @@ def test_answers_are_judged_beside_exact_kv(model: LlamaForCausalLM) -> None:
     run = measure_quality(model, asked, blends=[(Deviation(), 1.0)], chunk_tokens=CHUNK, bounds=FEW)
     found = results(run)
     assert found["deviation:1"].figures.answers == run.rows[0].figures.answers
-    assert run.rows[0].figures.answers is not None and run.rows[0].figures.answers.value == 1
+    assert run.rows[0].figures.answers is not None
+    assert run.rows[0].figures.answers.value == 1
     assert any("right answers are" in reason for reason in found["plain reuse"].reasons)
 
 
@@ -251,7 +260,8 @@ def test_kl_is_what_torch_says(model: LlamaForCausalLM) -> None:
             model(torch.tensor([prompt.tokens[-1:]]), **kv_argument(model, kv)).logits[0, -1].log_softmax(-1)
         )
     wanted = torch.nn.functional.kl_div(other, exact, reduction="sum", log_target=True)
-    assert sample.kl == pytest.approx(float(wanted), rel=1e-3) and sample.kl > 1e-3
+    assert sample.kl == pytest.approx(float(wanted), rel=1e-3)
+    assert sample.kl > 1e-3
 
 
 def test_kv_that_makes_no_numbers_fails(model: LlamaForCausalLM) -> None:
@@ -259,7 +269,8 @@ def test_kv_that_makes_no_numbers_fails(model: LlamaForCausalLM) -> None:
     kv.layers[0].keys.fill_(np.nan)
     found = measured(model, prompts(1), [Kept(kv)], new_tokens=2)
     figures = figures_of(found["kept"], found["exact"], False, RunFacts("", 3, 0.95, 0, ""))
-    assert figures.kl.value == 1000 and figures.top1.value < 1
+    assert figures.kl.value == 1000
+    assert figures.top1.value < 1
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,8 @@ QUANTISABLE = KVLayout.dense(1, 2, 64, "float16", 32)
 def unchanged_by_codecs(layout: KVLayout, key: bytes) -> Bytes:
     """Return a chunk that no codec changes, a function of its key: channels of K and tokens of V are constant."""
     (k, _), tokens, draw = layout.planes, layout.chunk_tokens, np.random.default_rng(list(key))
-    buffer, halves = aligned(layout.slot_bytes), draw.standard_normal((2, k.heads, 1024)).astype("<f2")
+    buffer = aligned(layout.slot_bytes)
+    halves = draw.standard_normal((2, k.heads, 1024)).astype("<f2")
     numbers = buffer[: layout.chunk_bytes].view("<f2").reshape(2, k.heads, tokens, k.dim)
     numbers[0] = halves[0, :, None, : k.dim]
     numbers[1] = halves[1, 0, :tokens, None]
@@ -195,7 +196,9 @@ def under_load(tier: RemoteTier, keys: Sequence[bytes], work: Callable[[], None]
 
     No byte is wrong: `load` checks.
     """
-    stop, trouble, outcomes = threading.Event(), list[BaseException](), Counter[Reason | None]()
+    stop = threading.Event()
+    trouble = list[BaseException]()
+    outcomes = Counter[Reason | None]()
 
     def engine(seed: int) -> None:
         rng = random.Random(seed)

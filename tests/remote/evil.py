@@ -41,7 +41,8 @@ class Evil:
     def cut(self) -> None:
         """End all connections now."""
         with self._lock:
-            clients, self._open = self._open, set()
+            clients = self._open
+            self._open = set()
         for client in clients:
             with contextlib.suppress(OSError):
                 client.shutdown(socket.SHUT_RDWR)
@@ -124,7 +125,8 @@ def _line(reader: BufferedReader) -> bytes:
 
 def _command(reader: BufferedReader) -> tuple[bytes, list[bytes]]:
     """Return the next command in its raw form, and its arguments."""
-    raw, arguments = _line(reader), list[bytes]()
+    raw = _line(reader)
+    arguments = list[bytes]()
     for _ in range(int(raw[1:])):
         size = _line(reader)
         body: bytes = reader.read(int(size[1:]) + 2)
@@ -136,7 +138,8 @@ def _command(reader: BufferedReader) -> tuple[bytes, list[bytes]]:
 def _answer(reader: BufferedReader) -> bytes:
     """Return one complete raw answer of a true Redis."""
     raw = _line(reader)
-    kind, rest = raw[:1], raw[1:-2]
+    kind = raw[:1]
+    rest = raw[1:-2]
     if kind in b"$=!" and int(rest) >= 0:
         raw += reader.read(int(rest) + 2)
     elif kind in b"*~>%":
@@ -240,7 +243,8 @@ class HastyHttp(Evil):
     """Answers each request as soon as it has its head, and disconnects: what follows is not read."""
 
     def __init__(self, answer: bytes, tls: ssl.SSLContext | None = None) -> None:
-        self._answer, self._tls = answer, tls
+        self._answer = answer
+        self._tls = tls
         super().__init__()
 
     def talk(self, client: socket.socket) -> None:

@@ -70,7 +70,8 @@ class Proxy:
     def cut(self, reset: bool = True) -> None:
         """End all connections now."""
         with self._lock:
-            pairs, self._pairs = self._pairs, set()
+            pairs = self._pairs
+            self._pairs = set()
         for pair in pairs:
             pair.end(reset)
 
@@ -124,7 +125,8 @@ class Proxy:
 
     def _pump(self, pair: _Pair, upwards: bool) -> None:
         source, sink = (pair.client, pair.server) if upwards else (pair.server, pair.client)
-        fault, passed = self._fault(upwards), 0
+        fault = self._fault(upwards)
+        passed = 0
         try:
             while not pair.ended.is_set():
                 try:
@@ -137,7 +139,8 @@ class Proxy:
                 if pair.forgotten:
                     continue
                 if (now := self._unstalled(pair, upwards)) is not fault:
-                    fault, passed = now, 0
+                    fault = now
+                    passed = 0
                 if not _pass(pair, sink, piece, fault, passed):
                     pair.end(fault.reset)
                 passed += len(piece)

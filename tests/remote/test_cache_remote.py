@@ -124,7 +124,8 @@ def test_a_remote_tier_alone(url: str) -> None:
         assert cache.tiers == ("redis",)
         stored(cache, tokens)
         hit, _ = served(cache, tokens)
-        assert hit.by_tier == {"redis": 320} and hit.reason is None
+        assert hit.by_tier == {"redis": 320}
+        assert hit.reason is None
         assert cache.store(tokens, kv_of(tokens).transfer).present == 20
         assert cache.stats()["staging_buffers"] == 0
         longer = prompt(25)
@@ -133,7 +134,8 @@ def test_a_remote_tier_alone(url: str) -> None:
 
 def test_a_header_names_the_chunk_before_it(shm_root: Path, redis: Server, url: str) -> None:
     """`pagoda warm` needs that."""
-    tokens, truth = prompt(4), client.Redis(port=redis.port)
+    tokens = prompt(4)
+    truth = client.Redis(port=redis.port)
     with cache_over(url, shm_root) as cache:
         stored(cache, tokens)
         keys = keys_of(cache, tokens)
@@ -202,7 +204,8 @@ def test_clear_of_a_tenant_leaves_the_others(shm_root: Path, tmp_path: Path, url
         stored(cache, tokens)
         stored(cache, tokens, **TENANT)
         cleared = cache.clear(**TENANT)
-        assert cleared.ok and cleared.chunks["redis"] == 6
+        assert cleared.ok
+        assert cleared.chunks["redis"] == 6
         for tier in cache.tiers:
             wait_until(lambda tier=tier: served(cache, tokens, tiers=[tier], **TENANT)[0].num_tokens == 0)  # type: ignore[misc]
             wait_until(lambda tier=tier: served(cache, tokens, tiers=[tier])[0].by_tier == {tier: 96})  # type: ignore[misc]
@@ -223,7 +226,8 @@ def test_a_clear_that_fails_names_the_tier(shm_root: Path) -> None:
         stored(cache, prompt(4))
         server.kill()
         cleared = cache.clear()
-        assert not cleared.ok and list(cleared.failed) == ["redis"]
+        assert not cleared.ok
+        assert list(cleared.failed) == ["redis"]
         assert cleared.chunks["host"] == 4
 
 
@@ -235,7 +239,8 @@ def test_a_limit_ends_a_load_whose_chunks_still_come(redis: Server, url: str) ->
             stored(cache, prompt(12))
             proxy.down = Fault(delay_seconds=0.1, piece_bytes=LAYOUT.chunk_bytes // 4)
             hit, _ = served(cache, prompt(12), limit_seconds=1.0)
-            assert hit.num_tokens < 12 * CHUNK and hit.reason is Reason.DEADLINE
+            assert hit.num_tokens < 12 * CHUNK
+            assert hit.reason is Reason.DEADLINE
             proxy.heal()
             wait_until(lambda: served(cache, prompt(12), limit_seconds=30.0)[0].num_tokens == 12 * CHUNK)
 
@@ -303,7 +308,8 @@ def _stores(url: str, root: Path, seed: int) -> None:
 def _retrieves(url: str, root: Path, seed: int) -> None:
     with cache_over(url, root / "shm", root / "disk") as cache:
         hit, kv = served(cache, prompt(8, seed))
-        assert hit.by_tier == {"redis": 128} and kv.same(kv_of(prompt(8, seed)))
+        assert hit.by_tier == {"redis": 128}
+        assert kv.same(kv_of(prompt(8, seed)))
         assert served(cache, prompt(8, seed))[0].by_tier == {"host": 128}
 
 
@@ -434,7 +440,8 @@ def s3_url(server: Server) -> str:
 
 
 def test_what_one_machine_stored_in_s3_another_serves(shm_root: Path, s3: Server) -> None:
-    url, tokens = s3_url(s3), prompt(10)
+    url = s3_url(s3)
+    tokens = prompt(10)
     with cache_over(url, shm_root / "before") as cache:
         assert cache.tiers == ("host", "s3")
         stored(cache, tokens)
@@ -462,7 +469,9 @@ def test_a_store_that_does_not_say_in_time_is_no_store_that_lacks_it(shm_root: P
         assert served(cache, prompt(2))[0].reason is Reason.ABSENT
         server.stop()
         hit, _ = served(cache, prompt(2, 1))
-        assert hit.reason is Reason.DEADLINE and "redis" in hit.detail
+        assert hit.reason is Reason.DEADLINE
+        assert "redis" in hit.detail
         explained = cache.explain(prompt(2, 1))
-        assert explained.reason is Reason.DEADLINE and "redis did not answer" in explained.detail
+        assert explained.reason is Reason.DEADLINE
+        assert "redis did not answer" in explained.detail
         server.cont()

@@ -35,7 +35,8 @@ def disturb(server: Server, proxy: Proxy, over: threading.Event) -> None:
     """Change the network several times a second, and sometimes the server."""
     chance = random.Random(7)
     while not over.wait(chance.uniform(0.02, 0.25)):
-        proxy.up, proxy.down = chance.choice(FAULTS), chance.choice(FAULTS)
+        proxy.up = chance.choice(FAULTS)
+        proxy.down = chance.choice(FAULTS)
         match chance.randrange(8):
             case 0:
                 server.restart()

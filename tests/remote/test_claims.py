@@ -74,7 +74,9 @@ def others_store(client: StoreClient, keys: Sequence[bytes]) -> None:
 
 
 def test_what_is_stale_once_it_is_claimed_is_left_to_others(server: Server) -> None:
-    prefix, keys, truth = fresh_prefix(), keys_of(CHUNKS), redis.Redis(port=server.port)
+    prefix = fresh_prefix()
+    keys = keys_of(CHUNKS)
+    truth = redis.Redis(port=server.port)
 
     def still_valid() -> bool:
         return not claimed(truth, prefix, keys)
@@ -93,7 +95,9 @@ def test_what_is_stale_once_it_is_claimed_is_left_to_others(server: Server) -> N
 @pytest.mark.parametrize("kind", ["one", "pool"])
 def test_a_batch_of_two_namespaces_leaves_no_claim(server: Server, kind: str) -> None:
     """Of each, the first chunk is sent and the others are stale once all of them are claimed."""
-    prefix, truth, goes_on = fresh_prefix(), redis.Redis(port=server.port), threading.Event()
+    prefix = fresh_prefix()
+    truth = redis.Redis(port=server.port)
+    goes_on = threading.Event()
     keys = {root: keys_of(3, root=root) for root in (ROOT, OTHER.root)}
     names = [name_of(prefix, key, root) for root, some in keys.items() for key in some]
 
@@ -114,13 +118,16 @@ def test_a_batch_of_two_namespaces_leaves_no_claim(server: Server, kind: str) ->
         assert begun.wait(PATIENT_SECONDS)  # the only thread has a batch: all others are one batch after it
         futures = [each for root, some in keys.items() for each in tier.save(chain(some, still_valid), root)]
         goes_on.set()
-        assert ends(futures) == [Done(True), *[Done(False, Reason.STALE)] * 2] * 2 and ends(first)[0].ok
+        assert ends(futures) == [Done(True), *[Done(False, Reason.STALE)] * 2] * 2
+        assert ends(first)[0].ok
         with soon():
             wait_until(lambda: len(truth.keys(f"{prefix}*")) == 3)
 
 
 def test_what_is_removed_once_it_is_claimed_is_left_to_others(server: Server) -> None:
-    prefix, keys, truth = fresh_prefix(), keys_of(CHUNKS), redis.Redis(port=server.port)
+    prefix = fresh_prefix()
+    keys = keys_of(CHUNKS)
+    truth = redis.Redis(port=server.port)
     goes_on = threading.Event()
 
     def waits() -> bool:
@@ -140,7 +147,9 @@ def test_what_is_removed_once_it_is_claimed_is_left_to_others(server: Server) ->
 
 def test_what_a_server_refuses_is_left_to_others(server: Server) -> None:
     """After some refusals nothing is sent any more, whatever was claimed before."""
-    prefix, keys, truth = fresh_prefix(), keys_of(CHUNKS), redis.Redis(port=server.port)
+    prefix = fresh_prefix()
+    keys = keys_of(CHUNKS)
+    truth = redis.Redis(port=server.port)
     truth.execute_command("ACL SETUSER reads on >x ~* +@all -hset")
     with patient(RedisClient(f"redis://reads:x@127.0.0.1:{server.port}", prefix=prefix)) as tier:
         assert not any(end.ok for end in ends(tier.save(chunks_of(keys), ROOT)))
@@ -149,7 +158,9 @@ def test_what_a_server_refuses_is_left_to_others(server: Server) -> None:
 
 def test_what_was_claimed_beside_a_refusal_is_left_to_others(server: Server) -> None:
     """A server that refuses one of many claims: nothing of that batch is sent."""
-    prefix, keys, truth = fresh_prefix(), keys_of(3), redis.Redis(port=server.port)
+    prefix = fresh_prefix()
+    keys = keys_of(3)
+    truth = redis.Redis(port=server.port)
     names = " ".join(["~*probe", *(f"~{name_of(prefix, key)}*" for key in keys[:-1])])
     truth.execute_command(*f"ACL SETUSER some on >x {names} +@all".split())
     client = RedisClient(f"redis://some:x@127.0.0.1:{server.port}", prefix=prefix)
@@ -160,7 +171,9 @@ def test_what_was_claimed_beside_a_refusal_is_left_to_others(server: Server) -> 
 
 
 def test_what_a_broken_connection_does_not_send_is_left_to_others(server: Server) -> None:
-    prefix, keys, truth = fresh_prefix(), keys_of(3), redis.Redis(port=server.port)
+    prefix = fresh_prefix()
+    keys = keys_of(3)
+    truth = redis.Redis(port=server.port)
     with proxy_to(server.port) as proxy:
         breaks = Fault(cut_at=5000)  # a claim passes, a chunk does not
 
@@ -178,7 +191,9 @@ def test_what_a_broken_connection_does_not_send_is_left_to_others(server: Server
 
 def test_the_claim_of_another_machine_and_what_it_stores_stay(server: Server) -> None:
     """As when this machine was away for so long that its claims have expired."""
-    prefix, keys, truth = fresh_prefix(), keys_of(3), redis.Redis(port=server.port)
+    prefix = fresh_prefix()
+    keys = keys_of(3)
+    truth = redis.Redis(port=server.port)
     names = [name_of(prefix, key) for key in keys]
 
     def still_valid() -> bool:
@@ -191,11 +206,14 @@ def test_the_claim_of_another_machine_and_what_it_stores_stay(server: Server) ->
     with patient(RedisClient(server.url, prefix=prefix)) as tier:
         assert [end.ok for end in ends(tier.save(chain(keys, still_valid), ROOT))] == [True, False, False]
         wait_until(lambda: not truth.exists(names[2] + ":w"))
-    assert truth.get(names[1] + ":w") == b"another" and truth.hget(names[2], "h") == b"another"
+    assert truth.get(names[1] + ":w") == b"another"
+    assert truth.hget(names[2], "h") == b"another"
 
 
 def test_only_the_process_that_claimed_releases(server: Server) -> None:
-    prefix, keys, truth = fresh_prefix(), keys_of(2), redis.Redis(port=server.port)
+    prefix = fresh_prefix()
+    keys = keys_of(2)
+    truth = redis.Redis(port=server.port)
     until = time.monotonic() + PATIENT_SECONDS
     mine, others = (RedisClient(server.url, prefix=prefix) for _ in range(2))
 
@@ -209,14 +227,16 @@ def test_only_the_process_that_claimed_releases(server: Server) -> None:
     child = multiprocessing.get_context("fork").Process(target=release, args=(mine,))
     child.start()
     child.join(PATIENT_SECONDS)
-    assert child.exitcode == 0 and len(truth.keys(f"{prefix}*")) == 2
+    assert child.exitcode == 0
+    assert len(truth.keys(f"{prefix}*")) == 2
     release(mine)
     assert not truth.keys(f"{prefix}*")
 
 
 def test_claims_on_all_nodes_of_a_cluster_are_released() -> None:
     need("redis-cli")
-    prefix, keys = fresh_prefix(), keys_of(CHUNKS)
+    prefix = fresh_prefix()
+    keys = keys_of(CHUNKS)
     with redis_cluster() as servers, redis.RedisCluster("127.0.0.1", servers[-1].port) as truth:
         url = f"redis+cluster://127.0.0.1:{servers[-1].port}"
 

@@ -147,7 +147,8 @@ class TestQ4OnRedis(TestRedis):
             (name,) = client.Redis(port=self.server.port).scan_iter(f"{self.prefix}*")
             found = [parse(value) for value in client.Redis(port=self.server.port).hvals(name)]
             (header,) = [each for each in found if each is not None]
-            assert header.codec == self.codec and header.stored_bytes < header.length / 2
+            assert header.codec == self.codec
+            assert header.stored_bytes < header.length / 2
 
 
 class TestQuantisedAndZstdOnRedis(TestQ4OnRedis):
@@ -200,7 +201,8 @@ class TestCompressedRedis(TestRedis):
         (name,) = client.Redis(port=self.server.port).scan_iter(f"{self.prefix}:*")
         page, stored = client.Redis(port=self.server.port).hmget(name, "h", "0")
         header = parse(page)
-        assert header is not None and (header.codec, header.stored_bytes) == ("zstd", len(stored))
+        assert header is not None
+        assert (header.codec, header.stored_bytes) == ("zstd", len(stored))
         assert len(stored) < 0.9 * LAYOUT.chunk_bytes
 
 

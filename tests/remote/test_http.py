@@ -55,7 +55,8 @@ def test_a_connection_that_the_server_has_closed_is_opened_again(serve: Serve) -
     for number in range(1, 4):
         for method, body in (("GET", []), ("PUT", [memoryview(b"some")])):
             response = link.request(method, "/x", until(), {}, body)
-            assert response.status == 200 and not response.closes
+            assert response.status == 200
+            assert not response.closes
             assert link.finish(response, 0, until()) == b"all of it"
         assert server.connections == 2 * number
 
@@ -65,7 +66,8 @@ def test_a_refusal_before_all_was_sent_says_why(serve: Serve, status: int) -> No
     _, link = serve(http(status, b"why"))
     for _ in range(3):
         response = link.request("PUT", "/x", until(), {}, [memoryview(bytes(16 * MIB))])
-        assert response.status == status and response.closes
+        assert response.status == status
+        assert response.closes
         assert link.finish(response, 0, until()) == b"why"
 
 

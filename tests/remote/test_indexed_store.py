@@ -174,8 +174,12 @@ def test_a_load_keeps_the_mark(place: tuple[str, Counter[str]], redis: Server) -
 
 def test_a_load_ranks_the_mark_as_the_store_did(place: tuple[str, Counter[str]]) -> None:
     """Where Redis evicts by life, the mark of a chunk deep in a chain goes first, also after it was used."""
-    options, root, key = ("--maxmemory", "1gb", "--maxmemory-policy", "volatile-ttl"), bytes(32), b"k" * 32
-    page, stored_bytes, room = np.ones(4096, np.uint8), np.ones(100, np.uint8), np.empty(100, np.uint8)
+    options = ("--maxmemory", "1gb", "--maxmemory-policy", "volatile-ttl")
+    root = bytes(32)
+    key = b"k" * 32
+    page = np.ones(4096, np.uint8)
+    stored_bytes = np.ones(100, np.uint8)
+    room = np.empty(100, np.uint8)
     with redis_server(*options) as by_life, client.Redis(port=by_life.port) as other:
         url = f"{place[0].partition('&index=')[0]}&index={by_life.url}/0%3Fttl=1h"
         soon = time.monotonic() + 30
@@ -229,8 +233,10 @@ def test_remove_and_clear_reach_both(place: tuple[str, Counter[str]], redis: Ser
     keys = keys_of(2)
     with client.Redis(port=redis.port) as other, tier_on(parse(url).engine(), deadline_seconds=30) as tier:
         assert all(end.ok for end in ends(tier.save(chunks_of(keys), ROOT)))
-        assert tier.remove(keys[1], ROOT) and not tier.remove(keys[1], ROOT)
-        assert other.dbsize() == 1 and tier.find(keys, namespace=ROOT) == 1
+        assert tier.remove(keys[1], ROOT)
+        assert not tier.remove(keys[1], ROOT)
+        assert other.dbsize() == 1
+        assert tier.find(keys, namespace=ROOT) == 1
 
 
 def test_an_index_that_does_not_answer_is_a_miss_that_the_log_explains(
@@ -248,7 +254,8 @@ def test_an_index_that_does_not_answer_is_a_miss_that_the_log_explains(
 def test_two_stores_share_an_index(s3: Server, redis: Server) -> None:
     """Also with the chunks of a Redis tier: no mark is taken for another store's, or for a chunk."""
     base = f"endpoint=http://127.0.0.1:{s3.port}&{KEYS}&look=30s&deadline=30s&index=redis://127.0.0.1:{redis.port}/0"
-    one, two = f"s3://{BUCKET}/one?{base}", f"s3://{BUCKET}/two?{base}"
+    one = f"s3://{BUCKET}/one?{base}"
+    two = f"s3://{BUCKET}/two?{base}"
     with client.Redis(port=redis.port) as other:
         other.flushall()
     with cache_at(None, None, remote=one) as cache:

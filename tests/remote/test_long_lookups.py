@@ -54,7 +54,8 @@ def asked(db: client.Redis) -> int:
 
 @given(st.integers(0, 3000), st.integers(0, 3000), st.integers(2, 16), st.integers(16, 600))
 def test_without_holes_it_is_the_leading_run(count: int, there: int, probes: int, exact: int) -> None:
-    there, questions = min(count, there), list[Sequence[int]]()
+    there = min(count, there)
+    questions = list[Sequence[int]]()
 
     def ask(positions: Sequence[int]) -> int:
         questions.append(positions)
@@ -122,7 +123,8 @@ def test_what_was_not_asked_about_is_stored(server: Server, db: client.Redis) ->
 @pytest.mark.slow
 def test_a_hole_is_a_shorter_hit(server: Server, db: client.Redis, tmp_path: Path) -> None:
     """With the right bytes, a reason, and the hole is filled by what is computed then."""
-    url, tokens = f"{server.url}/0?deadline=30s&look=30s&queue_chunks=4096", prompt(LONG)
+    url = f"{server.url}/0?deadline=30s&look=30s&queue_chunks=4096"
+    tokens = prompt(LONG)
     with cache_at(None, None, remote=url) as cache:
         stored(cache, tokens)
         keys = keys_of(cache, tokens)
@@ -138,13 +140,16 @@ def test_a_hole_is_a_shorter_hit(server: Server, db: client.Redis, tmp_path: Pat
 
 def test_an_absence_explains_a_miss_for_longer_than_it_is_believed(db: client.Redis, server: Server) -> None:
     """Another tier may be asked meanwhile: this one has answered."""
-    clock, (key,) = FakeClock(), chain_of(1)
+    clock = FakeClock()
+    (key,) = chain_of(1)
     with tier_on(RedisClient(server.url), clock=clock, look_seconds=PATIENT_SECONDS) as tier:
         assert not tier.knows(key, ROOT)
-        assert tier.find([key], namespace=ROOT) == 0 and tier.knows(key, ROOT)
+        assert tier.find([key], namespace=ROOT) == 0
+        assert tier.knows(key, ROOT)
         before = asked(db)
         clock.advance(0.5)
         assert tier.knows(key, ROOT)
-        assert tier.find([key], namespace=ROOT) == 0 and asked(db) == before + 1
+        assert tier.find([key], namespace=ROOT) == 0
+        assert asked(db) == before + 1
         clock.advance(2.0)
         assert not tier.knows(key, ROOT)

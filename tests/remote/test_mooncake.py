@@ -155,7 +155,9 @@ LIES: dict[str, Callable[[Bytes], Bytes]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_damaged_values_are_misses_and_make_way(pool: Server, is_warm: bool) -> None:
-    remote, keys, (good,) = client_of(pool), keys_of(len(LIES)), keys_of(1, chain=1)
+    remote = client_of(pool)
+    keys = keys_of(len(LIES))
+    (good,) = keys_of(1, chain=1)
     with tier_on(remote, LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
         for key in (*keys, good):  # each the first of its chain
             assert all(end.ok for end in ends(tier.save(chunks_of([key], LARGE), ROOT)))
@@ -180,7 +182,8 @@ def test_damaged_values_are_misses_and_make_way(pool: Server, is_warm: bool) -> 
 
 
 def test_the_value_of_another_key_is_a_miss(pool: Server) -> None:
-    remote, (key, other) = client_of(pool), keys_of(2)
+    remote = client_of(pool)
+    (key, other) = keys_of(2)
     saved(remote, [key, other])
     raw = RawStore(pool)
     value = raw.get(name_in(remote, other))
@@ -193,18 +196,22 @@ def test_the_value_of_another_key_is_a_miss(pool: Server) -> None:
 
 def test_a_chunk_in_use_can_be_removed(pool: Server) -> None:
     """The master has given it a lease: readers verify what they read, so it may go."""
-    remote, keys = client_of(pool), keys_of(3)
+    remote = client_of(pool)
+    keys = keys_of(3)
     saved(remote, keys)
     with tier_on(remote, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS) as tier:
         assert tier.find(keys, namespace=ROOT) == 3
         assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
-        assert tier.remove(keys[0]) and not tier.remove(keys[0])
+        assert tier.remove(keys[0])
+        assert not tier.remove(keys[0])
         assert load(tier, keys, seconds=PATIENT_SECONDS) == [Reason.ABSENT, None, None]
 
 
 @pytest.mark.slow
 def test_a_clear_keeps_to_its_prefix_and_namespace(pool: Server) -> None:
-    remote, others, keys = client_of(pool), client_of(pool), keys_of(3)
+    remote = client_of(pool)
+    others = client_of(pool)
+    keys = keys_of(3)
     similar = MooncakeClient(pool.url, prefix=remote.base.partition(":")[0].replace("-", ".", 1))
     for each in (remote, others, similar):
         saved(each, keys)
@@ -228,9 +235,8 @@ def test_a_full_pool_takes_no_more_and_says_so(caplog: pytest.LogCaptureFixture)
             assert {end.reason for end in done if not end.ok} == {Reason.FULL}
             assert tier.stats()["drop_full"] == sum(not end.ok for end in done)
             here = load(tier, keys, LARGE, PATIENT_SECONDS)
-            assert None in here and all(
-                end.ok for end, reason in zip(done, here, strict=True) if reason is None
-            )
+            assert None in here
+            assert all(end.ok for end, reason in zip(done, here, strict=True) if reason is None)
     assert "segment=SIZE" in caplog.text
 
 
@@ -240,7 +246,8 @@ def test_a_full_pool_takes_no_more_and_says_so(caplog: pytest.LogCaptureFixture)
 @pytest.mark.slow
 def test_a_machine_that_dies_costs_its_chunks_only(caplog: pytest.LogCaptureFixture) -> None:
     with mooncake_master() as master, mooncake_peer(master), mooncake_peer(master) as second:
-        remote, keys = client_of(master), keys_of(24)
+        remote = client_of(master)
+        keys = keys_of(24)
         saved(remote, keys)
         with tier_on(remote, deadline_seconds=PATIENT_SECONDS) as tier:
             assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 24
@@ -267,7 +274,8 @@ def test_what_a_dead_machine_had_is_stored_again() -> None:
 
 @pytest.mark.slow
 def test_the_master_is_killed_and_comes_back() -> None:
-    keys, later = keys_of(4), keys_of(4, chain=1)
+    keys = keys_of(4)
+    later = keys_of(4, chain=1)
     with mooncake_master() as master, mooncake_peer(master), tier_on(client_of(master)) as tier:
         stores(tier, keys)
         recovers(tier, keys)
@@ -306,7 +314,8 @@ def test_a_pool_whose_master_stands_still_is_left_soon() -> None:
         remote = client_of(master, segment_bytes=1 << 24)
         until = time.monotonic() + PATIENT_SECONDS
         connection = remote.connection().open(until)
-        page, stored = np.zeros(HEADER_BYTES, np.uint8), np.zeros(100, np.uint8)
+        page = np.zeros(HEADER_BYTES, np.uint8)
+        stored = np.zeros(100, np.uint8)
         connection.put(PutRequest(ROOT, b"k" * 32, page, stored, lambda: True), until)
         connection.close()
         master.stop()
@@ -337,7 +346,8 @@ def test_a_call_that_is_late_writes_nothing_afterwards() -> None:
 
 def test_a_hanging_call_does_not_delay_the_end() -> None:
     with mooncake_master("-client_ttl=60") as master, mooncake_peer(master) as machine:
-        keys, before = keys_of(2), helpers()
+        keys = keys_of(2)
+        before = helpers()
         with tier_on(client_of(master), deadline_seconds=PATIENT_SECONDS) as tier:
             stores(tier, keys)
             recovers(tier, keys)
@@ -357,7 +367,8 @@ def test_a_hanging_call_does_not_delay_the_end() -> None:
 
 @pytest.mark.slow
 def test_a_crash_of_the_library_costs_no_more_than_a_call(pool: Server) -> None:
-    keys, before = keys_of(4), helpers()
+    keys = keys_of(4)
+    before = helpers()
     with tier_on(client_of(pool), deadline_seconds=START_SECONDS) as tier:
         stores(tier, keys)
         for _ in range(3):
@@ -371,8 +382,11 @@ def test_a_crash_of_the_library_costs_no_more_than_a_call(pool: Server) -> None:
 def test_the_memory_of_this_machine_is_part_of_the_pool(caplog: pytest.LogCaptureFixture) -> None:
     """From the first save on, until the client is dropped; a process that ends is replaced."""
     with mooncake_master(QUICK) as master:
-        keys, later, before = keys_of(4), keys_of(4, chain=1), helpers()
-        giving, reader = [client_of(master, segment_bytes=64 << 20)], client_of(master)
+        keys = keys_of(4)
+        later = keys_of(4, chain=1)
+        before = helpers()
+        giving = [client_of(master, segment_bytes=64 << 20)]
+        reader = client_of(master)
         reader.base = giving[0].base
 
         def stored(chain: Sequence[bytes]) -> None:  # after it nothing refers to the tier
@@ -402,7 +416,8 @@ def test_the_memory_of_this_machine_is_part_of_the_pool(caplog: pytest.LogCaptur
 
 
 def test_a_forked_child_has_processes_of_its_own(pool: Server) -> None:
-    keys, before = keys_of(3), helpers()
+    keys = keys_of(3)
+    before = helpers()
     with tier_on(client_of(pool), deadline_seconds=START_SECONDS) as tier:
         stores(tier, keys)
         recovers(tier, keys)
@@ -463,7 +478,8 @@ def test_a_library_that_cannot_be_loaded_is_named(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with caplog.at_level(logging.WARNING), tier_on(client_of(pool), deadline_seconds=START_SECONDS) as tier:
         assert load(tier, keys_of(1), seconds=2 * START_SECONDS) == [Reason.IO_ERROR]
-    assert "libibverbs.so.1" in caplog.text and "needs libibverbs, libnuma and libcurl" in caplog.text
+    assert "libibverbs.so.1" in caplog.text
+    assert "needs libibverbs, libnuma and libcurl" in caplog.text
 
 
 def test_rdma_without_a_device_is_refused(pool: Server, caplog: pytest.LogCaptureFixture) -> None:

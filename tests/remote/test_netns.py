@@ -65,7 +65,8 @@ def gone(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_joined_shaped_cut_and_mended(net: Network) -> None:
-    near, far = net.place("near"), net.place("far")
+    near = net.place("near")
+    far = net.place("far")
     cable = net.cable(near, far)
     server = far.start(sys.executable, "-c", SENDS, cable.far, stdout=subprocess.PIPE)
     assert server.stdout.readline() == b"ready\n"
@@ -128,7 +129,8 @@ def test_nothing_is_left_behind_by_a_process_that_is_killed(how: signal.Signals)
     )
     try:
         pids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(pids) == 2 and not any(gone(pid) for pid in pids)
+        assert len(pids) == 2
+        assert not any(gone(pid) for pid in pids)
         parent.send_signal(how)
         parent.wait(20)
     finally:

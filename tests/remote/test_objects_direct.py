@@ -37,7 +37,8 @@ obstore = pytest.importorskip("obstore")
 @pytest.fixture(params=["s3", "dav"])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LyingHttp, LyingHttp, ObjectStoreClient]]:
     """A store, another server that answers everything with success, and the remote on the store."""
-    store, victim = LyingHttp(), LyingHttp()
+    store = LyingHttp()
+    victim = LyingHttp()
     for method in ("GET", "HEAD", "PUT", "DELETE", "POST", "PROPFIND"):
         victim.lies[method] = lambda _: [answer(200, b"", 5000)]
     at = f"http://127.0.0.1:{store.port}"
@@ -69,7 +70,8 @@ def test_no_question_is_redirected(pair: tuple[LyingHttp, LyingHttp, ObjectStore
         ]
         for call in calls:
             assert isinstance(trouble(call), RefusedError)
-    assert victim.heard == [] and victim.connections == 0
+    assert victim.heard == []
+    assert victim.connections == 0
 
 
 def test_a_look_up_asks_for_sixteen_at_once_and_leaves_no_answer_behind() -> None:
@@ -141,7 +143,8 @@ def name_of(key: bytes) -> str:
 @pytest.mark.parametrize("call", ["clear", "census"])
 def test_pages_without_end_end_at_one_deadline(call: str) -> None:
     with listing(lambda _: [page([name_of(keys(1)[0])], "more")]) as (_, connection):
-        began, given = time.monotonic(), ListingDeadline(ENOUGH_SECONDS, 0.5)
+        began = time.monotonic()
+        given = ListingDeadline(ENOUGH_SECONDS, 0.5)
         with pytest.raises(ListingTimeout):
             connection.clear(None, given) if call == "clear" else connection.count_by_namespace(given)
         assert time.monotonic() - began < ENOUGH_SECONDS / 2
@@ -155,7 +158,8 @@ def test_only_names_that_are_ours_are_counted_and_deleted() -> None:
         assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 3}
         server.lies["POST"] = lambda path: deleted.append(path) or [answer(200, b"<DeleteResult/>")]
         assert connection.clear(None, walk(ENOUGH_SECONDS)) == 3
-    assert len(deleted) == 1 and "delete=" in deleted[0]
+    assert len(deleted) == 1
+    assert "delete=" in deleted[0]
 
 
 def test_what_was_not_deleted_is_said() -> None:
@@ -185,7 +189,8 @@ def test_pages_of_a_true_bucket(moto: Server) -> None:
     ):
         for key in keys(40):
             assert put(connection, key, noise(1)) is PutResult.STORED
-        original, s3_list_delete._NAMES = s3_list_delete._NAMES, 7
+        original = s3_list_delete._NAMES
+        s3_list_delete._NAMES = 7
         try:
             assert connection.count_by_namespace(walk(ENOUGH_SECONDS)) == {NAMESPACE: 40}
             thread = threading.Thread(target=lambda: other.clear(None, walk(ENOUGH_SECONDS)))

@@ -72,8 +72,11 @@ def test_wrong_credentials_are_refused_in_one_line_without_secrets(status: int) 
         with pytest.raises(RefusedError) as refused:
             remote.connection().open(until())
         said = str(refused.value)
-        assert refused.value.reason is Reason.IO_ERROR and f"{status} InvalidAccessKeyId" in said
-        assert "HUSHHUSH" not in said and "\n" not in said and len(said) < 300
+        assert refused.value.reason is Reason.IO_ERROR
+        assert f"{status} InvalidAccessKeyId" in said
+        assert "HUSHHUSH" not in said
+        assert "\n" not in said
+        assert len(said) < 300
         assert refused.value.__suppress_context__ or refused.value.__context__ is None
 
 
@@ -115,9 +118,11 @@ def test_a_get_ends_in_time_whatever_is_answered(lie: str, options: dict[str, st
         room = Room(MIB)
         with growth() as grown:
             error = trouble(lambda: get(connection, keys(1)[0], room, SHORT_SECONDS))
-        assert room.wall_stands and grown.peak_bytes < MALICE_BYTES
+        assert room.wall_stands
+        assert grown.peak_bytes < MALICE_BYTES
         if lie in ("shorter than a header", "much larger than its place"):
-            assert isinstance(error, RefusedError) and error.reason is Reason.FAILED_CHECK
+            assert isinstance(error, RefusedError)
+            assert error.reason is Reason.FAILED_CHECK
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,8 @@ def test_interim_answers_are_passed_over() -> None:
         server.lies["GET"] = lambda _: [interim + answer(200, PAGE.tobytes() + b"abc")]
         for _ in range(2):
             room = Room(10)
-            assert get(connection, keys(1)[0], room, 5.0) == 3 and room.memory[:3].tobytes() == b"abc"
+            assert get(connection, keys(1)[0], room, 5.0) == 3
+            assert room.memory[:3].tobytes() == b"abc"
 
 
 def test_a_body_longer_than_announced_is_cut_and_not_taken_for_the_next_answer() -> None:
@@ -183,7 +189,8 @@ def test_a_body_longer_than_announced_is_cut_and_not_taken_for_the_next_answer()
         for _ in range(3):
             room = Room(10)
             assert get(connection, keys(1)[0], room, 5.0) == 3
-            assert room.memory[:3].tobytes() == b"abc" and room.wall_stands
+            assert room.memory[:3].tobytes() == b"abc"
+            assert room.wall_stands
 
 
 def test_nothing_is_unpacked_on_the_way() -> None:
@@ -193,7 +200,8 @@ def test_nothing_is_unpacked_on_the_way() -> None:
         room = Room(MIB)
         with growth() as grown:
             assert get(connection, keys(1)[0], room, 5.0) == len(body) - HEADER_BYTES
-        assert room.page.tobytes() == body[:HEADER_BYTES] and grown.peak_bytes < MALICE_BYTES
+        assert room.page.tobytes() == body[:HEADER_BYTES]
+        assert grown.peak_bytes < MALICE_BYTES
 
 
 def test_a_store_that_cannot_create_is_overwritten() -> None:
@@ -207,8 +215,10 @@ def test_a_store_that_cannot_create_is_overwritten() -> None:
         options = s3_options(f"http://127.0.0.1:{server.port}")
         connection = ObjectStoreClient(f"s3://{BUCKET}", options=options).connection().open(until())
         server.lies["PUT"] = first_says_no
-        assert put(connection, keys(2)[0], noise(1)) is PutResult.STORED and len(heard) == 2
-        assert put(connection, keys(2)[1], noise(1)) is PutResult.STORED and len(heard) == 3
+        assert put(connection, keys(2)[0], noise(1)) is PutResult.STORED
+        assert len(heard) == 2
+        assert put(connection, keys(2)[1], noise(1)) is PutResult.STORED
+        assert len(heard) == 3
         connection.close()
 
 
@@ -242,7 +252,8 @@ def test_folders_are_made_where_a_put_makes_none() -> None:
         for key in keys(3):
             assert put(connection, key, noise(10)) is PutResult.STORED
         assert connection.find(NAMESPACE, keys(3), until()) == 3
-        assert len(server.objects) == 3 and sum(method == "MKCOL" for method, _ in server.heard) < 20
+        assert len(server.objects) == 3
+        assert sum(method == "MKCOL" for method, _ in server.heard) < 20
 
 
 def test_nothing_is_taken_for_stored_where_no_folder_can_be_made() -> None:
@@ -326,7 +337,8 @@ def test_user_and_password_of_a_url_are_sent_and_never_shown() -> None:
         thread.join(5)
     sent = b"Basic " + base64.b64encode(b"me:HUSH/HUSH")
     assert b"authorization: " + sent in asked[0].replace(b"Authorization", b"authorization")
-    assert "HUSH" not in str(refused.value) and "HUSH" not in remote.address
+    assert "HUSH" not in str(refused.value)
+    assert "HUSH" not in remote.address
 
 
 # ---- bad days
@@ -514,7 +526,8 @@ def test_a_host_whose_first_address_leads_nowhere_is_reached(monkeypatch: pytest
 
 
 def test_names_that_take_too_long_cost_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    release, before = threading.Event(), threading.enumerate()
+    release = threading.Event()
+    before = threading.enumerate()
 
     def slow(*_: object, **__: object) -> list[object]:
         release.wait(20)

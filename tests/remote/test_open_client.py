@@ -33,7 +33,9 @@ def opened(kind: str, url: str, password_file: object = "") -> StoreClient:
 def test_an_engine_is_named_and_shows_no_password(kind: str, url: str) -> None:
     remote = opened(kind, url)
     assert remote.name == "far"
-    assert remote.address and "hunter2" not in remote.address and "hunter2" not in repr(remote)
+    assert remote.address
+    assert "hunter2" not in remote.address
+    assert "hunter2" not in repr(remote)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n", b"\xff\xfe", b"x" * 5000])

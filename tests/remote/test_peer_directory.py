@@ -152,7 +152,8 @@ def test_machines_find_each_other_after_the_clock_of_the_redis_was_set(
 ) -> None:
     """One connected before, the other after."""
     monkeypatch.setattr(peer_directory, "_TIME_SECONDS", 0.0, raising=False)
-    keys, liar = fresh_keys(3), LyingRedis(meeting.port)
+    keys = fresh_keys(3)
+    liar = LyingRedis(meeting.port)
     with contextlib.closing(liar):
         before = PeerDirectory(f"redis://127.0.0.1:{liar.port}").connection().open(until())
         tomorrow = b"%d" % (time.time() + 86400)
@@ -263,7 +264,8 @@ def test_only_neighbours_that_are_listed_are_asked_if_there_is_a_list(meeting: S
 
 def test_a_lie_is_a_miss(meeting: Server, two: list[Server]) -> None:
     """Of hints for what no machine has, for a machine that is none, and for one that lies itself."""
-    keys, held = fresh_keys(4), fresh_keys(4)
+    keys = fresh_keys(4)
+    held = fresh_keys(4)
     liar = LyingHttp()
     liar.lies["POST"] = lambda _: [http(200, b'{"found": 4}')]
     try:
@@ -317,7 +319,8 @@ def test_neighbours_out_of_order_leave_their_places_to_others(meeting: Server) -
 @pytest.mark.slow
 def test_without_the_redis_those_named_last_are_asked(two: list[Server]) -> None:
     with redis_server() as meeting:
-        keys, later = fresh_keys(4), fresh_keys(4)
+        keys = fresh_keys(4)
+        later = fresh_keys(4)
         give(two[0], [*keys])
         tell(meeting, keys, two[0].url)
         with tier_on(client_of(meeting, look_seconds=1.0), deadline_seconds=10.0, look_seconds=1.0) as tier:
@@ -370,7 +373,8 @@ def test_neighbours_are_bounded_and_their_connections_too(meeting: Server) -> No
                 tell(meeting, keys, *urls[n : n + 12])
                 with contextlib.suppress(OSError):
                     connection.find(ROOT, keys, until(1.0))
-        assert len(client.known()) <= 1024 and len(connection._lines) <= 32 + 16
+        assert len(client.known()) <= 1024
+        assert len(connection._lines) <= 32 + 16
     finally:
         connection.close()
 
@@ -400,7 +404,8 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
 ) -> None:
     monkeypatch.setattr(announcers, "_ROUND_SECONDS", 0.02)
     monkeypatch.setattr(announcers, "_ROUNDS", 3)
-    keys, counts = fresh_keys(4), Counter[str]()
+    keys = fresh_keys(4)
+    counts = Counter[str]()
     tier = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
     stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
@@ -436,7 +441,8 @@ def test_the_rounds_go_on_whatever_fails_in_one(
     meeting: Server, shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcers, "_ROUND_SECONDS", 0.02)
-    keys, counts = fresh_keys(2), Counter[str]()
+    keys = fresh_keys(2)
+    counts = Counter[str]()
     tier = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
     assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
     stores = ServedStores(lambda: [tier.ledger.directory])
@@ -499,7 +505,8 @@ def test_more_than_eight_neighbours_need_a_directory() -> None:
 
 @pytest.mark.parametrize("url", ["", "  "])
 def test_without_a_directory(url: str) -> None:
-    assert Config(lookup=url).lookup == "" and Config(lookup=url).lookup_server() == ()
+    assert Config(lookup=url).lookup == ""
+    assert Config(lookup=url).lookup_server() == ()
 
 
 @pytest.mark.parametrize(
@@ -519,13 +526,15 @@ def test_without_a_directory(url: str) -> None:
 def test_bad_directories(url: object, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as refused:
         Config(lookup=url)  # type: ignore[arg-type]
-    assert "lookup" in str(refused.value) and "secret" not in str(refused.value)
+    assert "lookup" in str(refused.value)
+    assert "secret" not in str(refused.value)
 
 
 def test_no_password_is_shown() -> None:
     config = Config(lookup="redis://user:secret@node:6379/1?prefix=team")
     (spec,) = config.lookup_server()
-    assert "secret" not in repr(config) + repr(spec) + spec.redacted and spec.prefix == "team"
+    assert "secret" not in repr(config) + repr(spec) + spec.redacted
+    assert spec.prefix == "team"
 
 
 def test_explain_asks_the_neighbours_that_are_named(
@@ -555,7 +564,8 @@ def test_the_command_says_what_is_missing(meeting: Server) -> None:
     checked = pagoda(
         "config", "check", PAGODA_LOOKUP=f"redis://127.0.0.1:{free_port()}", PAGODA_HOST_SIZE="1MiB"
     )
-    assert checked.returncode == 1 and checked.stderr.startswith("pagoda: lookup (redis://127.0.0.1:")
+    assert checked.returncode == 1
+    assert checked.stderr.startswith("pagoda: lookup (redis://127.0.0.1:")
     assert "hunter2" not in refused("vllm", "--lookup", lookup["PAGODA_LOOKUP"], "--print", "serve", "x")
     listen = ("serve", "--listen", "127.0.0.1:0", "--advertise")
     assert "the option lookup" in refused(*listen, "http://a:7777")
@@ -593,4 +603,5 @@ def test_a_server_that_cannot_tell_anybody_says_so(log_format: str, tmp_path: Pa
     with machine(None, PAGODA_LOOKUP=gone, PAGODA_LOG_FORMAT=log_format) as server:
         wait_until(lambda: "other machines may not find new chunks of this one" in server.log())
         (line,) = [line for line in server.log().splitlines() if "may not find" in line]
-        assert line.startswith("{") is (log_format == "json") and "hunter2" not in server.log()
+        assert line.startswith("{") is (log_format == "json")
+        assert "hunter2" not in server.log()

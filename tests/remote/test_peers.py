@@ -133,7 +133,8 @@ def test_another_neighbour_helps_when_one_has_lost_a_chunk(three: list[Server]) 
 
 
 def test_a_neighbour_that_evicts_a_prompt_before_its_load_is_no_liar(three: list[Server]) -> None:
-    evicted, kept = fresh_keys(20), fresh_keys(3)
+    evicted = fresh_keys(20)
+    kept = fresh_keys(3)
     give(three[0], evicted)
     give(three[0], kept)
     with tier_on(client_of(three[0]), **PATIENT) as tier:
@@ -153,7 +154,8 @@ def test_nothing_is_written_to_a_neighbour(three: list[Server]) -> None:
         refused = [end.reason for end in ends(tier.save(chunks_of(keys), ROOT))]
         assert refused == [Reason.NOT_ADMITTED] * 2
         give(three[0], keys)
-        assert tier.remove(keys[0], ROOT) is False and tier.clear() == 0
+        assert tier.remove(keys[0], ROOT) is False
+        assert tier.clear() == 0
         assert tier.stats()["stored_chunks"] == 0
     with tier_on(client_of(three[0]), **PATIENT) as tier:
         assert tier.find(keys, namespace=ROOT) == 2
@@ -179,7 +181,8 @@ def test_connections_to_neighbours_that_are_gone_are_closed(three: list[Server])
         gone = connection._lines[client._peers.pop(url_of(three[0]))]
         assert gone.connection._http._socket is not None
         assert connection.find(ROOT, fresh_keys(1), time.monotonic() + 30) == 0
-        assert gone.connection._http._socket is None and gone.peer not in connection._lines
+        assert gone.connection._http._socket is None
+        assert gone.peer not in connection._lines
     finally:
         connection.close()
 
@@ -212,15 +215,14 @@ def test_a_refused_token_is_an_io_error_that_says_so_and_no_deadline(
             hit = kit.served(cache, tokens)[0]
         tier = cache.tiers[-1]
         assert hit.reason in (Reason.IO_ERROR, Reason.TIER_SKIPPED), hit
-        assert (
-            hit.detail.startswith(tier)
-            and "refused: 401" in hit.detail
-            and "?password_file=PATH" in hit.detail
-        )
+        assert hit.detail.startswith(tier)
+        assert "refused: 401" in hit.detail
+        assert "?password_file=PATH" in hit.detail
         assert option == "peers" or hit.reason is Reason.IO_ERROR
         skipped = cache.lookup(tokens)
         if skipped.reason is Reason.TIER_SKIPPED:
-            assert "failed repeatedly" in skipped.detail and "refused: 401" in skipped.detail
+            assert "failed repeatedly" in skipped.detail
+            assert "refused: 401" in skipped.detail
         assert "not-this-machines" not in hit.detail + skipped.detail
 
 
@@ -229,14 +231,16 @@ def test_a_neighbour_that_answers_an_error_is_told_as_an_error(evil: LyingHttp, 
     evil.lies["POST"] = lambda _: [http(status, b"")]
     with tier_on(client_of(f"http://127.0.0.1:{evil.port}"), **PATIENT) as tier:
         assert tier.find(fresh_keys(1), namespace=ROOT) == 0
-        assert tier.refusal is not None and tier.refusal[0] is Reason.IO_ERROR
+        assert tier.refusal is not None
+        assert tier.refusal[0] is Reason.IO_ERROR
         assert "the server answered" in tier.refusal[1]
 
 
 def test_a_machine_may_be_called_by_any_name(three: list[Server]) -> None:
     """A page of another name (DNS rebinding) may not call it, and does not know the token."""
     client = HTTPConnection("127.0.0.1", three[0].port, timeout=30)
-    target, token = f"/v1/{ROOT.hex()}/{ROOT.hex()}", (three[0].root / "token").read_text()
+    target = f"/v1/{ROOT.hex()}/{ROOT.hex()}"
+    token = (three[0].root / "token").read_text()
     for header, status in (
         ({"Authorization": f"Bearer {token}"}, 404),
         ({}, 421),
@@ -262,7 +266,8 @@ def test_a_dead_neighbour_is_left_out_and_used_again(three: list[Server]) -> Non
             assert tier.find(keys, namespace=ROOT) == 5
             dying.kill()
             outcome = load(tier, keys, seconds=60)
-            assert outcome[:3] == [None] * 3 and None not in outcome[3:]
+            assert outcome[:3] == [None] * 3
+            assert None not in outcome[3:]
             for _ in range(3):
                 with soon(1.0):
                     assert tier.find([*keys[:3], *fresh_keys(1)], namespace=ROOT) == 3
@@ -295,7 +300,8 @@ def test_a_neighbour_that_ends_during_a_load_is_a_miss_in_time(three: list[Serve
             wait_until(lambda: tier.stats()["loaded_chunks"] >= 2)
             ending.kill() if how == "kill" else ending.stop()
             thread.join(5 * LATE_SECONDS)
-            assert not thread.is_alive() and len(outcome) == 24
+            assert not thread.is_alive()
+            assert len(outcome) == 24
             assert set(outcome[4:]) <= {
                 None,
                 Reason.IO_ERROR,
@@ -418,7 +424,8 @@ def test_an_evil_neighbour_causes_only_misses(evil: LyingHttp, lie: str) -> None
         assert tier.find(keys, namespace=ROOT) <= 3
         assert None not in load(tier, keys)
         stats = tier.stats()
-        assert stats["loaded_chunks"] == 0 and sum(stats[name] for name in stats if name.startswith("miss_"))
+        assert stats["loaded_chunks"] == 0
+        assert sum(stats[name] for name in stats if name.startswith("miss_"))
 
 
 @pytest.mark.parametrize("lie", ["other bytes", "too few", "absent", "garbage", "find is silent"])
@@ -474,7 +481,8 @@ def serving(host: Path) -> Iterator[Server]:
 
 
 def test_what_one_machine_computed_another_serves(tmp_path: Path, shm_root: Path) -> None:
-    first, second = shm_root / "first", shm_root / "second"
+    first = shm_root / "first"
+    second = shm_root / "second"
     with kit.cache_at(first, None) as cache:
         kit.stored(cache, kit.prompt(10))
     with serving(first / "host") as server:
@@ -498,7 +506,8 @@ def test_nothing_is_queued_for_neighbours(shm_root: Path) -> None:
     with kit.cache_at(shm_root, None, peers=[f"http://127.0.0.1:{free_port()}"]) as cache:
         kit.stored(cache, kit.prompt(10))
         kit.served(cache, kit.prompt(10))
-        assert cache._resources.writeback == () and cache.flush(10)
+        assert cache._resources.writeback == ()
+        assert cache.flush(10)
         assert cache.stats()["drops"] == {}
 
 
@@ -517,8 +526,12 @@ PROMPT_CHUNKS = 250
 @pytest.mark.timeout(3600)
 def test_100_000_chunks_byte_by_byte_whatever_is_killed(shm_root: Path) -> None:
     """Both stores take four prompts: chunks are evicted on both machines, also those that are being sent."""
-    rng, done, counts = random.Random(), threading.Event(), Counter[str]()
-    seed, found, slots = 5, PROMPT_CHUNKS, 1000 * kit.LAYOUT.slot_bytes
+    rng = random.Random()
+    done = threading.Event()
+    counts = Counter[str]()
+    seed = 5
+    found = PROMPT_CHUNKS
+    slots = 1000 * kit.LAYOUT.slot_bytes
     with (
         kit.cache_at(shm_root / "first", None, host_size=slots) as source,
         serving(shm_root / "first" / "host") as server,
@@ -563,13 +576,15 @@ def test_100_000_chunks_byte_by_byte_whatever_is_killed(shm_root: Path) -> None:
             thread.join()
             process.kill()
     print(dict(counts))
-    assert counts["servers killed"] > 3 and counts["readers killed"] > 1
+    assert counts["servers killed"] > 3
+    assert counts["readers killed"] > 1
 
 
 @pytest.mark.slow
 def test_2000_chunks_byte_by_byte(shm_root: Path) -> None:
     """The first machine has the first third, the second all."""
-    tokens, slots = kit.prompt(2000), 2100 * kit.LAYOUT.slot_bytes
+    tokens = kit.prompt(2000)
+    slots = 2100 * kit.LAYOUT.slot_bytes
     with contextlib.ExitStack() as stack:
         peers = []
         for name, chunks in ("first", 700), ("second", 2000):
@@ -583,7 +598,8 @@ def test_2000_chunks_byte_by_byte(shm_root: Path) -> None:
 
 
 def test_slow_neighbours_are_not_loaded_from_when_computing_is_faster(shm_root: Path) -> None:
-    first, second = shm_root / "first", shm_root / "second"
+    first = shm_root / "first"
+    second = shm_root / "second"
     with kit.cache_at(first, None) as cache:
         for seed in range(5):
             kit.stored(cache, kit.prompt(4, seed))
@@ -597,7 +613,8 @@ def test_slow_neighbours_are_not_loaded_from_when_computing_is_faster(shm_root: 
                     lambda seed=seed: cache.lookup(kit.prompt(4, seed)).by_tier.get("peers") or len(hits) > 2
                 )  # type: ignore[misc]
                 hits.append(cache.retrieve(kit.prompt(4, seed), kit.blank(kit.prompt(4, seed)).transfer))
-            assert hits[-1].reason is Reason.NOT_WORTH_IT and "peers" in (hits[-1].detail or "")
+            assert hits[-1].reason is Reason.NOT_WORTH_IT
+            assert "peers" in (hits[-1].detail or "")
 
 
 def test_a_server_is_an_ordinary_remote_tier(three: list[Server], shm_root: Path) -> None:
@@ -627,7 +644,8 @@ def test_a_forked_child_makes_its_own_connections(three: list[Server]) -> None:
 
 def test_a_look_up_finds_what_was_stored_a_moment_ago(three: list[Server]) -> None:
     """Even if one a moment before found less."""
-    keys, clock = fresh_keys(6), FakeClock()
+    keys = fresh_keys(6)
+    clock = FakeClock()
     with tier_on(client_of(three[0]), clock=clock, **PATIENT) as tier:
         for stored in (2, 4, 6):
             give(three[0], keys[:stored])
@@ -640,9 +658,14 @@ def test_a_look_up_finds_what_was_stored_a_moment_ago(three: list[Server]) -> No
 @pytest.mark.parametrize("word", ["grow", "store"])
 def test_a_decoder_loads_what_is_stored_while_the_producer_stores_the_tail(word: str, shm_root: Path) -> None:
     """Chunk by chunk or as one; it is stopped again and again: in a copy, in a commit, holding the ledger."""
-    layout, chunks, runs, rng = serve_kit.LARGE, 8, [0], random.Random(word)
-    first, tokens = shm_root / "producer", serve_kit.tokens_of(1, chunks)
-    wanted, blank = serve_kit.kv_of(1, chunks, layout), serve_kit.kv_of(2, chunks, layout)
+    layout = serve_kit.LARGE
+    chunks = 8
+    runs = [0]
+    rng = random.Random(word)
+    first = shm_root / "producer"
+    tokens = serve_kit.tokens_of(1, chunks)
+    wanted = serve_kit.kv_of(1, chunks, layout)
+    blank = serve_kit.kv_of(2, chunks, layout)
     with (
         serve_kit.engine("LARGE", host_path=str(first), host_size=64 << 20) as producer,
         serve_kit.server(first) as served,

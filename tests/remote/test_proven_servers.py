@@ -192,10 +192,12 @@ def test_a_poser_in_the_directory_gets_nothing_and_nothing_is_taken_from_him(
     tell(meeting, keys, f"http://127.0.0.1:{poser.port}")
     with tier_on(found_in(meeting), **PATIENT) as tier:
         assert tier.find(keys, namespace=ROOT) == 0
-        assert tier.refusal is not None and tier.refusal[0] is Reason.IO_ERROR
+        assert tier.refusal is not None
+        assert tier.refusal[0] is Reason.IO_ERROR
         assert "update it" in tier.refusal[1] or "did not prove" in tier.refusal[1]
         assert None not in load(tier, keys)
-    assert poser.heard and f"127.0.0.1:{poser.port}" in caplog.text
+    assert poser.heard
+    assert f"127.0.0.1:{poser.port}" in caplog.text
     assert keys[0] not in poser.heard  # what is asked for is not told to him
     assert bool(poser.proofs_heard) == (poser.how == "challenge")
     worth_nothing_at(honest, poser)
@@ -217,7 +219,8 @@ def test_a_poser_at_an_address_that_was_named_gets_nothing_either(
             chunks = chunks_of(keys)
             assert not any(done.ok for done in ends(tier.save(chunks, ROOT)))
             assert all(bytes(chunk.payload[:64]) not in poser.heard for chunk in chunks)
-    assert poser.heard and keys[0] not in poser.heard
+    assert poser.heard
+    assert keys[0] not in poser.heard
     worth_nothing_at(honest, poser)
 
 
@@ -233,7 +236,8 @@ def test_answers_that_were_recorded_are_no_answers(honest: Server) -> None:
         poser.repeat()
         with tier_on(named(url), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
-            assert tier.refusal is not None and "did not prove" in tier.refusal[1]
+            assert tier.refusal is not None
+            assert "did not prove" in tier.refusal[1]
     finally:
         poser.close()
 
@@ -250,7 +254,8 @@ class Recorder(Poser):
         """From now on answer without the server."""
         nonce = re.search(r"nonce=(\w+)", self._answers)
         self._proofs = re.findall(r"Pagoda-Proof: (\w+)", self._answers)
-        assert nonce and len(self._proofs) >= 2
+        assert nonce
+        assert len(self._proofs) >= 2
         self._nonce = nonce[1]
         self.how = "repeats"
         self.cut()
@@ -281,7 +286,8 @@ def test_who_passes_requests_on_must_be_named(meeting: Server, honest: Server) -
         tell(meeting, keys, url)
         with tier_on(found_in(meeting), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
-            assert tier.refusal is not None and "--advertise" in tier.refusal[1]
+            assert tier.refusal is not None
+            assert "--advertise" in tier.refusal[1]
             assert None not in load(tier, keys)
         with tier_on(named(url), **PATIENT) as tier:  # a forwarded port
             assert tier.find(keys, namespace=ROOT) == 3
@@ -313,7 +319,8 @@ def test_without_a_token_nothing_is_taken_from_who_is_found(
         tell(meeting, keys, honest.url)
         with tier_on(found_in(meeting), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
-            assert tier.refusal is not None and tier.refusal[0] is Reason.IO_ERROR
+            assert tier.refusal is not None
+            assert tier.refusal[0] is Reason.IO_ERROR
     finally:
         poser.close()
 
@@ -327,7 +334,9 @@ def test_a_wrong_token_says_what_to_do(
     for client, remedy in ((found_in(meeting), "copy the file"), (named(honest.url), "?password_file=PATH")):
         with tier_on(client, **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
-            assert tier.refusal is not None and remedy in tier.refusal[1] and "401" in tier.refusal[1]
+            assert tier.refusal is not None
+            assert remedy in tier.refusal[1]
+            assert "401" in tier.refusal[1]
 
 
 # ---- connections
@@ -436,8 +445,10 @@ def test_an_older_server_is_not_told_the_token_unless_the_user_says_so(
             caplog.clear()
             with tier_on(client, **PATIENT) as tier:
                 assert tier.find(keys, namespace=ROOT) == 0
-                assert tier.refusal is not None and tier.refusal[0] is Reason.IO_ERROR
-                assert "older version" in tier.refusal[1] and remedy in tier.refusal[1]
+                assert tier.refusal is not None
+                assert tier.refusal[0] is Reason.IO_ERROR
+                assert "older version" in tier.refusal[1]
+                assert remedy in tier.refusal[1]
             lines = [one for one in caplog.messages if "older version" in one and older.url in one]
             assert lines
         with tier_on(named(older.url, sends_token=True), **PATIENT) as tier:
@@ -474,7 +485,8 @@ def test_the_option_in_a_url() -> None:
     from pagoda.config.remote_urls import parse, parse_peer
 
     spec = parse("http://host:7777?server=pagoda&proof=off&look=80ms")
-    assert dict(spec.options) == {"proof": "off"} and spec.redacted.endswith("proof=off&look=80ms")
+    assert dict(spec.options) == {"proof": "off"}
+    assert spec.redacted.endswith("proof=off&look=80ms")
     peer = parse_peer("http://host:7777?proof=off&dns=all")
     assert dict(peer.options) == {"proof": "off", "dns": "all"}
     assert dict(parse_peer("http://host:7777").options) == {}
@@ -497,7 +509,8 @@ def test_a_command_names_an_older_server(
 
 def test_kept_engines_read_over_a_server_with_a_token_of_its_own(shm_root: Path) -> None:
     """Two whole machines: an engine, its server, and an engine that reads from it."""
-    first, second = shm_root / "first", shm_root / "second"
+    first = shm_root / "first"
+    second = shm_root / "second"
     with (
         serve_kit.engine(host_path=str(first), host_size=16 << 20) as producer,
         serve_kit.server(first) as served,

@@ -16,13 +16,18 @@ def nothing(_: StoreConnection) -> int:
 
 def test_who_asks_the_same_meanwhile_gets_the_same_answer() -> None:
     queries = QueryQueue()
-    one, two, other = queries.submit("a", nothing), queries.submit("a", nothing), queries.submit("b", nothing)
-    assert one is two and other is not one
+    one = queries.submit("a", nothing)
+    two = queries.submit("a", nothing)
+    other = queries.submit("b", nothing)
+    assert one is two
+    assert other is not one
     first = queries.take(0)
-    assert first is not None and first.name == "a"
+    assert first is not None
+    assert first.name == "a"
     assert queries.submit("a", nothing) is one  # it is still under way
     queries.finish(first, 7)
-    assert one.result(0) == 7 and not other.done()
+    assert one.result(0) == 7
+    assert not other.done()
     assert queries.submit("a", nothing) is not one
 
 
@@ -39,11 +44,13 @@ def test_a_full_queue_says_so_at_once() -> None:
 
 def test_what_waits_when_it_is_closed_is_answered() -> None:
     queries = QueryQueue()
-    under_way, waiting = queries.submit("a", nothing), queries.submit("b", nothing)
+    under_way = queries.submit("a", nothing)
+    waiting = queries.submit("b", nothing)
     first = queries.take(0)
     assert first is not None
     queries.close()
-    assert waiting.result(0) is Reason.CLOSED and not under_way.done()
+    assert waiting.result(0) is Reason.CLOSED
+    assert not under_way.done()
     assert queries.submit("c", nothing).result(0) is Reason.CLOSED
     assert queries.take(None) is None
     queries.finish(first, 3)
@@ -51,7 +58,8 @@ def test_what_waits_when_it_is_closed_is_answered() -> None:
 
 
 def test_a_taker_is_woken() -> None:
-    queries, came = QueryQueue(), threading.Event()
+    queries = QueryQueue()
+    came = threading.Event()
 
     def take() -> None:
         assert queries.take(None) is None

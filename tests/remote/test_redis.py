@@ -25,7 +25,8 @@ need("redis-server")
 redis = pytest.importorskip("redis")
 
 MIB = 1 << 20
-ROOT, OTHER = b"\x01" * 32, b"\x02" * 32
+ROOT = b"\x01" * 32
+OTHER = b"\x02" * 32
 SIZES = [
     0,
     1,
@@ -82,11 +83,13 @@ def put(
 
 
 def get(connection: RedisConnection, number: int, size: int, root: bytes = ROOT) -> Bytes | None:
-    page, room = np.zeros(HEADER_BYTES, np.uint8), np.zeros(size, np.uint8)
+    page = np.zeros(HEADER_BYTES, np.uint8)
+    room = np.zeros(size, np.uint8)
     got = connection.get(GetRequest(root, key(number), page, lambda: room), soon())
     if got is None:
         return None
-    assert got == size and np.array_equal(page, PAGE)
+    assert got == size
+    assert np.array_equal(page, PAGE)
     return room
 
 
@@ -124,14 +127,16 @@ def test_what_was_put_is_got(connection: RedisConnection, client: Client, size: 
     assert put(connection, 1, stored) is PutResult.STORED
     assert connection.find(ROOT, [key(1), key(2)], soon()) == 1
     came = get(connection, 1, size)
-    assert came is not None and np.array_equal(came, stored)
+    assert came is not None
+    assert np.array_equal(came, stored)
     (name,) = client.keys("*")
     assert name == b"pagoda:1:%b:{%b}" % (ROOT.hex().encode(), key(1).hex().encode())
     pieces = -(-size // PIECE_BYTES)
     assert set(client.hkeys(name)) == {b"h", *(b"%d" % i for i in range(pieces))}
     assert 0 < client.ttl(name) <= LIFE_SECONDS
     assert connection.remove(ROOT, [key(1), key(2)], soon()) == 1
-    assert get(connection, 1, size) is None and client.dbsize() == 0
+    assert get(connection, 1, size) is None
+    assert client.dbsize() == 0
 
 
 def test_find_is_the_leading_run(connection: RedisConnection) -> None:
@@ -159,7 +164,8 @@ def test_a_ttl_begins_when_the_chunk_is_whole(server: Server, client: Client) ->
         assert put(connection, number, content(1, size)) is PutResult.STORED
         assert 0 < client.pttl(client.keys("*")[0]) <= 400
         time.sleep(0.5)
-        assert get(connection, number, size) is None and client.dbsize() == 0
+        assert get(connection, number, size) is None
+        assert client.dbsize() == 0
     connection.close()
 
 
@@ -214,7 +220,8 @@ def test_of_two_writers_with_a_claim_that_has_expired_the_first_to_end_wins(
         return True
 
     assert put(connection, 1, content(1, size), usable) is PutResult.PRESENT
-    assert answers == [PutResult.STORED] and client.dbsize() == 1
+    assert answers == [PutResult.STORED]
+    assert client.dbsize() == 1
     assert np.array_equal(get(connection, 1, size), content(2, size))
 
 
@@ -240,11 +247,14 @@ def test_a_batch_is_claimed_together(
     put(connection, 1, content(1, 500))
     asked = [key(number) for number in range(4)]
     assert connection.claim(ROOT, asked[:2], soon(0.2)) == [None, PutResult.PRESENT]
-    busy, present = PutResult.BUSY, PutResult.PRESENT
+    busy = PutResult.BUSY
+    present = PutResult.PRESENT
     assert second.claim(ROOT, asked, soon()) == [busy, present, None, None]
-    assert all(client.pttl(name) > 0 for name in client.keys("*:w")) and len(client.keys("*:w")) == 3
+    assert all(client.pttl(name) > 0 for name in client.keys("*:w"))
+    assert len(client.keys("*:w")) == 3
     assert 0 < client.pttl(name_of(0) + ":w") <= 2200, "it dies soon after its owner"
-    assert connection.clear(ROOT, walk(10)) == 1 and client.dbsize() == 0
+    assert connection.clear(ROOT, walk(10)) == 1
+    assert client.dbsize() == 0
 
 
 def test_a_full_server_refuses_a_claim_and_says_what_is_there(
@@ -273,7 +283,8 @@ def test_many_writers_of_the_same_keys(server: Server, client: Client) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(ends) == 24 and ends.count(PutResult.STORED) == 6
+    assert len(ends) == 24
+    assert ends.count(PutResult.STORED) == 6
     reader = RedisClient(server.url).connection().open(soon())
     for number, bytes_ in enumerate(stored):
         assert np.array_equal(get(reader, number, bytes_.nbytes), bytes_)
@@ -328,12 +339,14 @@ def test_a_draft_that_went_is_not_published(connection: RedisConnection, client:
     with pytest.raises(RefusedError) as refused:
         put(connection, 1, content(1, 3 * MIB), lose)
     assert refused.value.reason is Reason.FULL
-    assert client.dbsize() == 0 and get(connection, 1, 3 * MIB) is None
+    assert client.dbsize() == 0
+    assert get(connection, 1, 3 * MIB) is None
 
 
 def test_a_draft_that_lost_pieces_is_not_published(connection: RedisConnection, client: Client) -> None:
     """As when Redis evicts or expires a draft, and the next piece starts it again."""
-    begun, stop = threading.Event(), threading.Event()
+    begun = threading.Event()
+    stop = threading.Event()
 
     def lose() -> None:
         with redis.Redis.from_url(
@@ -354,7 +367,8 @@ def test_a_draft_that_lost_pieces_is_not_published(connection: RedisConnection, 
         stop.set()
         thread.join(10)
     assert refused.value.reason is Reason.FULL
-    assert connection.find(ROOT, [key(1)], soon()) == 0 and client.dbsize() == 0
+    assert connection.find(ROOT, [key(1)], soon()) == 0
+    assert client.dbsize() == 0
 
 
 def test_clear_census_and_neighbours(connection: RedisConnection, server: Server, client: Client) -> None:
@@ -376,10 +390,8 @@ def test_clear_census_and_neighbours(connection: RedisConnection, server: Server
     assert connection.count_by_namespace(walk(5)) == {ROOT: 3, OTHER: 3}
     assert other.count_by_namespace(walk(5)) == {ROOT: 1}
     assert connection.clear(ROOT, walk(5)) == 3
-    assert (
-        connection.count_by_namespace(walk(5)) == {OTHER: 3}
-        and client.exists(name + ":w", name + ":w:" + "0" * 32) == 0
-    )
+    assert connection.count_by_namespace(walk(5)) == {OTHER: 3}
+    assert client.exists(name + ":w", name + ":w:" + "0" * 32) == 0
     assert connection.clear(ROOT, walk(5)) == 0
     assert connection.clear(None, walk(5)) == 3
     assert connection.count_by_namespace(walk(5)) == {}
@@ -413,7 +425,9 @@ def test_clear_of_thousands(connection: RedisConnection, client: Client) -> None
 
 def test_usage(connection: RedisConnection, client: Client) -> None:
     used, limit, _ = connection.usage(soon())
-    assert used is not None and used > 100_000 and limit is None
+    assert used is not None
+    assert used > 100_000
+    assert limit is None
     client.config_set("maxmemory", 500 * MIB)
     assert connection.usage(soon()).limit_bytes == 500 * MIB
     put(connection, 1, content(1, 20 * MIB))
@@ -426,7 +440,8 @@ def test_a_chunk_takes_little_more_than_its_bytes(connection: RedisConnection, s
     for number in range(64 * MIB // size):
         put(connection, number, content(1, size))
     after = connection.usage(soon()).used_bytes
-    assert before is not None and after is not None
+    assert before is not None
+    assert after is not None
     assert after - before < 64 * MIB * 1.03 + 3 * MIB, "and the connection's buffer"
 
 
@@ -443,7 +458,8 @@ def test_a_full_server_refuses_and_nothing_is_left(
     for number in (2, 3):
         with pytest.raises(RefusedError) as refused:
             put(connection, number, content(2, size))
-        assert refused.value.reason is Reason.FULL and "OOM" in str(refused.value)
+        assert refused.value.reason is Reason.FULL
+        assert "OOM" in str(refused.value)
     assert get(connection, 1, 2 * MIB) is not None, "the connection continues"
     assert client.dbsize() == 1
 
@@ -469,7 +485,8 @@ def test_eviction_takes_whole_chunks(client: Client, connection: RedisConnection
                 assert refused.reason is Reason.FULL
         assert set(ends) == {PutResult.STORED}
         here = [number for number in range(20) if get(connection, number, 3 * MIB + 1) is not None]
-        assert len(ends) > 10 and 1 < len(here) < 8
+        assert len(ends) > 10
+        assert 1 < len(here) < 8
         assert client.dbsize() == len(here)
     finally:
         client.config_set("maxmemory-policy", "noeviction")
@@ -477,8 +494,10 @@ def test_eviction_takes_whole_chunks(client: Client, connection: RedisConnection
 
 def test_what_is_not_a_chunk_is_refused(connection: RedisConnection, client: Client) -> None:
     name = name_of(1)
-    page, room = np.zeros(HEADER_BYTES, np.uint8), np.zeros(3 * PIECE_BYTES, np.uint8)
-    piece, head = b"x" * PIECE_BYTES, bytes(HEADER_BYTES)
+    page = np.zeros(HEADER_BYTES, np.uint8)
+    room = np.zeros(3 * PIECE_BYTES, np.uint8)
+    piece = b"x" * PIECE_BYTES
+    head = bytes(HEADER_BYTES)
     whole: dict[str, bytes] = {"h": head, "0": piece, "1": piece, "2": piece}
     wrong: list[object] = [
         "a string", {"x": "no page"}, {**whole, "h": head[1:]}, {**whole, "h": head + b"x"}, {**whole, "1": b""},
@@ -523,7 +542,8 @@ def test_wrong_use() -> None:
     ):
         with pytest.raises(ConfigError) as wrong:
             RedisClient(url)
-        assert "34" not in str(wrong.value) and "#w" not in str(wrong.value)
+        assert "34" not in str(wrong.value)
+        assert "#w" not in str(wrong.value)
     with pytest.raises(ConfigError, match="protocol"):
         RedisClient("redis://host?protocol=3")
     with pytest.raises(ConfigError):

@@ -86,7 +86,8 @@ def owner(servers: Sequence[Server], slot: int) -> Server:
 
 
 def test_a_key_is_where_the_cluster_has_it(shared: list[Server]) -> None:
-    prefix, keys = fresh_prefix(), keys_of(40)
+    prefix = fresh_prefix()
+    keys = keys_of(40)
     remote = on(shared[1], prefix=prefix, look_seconds=PATIENT_SECONDS)
     saved(remote, keys)
     for key in keys:
@@ -122,7 +123,8 @@ def test_the_documented_user_may_do_all_we_do(shared: list[Server]) -> None:
         tier._store.presence.clear()
         wait_until(lambda: tier.find(keys, namespace=ROOT) == 12)
         wait_until(lambda: load(tier, keys, LARGE) == [None] * 12)
-        assert tier.remove(keys[0], ROOT) and tier.clear(ROOT) == 11
+        assert tier.remove(keys[0], ROOT)
+        assert tier.clear(ROOT) == 11
 
 
 def test_a_plain_url_that_meets_a_cluster_says_what_to_write(shared: list[Server]) -> None:
@@ -151,7 +153,8 @@ def test_a_cluster_that_is_none_is_said(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_slot_that_has_moved_is_followed(shared: list[Server]) -> None:
-    prefix, keys = fresh_prefix(), keys_of(20)
+    prefix = fresh_prefix()
+    keys = keys_of(20)
     with tier_on(on(shared[0], prefix=prefix, look_seconds=PATIENT_SECONDS), look_seconds=5.0) as tier:
         stores(tier, keys)
         for key in keys[:3]:
@@ -166,7 +169,8 @@ def test_a_slot_that_has_moved_is_followed(shared: list[Server]) -> None:
             assert tier.remove(key, ROOT)
         wait_until(lambda: [end.ok for end in save(tier, keys)] == [True] * 20)
         wait_until(lambda: load(tier, keys) == [None] * 20)
-        assert not tier.resting and tier.stats()["failed_checks"] == 0
+        assert not tier.resting
+        assert tier.stats()["failed_checks"] == 0
 
 
 @pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
@@ -174,7 +178,8 @@ def test_a_slot_that_is_being_moved_is_read_where_its_chunks_are(
     shared: list[Server], layout: KVLayout
 ) -> None:
     """Some of its chunks are on the node that receives it, which serves nothing of it without ASKING."""
-    prefix, keys = fresh_prefix(), keys_of(12)
+    prefix = fresh_prefix()
+    keys = keys_of(12)
     remote = on(shared[0], prefix=prefix, look_seconds=PATIENT_SECONDS)
     with tier_on(remote, layout, look_seconds=5.0) as tier:
         stores(tier, keys[:10], layout)
@@ -206,7 +211,8 @@ def test_a_slot_that_is_being_moved_is_read_where_its_chunks_are(
 
 def test_a_draft_that_is_moved_is_dropped(shared: list[Server]) -> None:
     """The slot begins to move when all of the chunk was sent: it is not published in parts, and nothing is left."""
-    prefix, (key,) = fresh_prefix(), keys_of(1, chain=7)
+    prefix = fresh_prefix()
+    (key,) = keys_of(1, chain=7)
     source = owner(shared, slot_of(key))
     target = next(server for server in shared if server is not source)
     connection = on(shared[0], prefix=prefix).connection().open(time.monotonic() + PATIENT_SECONDS)
@@ -220,11 +226,13 @@ def test_a_draft_that_is_moved_is_dropped(shared: list[Server]) -> None:
         return True
 
     try:
-        page, payload = aligned(4096), payload_of(key, LARGE)
+        page = aligned(4096)
+        payload = payload_of(key, LARGE)
         assert connection.claim(ROOT, [key], time.monotonic() + PATIENT_SECONDS) == [None]
         with pytest.raises(RefusedError) as refused:
             connection.put(PutRequest(ROOT, key, page, payload, move), time.monotonic() + PATIENT_SECONDS)
-        assert refused.value.reason is Reason.BUSY and refused.value.contained
+        assert refused.value.reason is Reason.BUSY
+        assert refused.value.contained
         for server in shared:
             with client.Redis(port=server.port) as truth:
                 assert not truth.keys(f"{prefix}:*")
@@ -278,7 +286,8 @@ def reshard(servers: Sequence[Server], keys: Sequence[bytes]) -> None:
 
 @pytest.mark.slow
 def test_resharding_under_load(shared: list[Server]) -> None:
-    prefix, keys = fresh_prefix(), keys_of(30)
+    prefix = fresh_prefix()
+    keys = keys_of(30)
     remote = on(*shared, prefix=prefix, look_seconds=PATIENT_SECONDS)
     with tier_on(remote, deadline_seconds=PATIENT_SECONDS) as tier:  # a busy machine is no node that fails
         stores(tier, keys)
@@ -286,14 +295,16 @@ def test_resharding_under_load(shared: list[Server]) -> None:
         outcomes = under_load(tier, keys, lambda: reshard(shared, keys))
         assert outcomes[None] > 0.9 * outcomes.total(), outcomes
         wait_until(lambda: load(tier, keys) == [None] * 30)
-        assert not tier.resting and tier.stats()["failed_checks"] == 0
+        assert not tier.resting
+        assert tier.stats()["failed_checks"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [FULL_COVERAGE, ()], ids=["partial", "full-coverage"])
 def test_after_a_reshard_a_killed_master_is_replaced_by_its_replica(options: tuple[str, ...]) -> None:
     with redis_cluster(3, *options, replicas=1) as servers:
-        prefix, keys = fresh_prefix(), keys_of(60)
+        prefix = fresh_prefix()
+        keys = keys_of(60)
         saved(on(*servers[:2], prefix=prefix, look_seconds=PATIENT_SECONDS), keys)
         with tier_on(on(*servers, prefix=prefix), look_seconds=1.0) as tier:
             wait_until(lambda: load(tier, keys) == [None] * 60)
@@ -312,7 +323,8 @@ def test_after_a_reshard_a_killed_master_is_replaced_by_its_replica(options: tup
                 print(f"misses ended after {time.monotonic() - began:.1f} s")
 
             under_load(tier, keys, kill)
-            assert 0 < len(here) < 60 and tier.stats()["failed_checks"] == 0
+            assert 0 < len(here) < 60
+            assert tier.stats()["failed_checks"] == 0
             servers[0].restart()  # it becomes a replica
             wait_until(lambda: "slave" in servers[0].call("ROLE"))
             wait_until(lambda: load(tier, keys) == [None] * 60)

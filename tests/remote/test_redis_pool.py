@@ -157,7 +157,8 @@ def test_two_spellings_of_a_host_are_one_node(one: str, other: str) -> None:
 
 
 def test_chunks_are_on_all_nodes_and_all_calls_reach_them(shared: list[Server]) -> None:
-    prefix, keys = fresh_prefix(), keys_of(60)
+    prefix = fresh_prefix()
+    keys = keys_of(60)
     pool = on(shared, prefix, look_seconds=PATIENT_SECONDS)
     saved(pool, keys)
     assert sorted(key for here in of(shared, keys, prefix).values() for key in here) == sorted(keys)
@@ -172,7 +173,9 @@ def test_chunks_are_on_all_nodes_and_all_calls_reach_them(shared: list[Server]) 
         assert connection.touch(ROOT, [keys[0], b"\0" * 32, keys[1]], until) == [True, False, True]
         assert connection.count_by_namespace(walk(5)) == {ROOT: 60}
         used = connection.usage(until)
-        assert used.used_bytes is not None and used.used_bytes > 1_500_000 and used.limit_bytes is None
+        assert used.used_bytes is not None
+        assert used.used_bytes > 1_500_000
+        assert used.limit_bytes is None
         for limits, together in (
             (("1gb", "0", "1gb"), None),
             (("1gb", "2gb", "1gb"), 4 << 30),
@@ -193,7 +196,8 @@ def test_chunks_are_on_all_nodes_and_all_calls_reach_them(shared: list[Server]) 
 @pytest.mark.slow
 def test_random_operations(shared: list[Server]) -> None:
     """Two machines; a third one that reads all of it at the end."""
-    rng, prefix = random.Random(5), fresh_prefix()
+    rng = random.Random(5)
+    prefix = fresh_prefix()
     keys = keys_of(40)
     stored: set[bytes] = set()
     with (
@@ -203,7 +207,8 @@ def test_random_operations(shared: list[Server]) -> None:
         ) as two,
     ):
         for _ in range(150):
-            tier, some = rng.choice((one, two)), rng.sample(chunks_of(keys), rng.randint(1, 6))
+            tier = rng.choice((one, two))
+            some = rng.sample(chunks_of(keys), rng.randint(1, 6))
             match rng.randrange(4):
                 case 0 | 1:
                     assert all(end.ok for end in ends(tier.save(some, ROOT)))
@@ -243,7 +248,10 @@ def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
     lost, *_ = servers
     here = of(servers, keys)
     others = [key for key in keys if key not in here[lost]]
-    stop, wrong, rounds, pool = threading.Event(), list[str](), 0, on(servers)
+    stop = threading.Event()
+    wrong = list[str]()
+    rounds = 0
+    pool = on(servers)
     with tier_on(pool, look_seconds=0.05) as tier:
         healthy(tier, keys)
 
@@ -275,14 +283,17 @@ def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
         wait_until(lambda: len(shares(pool, keys)) == 3)
         healthy(tier, keys, others)
         wait_until(lambda: save(tier, keys)[-1].ok and sorted(of(servers, keys)[lost]) == sorted(here[lost]))
-        assert not tier.resting and tier.stats()["failed_checks"] == 0
+        assert not tier.resting
+        assert tier.stats()["failed_checks"] == 0
 
 
 def test_a_node_that_refuses_to_be_read_is_left_out(servers: list[Server]) -> None:
     """As after a mistake in the rights of a user, while all are connected."""
-    keys, pool = keys_of(60), on(servers, look_seconds=PATIENT_SECONDS)
+    keys = keys_of(60)
+    pool = on(servers, look_seconds=PATIENT_SECONDS)
     saved(pool, keys)
-    here, odd = of(servers, keys), servers[0]
+    here = of(servers, keys)
+    odd = servers[0]
     others = [key for key in keys if key not in here[odd]]
     with tier_on(pool, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS) as tier:
         healthy(tier, keys)
@@ -307,9 +318,11 @@ def test_a_node_that_refuses_to_be_read_is_left_out(servers: list[Server]) -> No
 
 def test_a_node_that_refuses_loads_alone_is_left_out(servers: list[Server]) -> None:
     """It still says which chunks it has; so only the loads can find out, and the other nodes are used as before."""
-    keys, pool = keys_of(60), on(servers, look_seconds=PATIENT_SECONDS)
+    keys = keys_of(60)
+    pool = on(servers, look_seconds=PATIENT_SECONDS)
     saved(pool, keys)
-    here, odd = of(servers, keys), servers[0]
+    here = of(servers, keys)
+    odd = servers[0]
     with tier_on(pool, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS) as tier:
         healthy(tier, keys)
         odd.call("ACL", "SETUSER", "default", "-hget")
@@ -331,7 +344,8 @@ def test_a_node_that_refuses_touches_keeps_none_from_the_others(
     places = ",".join(f"127.0.0.1:{server.port}" for server in servers)
     pool = RedisPoolClient(f"redis+pool://less:x@{places}", prefix="p", look_seconds=PATIENT_SECONDS)
     saved(pool, keys)
-    here, odd = of(servers, keys), servers[0]
+    here = of(servers, keys)
+    odd = servers[0]
     odd.call("ACL", "SETUSER", "less", "-hlen")
     with tier_on(pool, deadline_seconds=PATIENT_SECONDS) as tier:
         for _ in range(2):
@@ -346,7 +360,8 @@ def test_a_node_that_refuses_touches_keeps_none_from_the_others(
 
 
 def test_a_node_is_used_again_though_no_thread_could_ask_it_at_first(servers: list[Server]) -> None:
-    keys, pool = keys_of(60), on(servers)
+    keys = keys_of(60)
+    pool = on(servers)
     for _ in range(2):
         pool.nodes[0].failed(ConnectionError("refused"))
     with no_threads():
@@ -404,7 +419,8 @@ def test_a_look_up_goes_on_without_a_node_that_stands_still(servers: list[Server
 
 def test_loads_from_a_node_that_stands_still_end_when_a_look_up_has_found_out(servers: list[Server]) -> None:
     """They would keep all threads of the tier from the other nodes."""
-    keys, lost = keys_of(60), servers[0]
+    keys = keys_of(60)
+    lost = servers[0]
     pool = on(servers, look_seconds=0.2)
     saved(pool, keys)
     here = of(servers, keys)
@@ -427,7 +443,8 @@ def test_loads_from_a_node_that_stands_still_end_when_a_look_up_has_found_out(se
 
 
 def test_a_refusal_leaves_no_call_under_way_at_a_slow_node(servers: list[Server]) -> None:
-    pool, keys = on(servers, look_seconds=0.2), keys_of(60)
+    pool = on(servers, look_seconds=0.2)
+    keys = keys_of(60)
     saved(pool, keys)
     connection = pool.connection().open(time.monotonic() + LATE_SECONDS)
     assert connection.find(ROOT, keys, time.monotonic() + LATE_SECONDS) == 60
@@ -444,7 +461,8 @@ def test_a_refusal_leaves_no_call_under_way_at_a_slow_node(servers: list[Server]
 
 def test_a_name_with_something_else_costs_its_own_chunk_only(shared: list[Server]) -> None:
     """It is not there; the touches of all other chunks, on this node and the others, go on."""
-    prefix, keys = fresh_prefix(), keys_of(20)
+    prefix = fresh_prefix()
+    keys = keys_of(20)
     with tier_on(on(shared, prefix, look_seconds=PATIENT_SECONDS), deadline_seconds=PATIENT_SECONDS) as tier:
         stores(tier, keys)
         for server, here in of(shared, keys, prefix).items():
@@ -453,14 +471,16 @@ def test_a_name_with_something_else_costs_its_own_chunk_only(shared: list[Server
                     truth.delete(name_of(prefix, keys[3]))
                     truth.set(name_of(prefix, keys[3]), "no hash")
         there = tier.touch(keys, namespace=ROOT)
-        assert there == [key != keys[3] for key in keys] and not tier._store.touch_breaker.resting
+        assert there == [key != keys[3] for key in keys]
+        assert not tier._store.touch_breaker.resting
         # a load removes it, and then the chunk can be stored again
         wait_until(lambda: save(tier, keys)[-1].ok and load(tier, keys) == [None] * 20)
 
 
 def test_a_distant_pool_is_waited_for(shared: list[Server]) -> None:
     """Where no node answers in the time that is usual, the first answer says how long the others may take."""
-    prefix, keys = fresh_prefix(), keys_of(12)
+    prefix = fresh_prefix()
+    keys = keys_of(12)
     with proxy_to(shared[0].port) as a, proxy_to(shared[1].port) as b, proxy_to(shared[2].port) as c:
         places = ",".join(f"127.0.0.1:{proxy.port}" for proxy in (a, b, c))
         pool = RedisPoolClient(f"redis+pool://{places}", prefix=prefix, look_seconds=0.02)
@@ -478,7 +498,8 @@ def test_a_writer_waits_for_a_slow_node(shared: list[Server], monkeypatch: pytes
 
     The node answers when it is waited for up to the deadline, and not before, however slow this machine is.
     """
-    keys, prefix = keys_of(24), fresh_prefix()
+    keys = keys_of(24)
+    prefix = fresh_prefix()
     with proxy_to(shared[0].port) as proxy:
         places = f"127.0.0.1:{shared[1].port},127.0.0.1:{proxy.port}"
         pool = RedisPoolClient(f"redis+pool://{places}", prefix=prefix, look_seconds=0.01)
@@ -502,7 +523,8 @@ def test_a_writer_waits_for_a_slow_node(shared: list[Server], monkeypatch: pytes
             assert slow.trusted_since == 0.0, "it did not count as failed"
             assert all(end.ok for end in ends(saving))
     here = of(shared[:2], keys, prefix)
-    assert all(here.values()) and sum(map(len, here.values())) == len(keys)
+    assert all(here.values())
+    assert sum(map(len, here.values())) == len(keys)
 
 
 def test_a_full_node_refuses_its_own_chunks_only(servers: list[Server]) -> None:
@@ -510,24 +532,28 @@ def test_a_full_node_refuses_its_own_chunks_only(servers: list[Server]) -> None:
     with tier_on(on(servers, look_seconds=PATIENT_SECONDS), LARGE, queue_chunks=100) as tier:
         with client.Redis(port=servers[0].port) as truth:
             truth.config_set("maxmemory", "1mb")
-        pool, place = tier._store.client, f":{servers[0].port}/"
+        pool = tier._store.client
+        place = f":{servers[0].port}/"
         node = next(each for each in pool.nodes if place in each.client.address)  # type: ignore[attr-defined]
         own = [chunk for chunk in chunks_of(keys, LARGE) if pool.node_of(chunk.key) is node]  # type: ignore[attr-defined]
         for chunk in own:  # one after the other: nothing else is stored between them
             assert ends(tier.save([chunk], ROOT))[0].reason is Reason.FULL
-        assert len(own) > 4 and not tier._store.write_breaker.is_open
+        assert len(own) > 4
+        assert not tier._store.write_breaker.is_open
         done = ends(tier.save(chunks_of(keys, LARGE), ROOT))
         here = of(servers, keys)
         assert not here[servers[0]]
         refused = [key for key, end in zip(keys, done, strict=True) if not end.ok]
         assert {end.reason for end in done if not end.ok} == {Reason.FULL}
-        assert 0 < len(refused) < 30 and len(here[servers[1]]) + len(here[servers[2]]) + len(refused) == 48
+        assert 0 < len(refused) < 30
+        assert len(here[servers[1]]) + len(here[servers[2]]) + len(refused) == 48
         assert not tier.resting
 
 
 def test_without_any_node_the_tier_rests_and_comes_back() -> None:
     with three() as servers:
-        pool, keys = on(servers, look_seconds=0.1), keys_of(9)
+        pool = on(servers, look_seconds=0.1)
+        keys = keys_of(9)
         with tier_on(pool) as tier:
             stores(tier, keys)
             for server in servers:
@@ -579,7 +605,8 @@ def test_a_node_that_forgot_the_password_is_left_out(caplog: pytest.LogCaptureFi
             keys = keys_of(20)
             stores(tier, keys)
             healthy(tier, keys)
-        assert "WRONGPASS" in caplog.text and "geheim" not in caplog.text
+        assert "WRONGPASS" in caplog.text
+        assert "geheim" not in caplog.text
 
 
 def test_a_host_that_does_not_exist_is_left_out_and_named(shared: list[Server]) -> None:
@@ -604,14 +631,16 @@ def test_two_machines_can_compare_the_nodes_they_name(shared: list[Server]) -> N
     other = ",".join(f"127.0.0.2:{port}" for port in ports)
     urls = (first, again, other, f"{first}/1", f"{first}?prefix=x")
     said = [checked.nodes for checked in pinged([parse(f"redis+pool://{url}") for url in urls])]
-    assert said[0] == said[1] and len(set(said)) == 4
+    assert said[0] == said[1]
+    assert len(set(said)) == 4
     assert ",".join(sorted(first.split(","))) in said[0]
     assert not pinged([parse(shared[0].url)])[0].nodes
 
 
 def test_a_call_that_waits_ends_when_the_tier_is_closed(servers: list[Server]) -> None:
     before = threading.enumerate()
-    pool, keys = on(servers, look_seconds=60.0), keys_of(12)
+    pool = on(servers, look_seconds=60.0)
+    keys = keys_of(12)
     saved(pool, keys)
     for server in servers:
         server.stop()
@@ -629,7 +658,8 @@ def test_a_call_that_waits_ends_when_the_tier_is_closed(servers: list[Server]) -
 
 
 def test_a_forked_child_uses_the_pool(shared: list[Server]) -> None:
-    prefix, keys = fresh_prefix(), keys_of(12)
+    prefix = fresh_prefix()
+    keys = keys_of(12)
     pool = on(shared, prefix, look_seconds=PATIENT_SECONDS)
     with tier_on(pool, deadline_seconds=PATIENT_SECONDS) as tier:
         stores(tier, keys)

@@ -27,7 +27,8 @@ from tests.remote.chunks import (
 from tests.remote.test_redis_pool import of, on, shares
 
 MARK = "p:1:runs"
-PROMPTS, CHUNKS = 20, 12
+PROMPTS = 20
+CHUNKS = 12
 
 
 @pytest.fixture
@@ -119,7 +120,8 @@ def test_a_lost_node_takes_whole_requests_and_is_no_second_loss_when_it_is_back(
     on_lost = [len(of([lost], keys)[lost]) for keys in prompts()]
     lost.kill()
     expected = [0 if count else CHUNKS for count in on_lost]
-    assert 0 in expected and CHUNKS in expected
+    assert 0 in expected
+    assert CHUNKS in expected
     assert hits(servers, nodes=2) == expected
     with patient_tier(servers) as tier:
         wait_until(lambda: tier.touch(keys_of(1), namespace=ROOT) is not None)
@@ -169,7 +171,8 @@ def test_without_a_mark_too_a_chunk_is_found_on_any_node(servers: list[Server]) 
         assert not of([lost], keys)[lost], "chunks that other nodes have were stored again"
     with patient_tier(servers) as tier:  # loads that no look-up came before
         wait_until(lambda: load(tier, keys, SMALL, PATIENT_SECONDS) == [None] * 40)
-        assert tier.remove(keys[0], ROOT) and tier.find(keys, namespace=ROOT) == 0
+        assert tier.remove(keys[0], ROOT)
+        assert tier.find(keys, namespace=ROOT) == 0
 
 
 def test_a_first_chunk_that_all_prompts_share_makes_no_busy_node(servers: list[Server]) -> None:
@@ -210,9 +213,11 @@ def test_commands_say_which_nodes_answer(servers: list[Server]) -> None:
     assert [asked.verdict for asked in pinged([parse(url)])] == ["answers"]
     servers[0].kill()
     (asked,) = pinged([parse(url)])
-    assert asked.verdict == "answers in part" and f"{servers[0].port}: no answer" in asked.trouble
+    assert asked.verdict == "answers in part"
+    assert f"{servers[0].port}: no answer" in asked.trouble
     usage = remote_usage(parse(url))
-    assert not usage.error and any("no answer" in text for text in usage.warnings)
+    assert not usage.error
+    assert any("no answer" in text for text in usage.warnings)
     for server in servers[1:]:
         server.kill()
     assert [asked.verdict for asked in pinged([parse(url)])] == ["NO ANSWER"]

@@ -38,7 +38,8 @@ redis = pytest.importorskip("redis")
 
 MIB = 1 << 20
 LATE = 0.7  # a busy machine's slack after a deadline, in seconds
-ROOT, KEY = b"\x01" * 32, b"\x07" * 32
+ROOT = b"\x01" * 32
+KEY = b"\x07" * 32
 PAGE = np.random.default_rng(1).integers(0, 255, HEADER_BYTES, np.uint8)
 STORED = np.random.default_rng(2).integers(0, 255, 24 * MIB + 1, np.uint8)
 
@@ -94,7 +95,8 @@ def test_a_password() -> None:
             with pytest.raises(RefusedError, match=r"WRONGPASS|NOAUTH") as refused:
                 RedisClient(wrong).connection().open(soon())
             assert refused.value.reason is Reason.IO_ERROR
-            assert "geheim" not in str(refused.value) and "falsch" not in str(refused.value)
+            assert "geheim" not in str(refused.value)
+            assert "falsch" not in str(refused.value)
 
 
 def test_a_unix_socket_and_a_database() -> None:
@@ -194,7 +196,8 @@ def test_a_replica_that_only_reads() -> None:
         await_chunk(second.url)
         reader = RedisClient(second.url).connection().open(soon())
         room = np.zeros(2 * MIB, np.uint8)
-        assert get(reader, room, soon()) == 2 * MIB and np.array_equal(room, STORED[: 2 * MIB])
+        assert get(reader, room, soon()) == 2 * MIB
+        assert np.array_equal(room, STORED[: 2 * MIB])
         for size in (100, 3 * MIB):
             with pytest.raises(RefusedError, match="READONLY") as refused:
                 put(reader, STORED[:size], soon(), b"\x09" * 32)
@@ -240,7 +243,8 @@ def test_a_name_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         release.wait(20)
         raise socket.gaierror("too late")
 
-    remote, before = RedisClient("redis://somewhere:1"), threading.enumerate()
+    remote = RedisClient("redis://somewhere:1")
+    before = threading.enumerate()
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     try:
         for _ in range(12):  # no more threads than a few are left waiting
@@ -360,7 +364,9 @@ class Liar:
     def __init__(self, answer: bytes, then: str, greeting: bytes = b":0\r\n" * 4) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._answer, self._then, self._greeting = answer, then, greeting
+        self._answer = answer
+        self._then = then
+        self._greeting = greeting
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -501,7 +507,9 @@ def test_a_walk_over_names_without_end_ends_at_one_deadline(call: str) -> None:
     name = b"pagoda:1:%b:{%b}" % (ROOT.hex().encode(), KEY.hex().encode())
     page = b"*2\r\n$1\r\n7\r\n*1\r\n$%d\r\n%b\r\n" % (len(name), name)
     with scanned(itertools.repeat(page)) as connection:
-        began, given = time.monotonic(), ListingDeadline(5.0, 0.5)  # each step is quick
+        # each step is quick
+        began = time.monotonic()
+        given = ListingDeadline(5.0, 0.5)
         with pytest.raises(ListingTimeout, match=r"not ended after 0\.5 s"):
             connection.clear(ROOT, given) if call == "clear" else connection.count_by_namespace(given)
         assert time.monotonic() - began < 5.0

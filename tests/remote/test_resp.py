@@ -141,8 +141,11 @@ def test_an_error_is_one_printable_line_of_bounded_length(peer: Peer) -> None:
     asked(connection)
     theirs.sendall(b"-ERR \x1b[31m\xff\n" + b"x" * 3000 + b"\r\n")
     said = connection.read_reply(soon(), ANY)
-    assert isinstance(said, ErrorReply) and said.text.startswith("ERR ?[31m") and len(said.text) <= 200
-    assert "\n" not in said.text and "\x1b" not in said.text
+    assert isinstance(said, ErrorReply)
+    assert said.text.startswith("ERR ?[31m")
+    assert len(said.text) <= 200
+    assert "\n" not in said.text
+    assert "\x1b" not in said.text
 
 
 def test_a_long_string_is_cut_and_skipped(peer: Peer) -> None:
@@ -163,7 +166,8 @@ def test_bulk_bytes_come_straight_into_their_place(peer: Peer, size: int) -> Non
     thread = beside(lambda: theirs.sendall(answer + b"$-1\r\n" + answer + b":5\r\n"))
     place = np.zeros(size + 1, np.uint8)
     assert connection.read_into(place.data[:size], soon()) == size
-    assert np.array_equal(place[:size], content) and place[size] == 0
+    assert np.array_equal(place[:size], content)
+    assert place[size] == 0
     assert connection.read_into(place.data[:size], soon()) is None
     place[:] = 7
     assert connection.read_into(place.data, soon()) == size, "it does not fit: skipped"
@@ -430,7 +434,8 @@ def test_abort_never_sends_in_the_clear(certificates: Path) -> None:
     thread.join(5)
     connection._socket.close()
     tap.close()
-    assert seen and b"PLAINTEXT" not in seen
+    assert seen
+    assert b"PLAINTEXT" not in seen
 
 
 def test_an_answer_nobody_asked_for_is_noticed(peer: Peer) -> None:
@@ -458,7 +463,8 @@ def test_an_answer_nobody_read_is_noticed(peer: Peer) -> None:
 def test_answers_of_one_digit_are_read_together_and_others_one_by_one(peer: Peer, seed: int) -> None:
     connection, theirs = peer
     draw = np.random.default_rng(seed)
-    usual, rare = [b":0\r\n", b":1\r\n"], [b":7\r\n", b":-1\r\n", b":11\r\n", b":000\r\n"]
+    usual = [b":0\r\n", b":1\r\n"]
+    rare = [b":7\r\n", b":-1\r\n", b":11\r\n", b":000\r\n"]
     sent = [usual[draw.integers(2)] if draw.random() < 0.97 else rare[draw.integers(4)] for _ in range(5000)]
     whole = b"".join(sent)
     cuts = sorted(draw.integers(0, len(whole), 7).tolist())
@@ -482,7 +488,8 @@ def test_an_error_among_many_answers_is_returned_and_the_rest_is_read(peer: Peer
     connection.send([b"x"], 4, soon())
     theirs.sendall(b":1\r\n-NOPERM no\r\n:0\r\n:1\r\n")
     found = connection.read_bits(3, soon())
-    assert isinstance(found, ErrorReply) and found.code == "NOPERM"
+    assert isinstance(found, ErrorReply)
+    assert found.code == "NOPERM"
     assert connection.read_reply(soon()) == 1
 
 

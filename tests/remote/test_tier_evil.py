@@ -97,7 +97,8 @@ def on(port: int, prefix: str) -> RedisClient:
 
 @pytest.mark.parametrize("lie", ANSWERS.values(), ids=ANSWERS)
 def test_a_server_that_answers_a_get_with(shared: Server, liar: LyingRedis, lie: Callable[[], Lie]) -> None:
-    prefix, keys = fresh_prefix(), keys_of(2)
+    prefix = fresh_prefix()
+    keys = keys_of(2)
     saved(on(shared.port, prefix), keys, LARGE)
     with tier_on(on(liar.port, prefix), LARGE, connections=1) as tier:
         assert load(tier, keys, LARGE) == [None, None]
@@ -116,7 +117,8 @@ def test_a_server_that_answers_everything_with(
     shared: Server, liar: LyingRedis, lie: Callable[[], Lie]
 ) -> None:
     """From the first greeting on: nothing is found, stored or served, and a walk over all names ends."""
-    prefix, keys = fresh_prefix(), keys_of(2)
+    prefix = fresh_prefix()
+    keys = keys_of(2)
     always = _Always(lie)
     liar.lies = always
     with growth() as memory:
@@ -189,7 +191,8 @@ def test_names_that_a_server_makes_up_are_not_deleted(shared: Server, liar: Lyin
 @pytest.mark.slow
 def test_a_walk_that_never_ends(shared: Server, liar: LyingRedis) -> None:
     """It takes no memory, and a `close` ends it."""
-    prefix, numbers = fresh_prefix(), iter(range(1 << 60))
+    prefix = fresh_prefix()
+    numbers = iter(range(1 << 60))
 
     def page(_: list[bytes]) -> Lie:
         names = [name_of(prefix, bytes(32), next(numbers).to_bytes(32)).encode() for _ in range(1000)]

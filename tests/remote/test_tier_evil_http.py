@@ -133,7 +133,8 @@ def test_a_server_that_takes_nothing_more_is_read_from(liar: LyingHttp, status: 
     with tier_on(on(liar.port), connections=1) as tier:
         for _ in range(3):
             assert not any(done.ok for done in save(tier, keys[2:]))
-            assert load(tier, keys[:2]) == [None] * 2 and not tier.resting
+            assert load(tier, keys[:2]) == [None] * 2
+            assert not tier.resting
 
 
 def test_another_chunk_s_whole_object(liar: LyingHttp) -> None:
@@ -218,7 +219,8 @@ def test_a_server_that_answers_a_listing_with(liar: LyingHttp, lie: Callable[[],
 
 @pytest.mark.parametrize("words", [lambda: SILENCE, endless, lambda: [http(200, NOISE) * 3]])
 def test_a_server_that_says_without_being_asked(words: Callable[[], Lie]) -> None:
-    babble, prefix = Babble(words), fresh_prefix()
+    babble = Babble(words)
+    prefix = fresh_prefix()
     try:
         with growth() as memory:
             with soon(3 * LATE_SECONDS), tier_on(on(babble.port, prefix)) as tier:

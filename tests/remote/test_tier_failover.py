@@ -70,7 +70,9 @@ def replicates(first: Server, second: Server) -> None:
 def test_after_a_failover_writes_and_look_ups_go_to_the_new_master() -> None:
     """The name moves, the old master becomes a replica, and no connection is cut: READONLY is all that shows it."""
     options = ("--repl-diskless-sync-delay", "0")
-    prefix, clock = fresh_prefix(), FakeClock()  # nothing rests only for a while: it never gets later
+    # nothing rests only for a while: it never gets later
+    prefix = fresh_prefix()
+    clock = FakeClock()
     keys = keys_of(40)
     with redis_server(*options) as first, redis_server(*options) as second, proxy_to(first.port) as name:
         remote = through(name, prefix)
@@ -102,14 +104,16 @@ def test_after_a_failover_writes_and_look_ups_go_to_the_new_master() -> None:
 
 def test_a_replica_serves_and_is_asked_for_writes_now_and_then() -> None:
     with redis_server("--repl-diskless-sync-delay", "0") as first, redis_server() as second:
-        prefix, keys = fresh_prefix(), keys_of(30)
+        prefix = fresh_prefix()
+        keys = keys_of(30)
         saved(RedisClient(first.url, prefix=prefix), keys[:4])
         replicates(first, second)
         with tier_on(RedisClient(second.url, prefix=prefix), deadline_seconds=PATIENT_SECONDS) as tier:
             for key in keys[4:20]:
                 assert save(tier, [key])[0].reason is Reason.IO_ERROR
             assert load(tier, keys[:4]) == [None] * 4
-            assert tier.find(keys[:4], namespace=ROOT) == 4 and not tier.resting
+            assert tier.find(keys[:4], namespace=ROOT) == 4
+            assert not tier.resting
             with redis.Redis.from_url(second.url) as client:
                 client.replicaof("NO", "ONE")
             stores(tier, keys[4:])
@@ -117,11 +121,14 @@ def test_a_replica_serves_and_is_asked_for_writes_now_and_then() -> None:
 
 @pytest.mark.parametrize("said", ["LOADING x", "MASTERDOWN x", "CLUSTERDOWN x", "BUSY x"])
 def test_a_server_that_is_not_ready_is_left_and_the_next_one_is_used(server: Server, said: str) -> None:
-    liar, prefix, keys = LyingRedis(server.port), fresh_prefix(), keys_of(3)
+    liar = LyingRedis(server.port)
+    prefix = fresh_prefix()
+    keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
     try:
         with proxy_to(liar.port) as name, tier_on(through(name, prefix), clock=FakeClock()) as tier:
-            assert load(tier, keys) == [None] * 3 and tier.find(keys, namespace=ROOT) == 3
+            assert load(tier, keys) == [None] * 3
+            assert tier.find(keys, namespace=ROOT) == 3
             for command in (b"HGET", b"EXISTS"):
                 liar.lies[command] = lambda _: [f"-{said}\r\n".encode()]
             name.target = ("127.0.0.1", server.port)
@@ -137,7 +144,8 @@ def test_a_server_that_is_not_ready_is_left_and_the_next_one_is_used(server: Ser
 def test_an_idle_connection_that_was_forgotten_costs_nothing(
     server: Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefix, keys = fresh_prefix(), keys_of(3)
+    prefix = fresh_prefix()
+    keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
     monkeypatch.setattr(resp, "IDLE_SECONDS", 0.5)
     with tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier, soon(PATIENT_SECONDS):
@@ -164,7 +172,8 @@ def test_connections_that_were_forgotten_in_use_cost_one_deadline_and_no_rest(pr
             thread.start()
         for thread in threads:
             thread.join(PATIENT_SECONDS)
-        assert store.breaker.is_open and not store.breaker.resting
+        assert store.breaker.is_open
+        assert not store.breaker.resting
         assert pinged(connections[2]) is None, "it is as old, so it was replaced"
         assert not store.breaker.is_open
         for connection in connections:
@@ -172,7 +181,8 @@ def test_connections_that_were_forgotten_in_use_cost_one_deadline_and_no_rest(pr
 
 
 def test_the_connection_for_look_ups_is_kept_open(server: Server, proxy: Proxy) -> None:
-    remote, keys = through(proxy, fresh_prefix()), keys_of(1)
+    remote = through(proxy, fresh_prefix())
+    keys = keys_of(1)
     remote.keepalive_seconds = 0.05
     with tier_on(remote) as tier:
         tier._pool.start()
@@ -181,7 +191,8 @@ def test_the_connection_for_look_ups_is_kept_open(server: Server, proxy: Proxy) 
         tier.find(keys, namespace=ROOT)
         asked = proxy.traffic
         wait_until(lambda: proxy.traffic != asked)
-        assert proxy.connections == 1 and not tier.resting
+        assert proxy.connections == 1
+        assert not tier.resting
 
 
 # ---- writers
@@ -190,7 +201,8 @@ def test_the_connection_for_look_ups_is_kept_open(server: Server, proxy: Proxy) 
 @pytest.mark.parametrize("layout", [SMALL, MEDIUM, LARGE], ids=["small", "medium", "large"])
 def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Proxy, layout: KVLayout) -> None:
     """Each chunk crosses the network once, whichever machine begins first; all know in the end that it is stored."""
-    prefix, keys = fresh_prefix(), keys_of(12)
+    prefix = fresh_prefix()
+    keys = keys_of(12)
     chunks = chunks_of(keys, layout)
     before = proxy.up_bytes
     with contextlib.ExitStack() as stack:
@@ -205,7 +217,8 @@ def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Prox
 
 def test_a_chunk_whose_writer_died_is_sent_by_another(server: Server, proxy: Proxy) -> None:
     """The claim of a machine that is no more expires, and no chunk is lost by it."""
-    prefix, keys = fresh_prefix(), keys_of(3)
+    prefix = fresh_prefix()
+    keys = keys_of(3)
     dead = through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS)
     assert dead.claim(ROOT, keys[:2], time.monotonic() + 0.5) == [None, None]
     dead.close()
@@ -222,7 +235,8 @@ def test_a_chunk_whose_writer_died_is_sent_by_another(server: Server, proxy: Pro
 def test_what_waits_for_another_writer_ends_when_it_is_removed_or_the_tier_is_closed(
     server: Server, proxy: Proxy
 ) -> None:
-    prefix, keys = fresh_prefix(), keys_of(2)
+    prefix = fresh_prefix()
+    keys = keys_of(2)
     other = through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS)
     other.claim(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
     with tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier:
@@ -253,7 +267,8 @@ def test_a_writer_that_never_ends_is_not_waited_for_forever(
     server: Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_tier, "_BUSY_SECONDS", -1.0)
-    prefix, keys = fresh_prefix(), keys_of(1)
+    prefix = fresh_prefix()
+    keys = keys_of(1)
     other = through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS)
     other.claim(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
     with tier_on(through(proxy, prefix)) as tier:
@@ -264,7 +279,8 @@ def test_a_writer_that_never_ends_is_not_waited_for_forever(
 
 def test_a_writer_far_away_sends_nothing_that_is_there(server: Server, proxy: Proxy) -> None:
     """The look-up was given up long before the answer arrives; the writer has a separate, longer patience."""
-    prefix, keys = fresh_prefix(), keys_of(6)
+    prefix = fresh_prefix()
+    keys = keys_of(6)
     saved(RedisClient(server.url, prefix=prefix), keys, MEDIUM)
     proxy.both(Fault(delay_seconds=0.1))
     options = {"look_seconds": 0.01, "deadline_seconds": PATIENT_SECONDS}

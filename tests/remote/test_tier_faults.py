@@ -81,7 +81,8 @@ def moving(futures: list[Future[Done]], proxy: Proxy) -> list[Future[Done]]:
 
 @pytest.mark.parametrize("deed", ["save", "load"])
 def test_the_server_is_killed_in_the_middle_of_a_transfer(server: Server, proxy: Proxy, deed: str) -> None:
-    warm, keys = keys_of(1, chain=1), keys_of(2)
+    warm = keys_of(1, chain=1)
+    keys = keys_of(2)
     with tier_on(on(proxy), LARGE, connections=1) as tier:
         stores(tier, warm, LARGE)
         if deed == "load":
@@ -105,7 +106,8 @@ def test_the_server_is_killed_in_the_middle_of_a_transfer(server: Server, proxy:
 
 @pytest.mark.parametrize("deed", ["save", "load"])
 def test_the_server_stands_still_in_the_middle_of_a_transfer(server: Server, proxy: Proxy, deed: str) -> None:
-    warm, keys = keys_of(1, chain=1), keys_of(2)
+    warm = keys_of(1, chain=1)
+    keys = keys_of(2)
     with tier_on(on(proxy), LARGE, connections=1) as tier:
         stores(tier, warm, LARGE)
         if deed == "load":
@@ -131,7 +133,8 @@ def test_the_server_stands_still_in_the_middle_of_a_transfer(server: Server, pro
 
 
 def test_close_ends_in_time_while_the_server_stands_still(server: Server) -> None:
-    keys, before = keys_of(12), threading.enumerate()
+    keys = keys_of(12)
+    before = threading.enumerate()
     saved(on(server), keys[:4])
     server.stop()
     with tier_on(on(server), deadline_seconds=60.0) as tier:
@@ -159,7 +162,8 @@ def test_the_server_forgets_everything(server: Server) -> None:
 
 
 def test_the_server_forgets_in_the_middle_of_a_save(server: Server, proxy: Proxy) -> None:
-    warm, keys = keys_of(1, chain=1), keys_of(1)
+    warm = keys_of(1, chain=1)
+    keys = keys_of(1)
     truth = client.Redis(port=server.port)
     with tier_on(on(proxy), LARGE, connections=1) as tier:
         stores(tier, warm, LARGE)
@@ -178,15 +182,16 @@ def test_the_server_forgets_in_the_middle_of_a_save(server: Server, proxy: Proxy
 
 def test_a_full_server_refuses_and_what_it_has_is_served(server: Server) -> None:
     truth = client.Redis(port=server.port)
-    keys, more = keys_of(2), keys_of(4, chain=1)
+    keys = keys_of(2)
+    more = keys_of(4, chain=1)
     with tier_on(on(server), LARGE) as tier:
         stores(tier, keys, LARGE)
         truth.config_set("maxmemory", "1mb")
         done = save(tier, more, LARGE)
-        assert {end.reason for end in done} <= {Reason.FULL, Reason.TIER_SKIPPED} and not any(
-            e.ok for e in done
-        )
-        assert done[0].reason is Reason.FULL and tier.stats()["drop_full"] >= 1
+        assert {end.reason for end in done} <= {Reason.FULL, Reason.TIER_SKIPPED}
+        assert not any(e.ok for e in done)
+        assert done[0].reason is Reason.FULL
+        assert tier.stats()["drop_full"] >= 1
         recovers(tier, keys, LARGE)  # a no is not a failure
         truth.config_set("maxmemory", "0")
         stores(tier, more, LARGE)
@@ -194,7 +199,8 @@ def test_a_full_server_refuses_and_what_it_has_is_served(server: Server) -> None
 
 def test_a_server_that_refuses_chunks_and_grants_claims_is_left_alone(server: Server) -> None:
     """As one that is so full that a claim fits and a chunk does not."""
-    truth, keys = client.Redis(port=server.port), keys_of(12)
+    truth = client.Redis(port=server.port)
+    keys = keys_of(12)
     truth.execute_command("ACL SETUSER claims on >x ~* +@all -hset")
     with tier_on(RedisClient(f"redis://claims:x@127.0.0.1:{server.port}"), clock=Clock()) as tier:
         for each in keys:
@@ -215,7 +221,8 @@ def test_a_server_that_evicts_whole_chunks(server: Server) -> None:
 
 
 def test_a_replica_serves_and_takes_nothing(server: Server) -> None:
-    keys, more = keys_of(2), keys_of(2, chain=1)
+    keys = keys_of(2)
+    more = keys_of(2, chain=1)
     saved(on(server), keys)
     client.Redis(port=server.port).config_set("repl-diskless-sync-delay", "0")
     with redis_server("--replicaof", "127.0.0.1", str(server.port)) as replica:
@@ -225,7 +232,8 @@ def test_a_replica_serves_and_takes_nothing(server: Server) -> None:
         with tier_on(on(replica)) as tier:
             recovers(tier, keys)
             done = save(tier, more)
-            assert not any(end.ok for end in done) and all(end.reason for end in done)
+            assert not any(end.ok for end in done)
+            assert all(end.reason for end in done)
             recovers(tier, keys)
             truth.replicaof("NO", "ONE")
             stores(tier, more)
@@ -248,7 +256,8 @@ def test_a_server_with_another_password(prefix: str = "p") -> None:
         for wrong in (f"redis://:wrong@127.0.0.1:{server.port}", f"redis://127.0.0.1:{server.port}"):
             with tier_on(RedisClient(wrong, prefix=prefix)) as tier:
                 reasons = load(tier, keys_of(2))
-                assert None not in reasons and Reason.ABSENT not in reasons
+                assert None not in reasons
+                assert Reason.ABSENT not in reasons
                 assert not any(end.ok for end in save(tier, keys_of(2, chain=1)))
                 assert "wrong" not in tier.address
         with tier_on(good) as tier:
@@ -295,7 +304,8 @@ def test_a_server_that_does_not_encrypt(shared: Server) -> None:
 
 
 def test_another_namespace_finds_and_gets_nothing(shared: Server) -> None:
-    keys, prefix = keys_of(2), fresh_prefix()
+    keys = keys_of(2)
+    prefix = fresh_prefix()
     saved(on(shared, prefix), keys)
     with tier_on(on(shared, prefix)) as tier:
         tier.register(OTHER)
@@ -309,7 +319,9 @@ def test_another_namespace_finds_and_gets_nothing(shared: Server) -> None:
 
 
 def test_another_prefix_shares_nothing(shared: Server) -> None:
-    keys, one, two = keys_of(2), fresh_prefix(), fresh_prefix()
+    keys = keys_of(2)
+    one = fresh_prefix()
+    two = fresh_prefix()
     saved(on(shared, one), keys)
     with tier_on(on(shared, two)) as tier:
         assert tier.find(keys, namespace=ROOT) == 0
@@ -346,7 +358,8 @@ def test_clear_leaves_what_is_not_ours(shared: Server) -> None:
 
 @pytest.mark.parametrize("connections", [1, 4])
 def test_two_writers_of_one_key(shared: Server, connections: int) -> None:
-    keys, prefix = keys_of(8), fresh_prefix()
+    keys = keys_of(8)
+    prefix = fresh_prefix()
     with (
         tier_on(on(shared, prefix), LARGE, connections=connections, deadline_seconds=PATIENT_SECONDS) as one,
         tier_on(on(shared, prefix), LARGE, connections=connections, deadline_seconds=PATIENT_SECONDS) as two,
@@ -363,7 +376,8 @@ def test_two_writers_of_one_key(shared: Server, connections: int) -> None:
 
 
 def test_a_time_to_live(shared: Server) -> None:
-    keys, prefix = keys_of(1), fresh_prefix()
+    keys = keys_of(1)
+    prefix = fresh_prefix()
     saved(on(shared, prefix, ttl_seconds=100.0), keys)
     assert 0 < client.Redis(port=shared.port).pttl(name_of(prefix, keys[0])) <= 100_000
 
@@ -391,7 +405,8 @@ def test_a_full_queue_drops_the_newest(server: Server) -> None:
 
 def test_a_find_of_what_is_queued_but_gone_ends_in_time(server: Server) -> None:
     """Its host slot was given to another chunk while it waited, and the store cannot be asked."""
-    keys, valid = keys_of(3), [True]
+    keys = keys_of(3)
+    valid = [True]
     with tier_on(on(server), look_seconds=0.05, deadline_seconds=PATIENT_SECONDS) as tier:
         stores(tier, keys_of(1, chain=1))
         server.stop()

@@ -191,7 +191,8 @@ def test_fields_too_many(forger: Forger) -> None:
 
 @pytest.mark.parametrize("kind", ["text", "list", "set", "zset", "stream"])
 def test_a_value_of_another_kind(forger: Forger, kind: str) -> None:
-    name, truth = name_of(forger.prefix, forger.key), forger.truth
+    name = name_of(forger.prefix, forger.key)
+    truth = forger.truth
     truth.delete(name)
     match kind:
         case "text":
@@ -224,7 +225,8 @@ def zeros(nbytes: int, *, says: bool) -> bytes:
 def modest(frame: bytes) -> bytes:
     """Return the same frame with a header that announces the expected size."""
     descriptor = frame[4]
-    at, size = 5 if descriptor & 0x20 else 6, {2: 4, 3: 8}[descriptor >> 6]
+    at = 5 if descriptor & 0x20 else 6
+    size = {2: 4, 3: 8}[descriptor >> 6]
     return frame[:at] + PLANE_BYTES.to_bytes(size, "little") + frame[at + size :]
 
 

@@ -64,7 +64,9 @@ def test_nothing_is_asked_of_an_engine_that_is_away(shm_root: Path, proxy: Proxy
         proxy.both(STALLED)
         rests(cache, remote)
         time.sleep(0.5)  # what was under way has ended
-        before, began, asked = proxy.traffic, time.monotonic(), 0
+        before = proxy.traffic
+        began = time.monotonic()
+        asked = 0
         while time.monotonic() - began < 2.5:
             assert served(cache, prompt(4))[0].by_tier == {"host": 64}
             assert served(cache, prompt(3, 1))[0].num_tokens == 0
@@ -86,7 +88,8 @@ def test_only_threads_of_the_tier_use_its_sockets(
     shm_root: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the engine is well or away: the thread that calls `retrieve` opens no connection."""
-    me, connects = threading.current_thread(), list[threading.Thread]()
+    me = threading.current_thread()
+    connects = list[threading.Thread]()
     connect = socket.socket.connect
 
     def noted(self: socket.socket, address: object) -> None:
@@ -102,7 +105,8 @@ def test_only_threads_of_the_tier_use_its_sockets(
         rests(cache, remote)
         for _ in range(10):
             served(cache, prompt(3, 2))
-    assert connects and me not in connects
+    assert connects
+    assert me not in connects
 
 
 def test_a_retrieve_takes_no_longer_while_the_engine_is_away(
@@ -111,7 +115,8 @@ def test_a_retrieve_takes_no_longer_while_the_engine_is_away(
     cache, remote = cache_on(proxy, shm_root)
 
     def seconds(tokens_seed: int) -> float:
-        tokens, times = prompt(4, tokens_seed), list[float]()
+        tokens = prompt(4, tokens_seed)
+        times = list[float]()
         for _ in range(100):
             kv = blank(tokens)
             began = time.perf_counter()
@@ -126,7 +131,8 @@ def test_a_retrieve_takes_no_longer_while_the_engine_is_away(
         rests(cache, remote)
         away = seconds(0), seconds(1)
         assert remote.resting
-        cache, _ = alone, stored(alone, prompt(4))
+        cache = alone
+        _ = stored(alone, prompt(4))
         without = seconds(0), seconds(1)
     for mine, theirs in zip(away, without, strict=True):
         assert mine < 3 * theirs + 0.02  # a wait for the engine would be 50 ms at least

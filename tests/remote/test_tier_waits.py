@@ -55,7 +55,8 @@ def through(proxy: Proxy, prefix: str) -> RedisClient:
 
 
 def test_a_connection_that_was_cut_while_nothing_moved_costs_no_miss(server: Server, proxy: Proxy) -> None:
-    prefix, keys = fresh_prefix(), keys_of(3)
+    prefix = fresh_prefix()
+    keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
     with tier_on(through(proxy, prefix), connections=1, deadline_seconds=PATIENT_SECONDS) as tier:
         for reset in (False, True):
@@ -69,7 +70,8 @@ def test_a_connection_that_was_cut_while_nothing_moved_costs_no_miss(server: Ser
 def test_a_look_waits_no_longer_than_it_was_told_and_a_late_answer_serves_the_next(
     server: Server, proxy: Proxy
 ) -> None:
-    prefix, keys = fresh_prefix(), keys_of(3)
+    prefix = fresh_prefix()
+    keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
     with tier_on(through(proxy, prefix), look_seconds=0.05, deadline_seconds=20.0) as tier:
         wait_until(lambda: tier.find(keys, namespace=ROOT) == 3)
@@ -82,11 +84,13 @@ def test_a_look_waits_no_longer_than_it_was_told_and_a_late_answer_serves_the_ne
         assert tier.stats()["miss_deadline"] >= 1
         proxy.heal()
         wait_until(lambda: tier.find(others, namespace=ROOT) == 3)
-        assert tier.stats()["miss_io_error"] == 0 and not tier.resting
+        assert tier.stats()["miss_io_error"] == 0
+        assert not tier.resting
 
 
 def test_what_is_not_there_is_asked_once_in_a_while(proxy: Proxy) -> None:
-    clock, absent = FakeClock(), keys_of(4)
+    clock = FakeClock()
+    absent = keys_of(4)
     with tier_on(through(proxy, fresh_prefix()), clock=clock, look_seconds=PATIENT_SECONDS) as tier:
         assert tier.find(absent, namespace=ROOT) == 0
         asked = proxy.traffic
@@ -100,7 +104,8 @@ def test_what_is_not_there_is_asked_once_in_a_while(proxy: Proxy) -> None:
 def test_a_machine_without_the_codec_takes_nothing_away_from_those_who_have_it(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote, keys = RedisClient(server.url, prefix=fresh_prefix()), keys_of(2)
+    remote = RedisClient(server.url, prefix=fresh_prefix())
+    keys = keys_of(2)
     zeros = KVLayout.opaque(4, 8192, "chunks that become smaller")
     with tier_on(remote, zeros, codec="zstd", deadline_seconds=PATIENT_SECONDS) as tier:
         assert all(tier.put(key, np.zeros(8192, np.uint8), namespace=ROOT) for key in keys)
@@ -144,7 +149,8 @@ def test_close_ends_connections_that_are_being_made(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ["http", "https"])
 def test_close_ends_connections_that_are_not_yet_begun(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    making, closed = threading.Event(), threading.Event()
+    making = threading.Event()
+    closed = threading.Event()
     init = HttpConnection.__init__
 
     def slowly(connection: HttpConnection, origin: SplitResult) -> None:
@@ -208,7 +214,8 @@ def test_a_line_of_the_log_names_the_store_once(scheme: str, caplog: pytest.LogC
 def test_what_close_ends_is_no_failure(
     server: Server, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prefix, keys = fresh_prefix(), keys_of(3)
+    prefix = fresh_prefix()
+    keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
     with tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier:
         assert tier.find(keys, namespace=ROOT) == 3

@@ -31,7 +31,8 @@ redis = pytest.importorskip("redis")
 need("redis-server")
 
 FORK = multiprocessing.get_context("fork")  # in a light process: eight others would import everything again
-MACHINES, CHUNKS = 8, 48
+MACHINES = 8
+CHUNKS = 48
 
 
 def all_machines(work: Callable[..., None], *arguments: object) -> None:

@@ -48,7 +48,8 @@ STREAMS: dict[str, tuple[Callable[[], Stream], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", STREAMS)
 def test_never_far_behind_lru(name: str) -> None:
     make, sizes = STREAMS[name]
-    stream, at = make(), list(STREAMS).index(name) % len(sizes)
+    stream = make()
+    at = list(STREAMS).index(name) % len(sizes)
     for chunks in sizes if THOROUGH else sizes[at : at + 1]:
         _check(stream, chunks)
 

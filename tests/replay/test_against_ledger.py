@@ -93,7 +93,8 @@ def agree(simulation: Simulation, ledger: Ledger) -> None:
     )
     there = np.array(sorted(rows.values()), np.int64)
     for name in COLUMNS:
-        simulated, real = getattr(tier._columns, name)[there], getattr(ledger.columns, name)[there]
+        simulated = getattr(tier._columns, name)[there]
+        real = getattr(ledger.columns, name)[there]
         assert simulated.tolist() == real.tolist(), name
     ages = [columns.generation[there].argsort().tolist() for columns in (tier._columns, ledger.columns)]
     assert ages[0] == ages[1]
@@ -103,9 +104,11 @@ def agree(simulation: Simulation, ledger: Ledger) -> None:
 def stream(seed: int, count: int, longest: int, talks: int) -> list[Request]:
     """Conversations that continue, some more often than others, and prompts that never return."""
     random = np.random.default_rng(seed)
-    requests, ms = [], 0
+    requests = []
+    ms = 0
     for number in range(count):
-        talk, length = int(random.zipf(1.3)) % (2 * talks), int(random.integers(1, longest + 1))
+        talk = int(random.zipf(1.3)) % (2 * talks)
+        length = int(random.integers(1, longest + 1))
         shared = min(length, int(random.integers(1, longest + 1))) if talk < talks else 0
         ids = [10_000 * (talk + 1) + i for i in range(shared)]
         ids += [10**7 + 1000 * number + i for i in range(length - shared)]
@@ -119,7 +122,8 @@ def stream(seed: int, count: int, longest: int, talks: int) -> list[Request]:
 @given(st.integers(0, 2**32), st.sampled_from([32, 40]), st.sampled_from(POLICIES))
 def test_short_requests(seed: int, slots: int, policy: str) -> None:
     tier = compare(slots, policy, stream(seed, 80, 4, 12)).outcome().tiers[0]
-    assert tier.hits and tier.evicted
+    assert tier.hits
+    assert tier.evicted
 
 
 @given(chained(depth=4, most=40), st.sampled_from(POLICIES))

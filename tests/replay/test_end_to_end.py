@@ -47,7 +47,8 @@ def test_two_tiers_hit_what_the_simulator_says(
     shm_root: Path, requests: list[Request], policy: str, host: int
 ) -> None:
     """Also where many prompts are longer than the host tier, and its policy keeps chunks out."""
-    live, few = Live(shm_root, policy, host=host, disk=1000), requests[:300]
+    live = Live(shm_root, policy, host=host, disk=1000)
+    few = requests[:300]
     rate = live.play(few)
     counters = admin.counters(live.ledgers[0])
     live.close()
@@ -60,7 +61,8 @@ def test_two_tiers_hit_what_the_simulator_says(
 def _watched(root: Path, requests: list[Request], host: int) -> tuple[float, float]:
     """Play requests to a disk of 200 chunks below such a host tier; the hit rate, and how much its policy saw."""
     live = Live(root, "hindsight", host=host, disk=200)
-    rate, ledger = live.play(requests), live.ledgers[-1]
+    rate = live.play(requests)
+    ledger = live.ledgers[-1]
     ledger.upkeep_thread.run_once()
     assert admin.counters(ledger)["drop_not_admitted"] > 1000
     live.close()
@@ -101,7 +103,8 @@ def test_a_restart_forgets_nothing(tmp_path: Path, process: ProcessPoolExecutor)
     for attempt in ("first", "second", "third"):
         before = process.submit(_disk_only, tmp_path / attempt, 0, HALF).result(PATIENT_SECONDS)
         after = process.submit(_disk_only, tmp_path / attempt, HALF, 2 * HALF).result(PATIENT_SECONDS)
-        assert before[0].accesses == through[0].accesses and after[1].accesses == through[1].accesses
+        assert before[0].accesses == through[0].accesses
+        assert after[1].accesses == through[1].accesses
         if after[1].share > through[1].share - 0.01:
             break
     assert after[1].share > through[1].share - 0.01
@@ -137,5 +140,6 @@ def test_two_processes_share_what_they_learn(shm_root: Path, requests: list[Requ
     live = Live(shm_root, "hindsight", host=CHUNKS, at_ms=requests[-1].timestamp_ms)
     report = admin.check(live.ledgers[0])
     assert report.stale_hints == 0
-    assert report.gauges["reserved"] == 0 and report.gauges["ready"] + report.gauges["free"] == CHUNKS
+    assert report.gauges["reserved"] == 0
+    assert report.gauges["ready"] + report.gauges["free"] == CHUNKS
     live.close()

@@ -20,7 +20,9 @@ from testbed.servers import redis_server
 from tests.children import in_light_process
 from tests.replay.traces import request, sample
 
-MACHINES, HOST, SOME = 8, 60, 300
+MACHINES = 8
+HOST = 60
+SOME = 300
 FORK = multiprocessing.get_context("fork")  # in a light process: eight others would import everything again
 PATIENT_SECONDS = 200.0
 
@@ -127,7 +129,8 @@ def machines(root: Path, url: str, second_sight: bool) -> Iterator[list[Connecti
 
 def played(lines: Sequence[Connection], requests: Sequence[Request], route: str) -> Counter[str]:
     """Play requests one after the other; the chunks that each tier served."""
-    router, served = _Router(MACHINES, route), dict[int, Counter[str]]()
+    router = _Router(MACHINES, route)
+    served = dict[int, Counter[str]]()
     for asked in requests:
         number = router.machine(asked.hash_ids)
         lines[number].send(asked)
@@ -149,7 +152,8 @@ def _over_a_redis_that_evicts(root: Path, url: str) -> None:
     requests = [asked for asked in sample() if len(asked.hash_ids) <= HOST][: 4 * SOME // 3]
     with machines(root, url, False) as lines:
         served = played(lines, requests, "round-robin")
-        stored, evicted = Redis.from_url(url).dbsize(), Redis.from_url(url).info()["evicted_keys"]
+        stored = Redis.from_url(url).dbsize()
+        evicted = Redis.from_url(url).info()["evicted_keys"]
     assert evicted > stored / 2
     _assert_alike(served, fleet(requests, MACHINES, HOST, stored))
 

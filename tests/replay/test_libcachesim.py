@@ -25,7 +25,9 @@ def our_hits(policy: str, chunks: int, stream: Sequence[int]) -> list[bool]:
 
 
 def their_hits(policy: str, chunks: int, stream: Sequence[int]) -> list[bool]:
-    cache, request, hits = THEIRS[policy](chunks, hashpower=12), libcachesim.Request(), []
+    cache = THEIRS[policy](chunks, hashpower=12)
+    request = libcachesim.Request()
+    hits = []
     request.obj_size = 1
     for one in stream:
         request.obj_id = one
@@ -43,7 +45,8 @@ def loop(rng: np.random.Generator) -> list[int]:
 
 def scans(rng: np.random.Generator) -> list[int]:
     """Request popular chunks repeatedly, and sometimes a long run of chunks that are requested once."""
-    stream, new = [], 1000
+    stream = []
+    new = 1000
     for _ in range(5):
         stream += zipf(rng)[:300]
         stream += range(new, new + 300)

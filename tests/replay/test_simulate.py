@@ -110,7 +110,8 @@ def test_a_larger_tier_below_holds_what_it_would_hold_alone(
 
 def test_what_a_lower_tier_has_is_brought_up() -> None:
     simulation = Simulation([TierSpec("host", 3, "lru"), TierSpec("disk", 100, "lru")])
-    first, second = request(1, 2, 3), request(4, 5, 6)
+    first = request(1, 2, 3)
+    second = request(4, 5, 6)
     assert simulation.request(first) == (0, 0)
     assert simulation.request(second) == (0, 0)
     assert simulation.request(first) == (0, 3)
@@ -136,7 +137,8 @@ def test_every_tier_may_refuse() -> None:
     tiers = [TierSpec("host", 300, "hindsight"), TierSpec("disk", 1000, "hindsight")]
     host, disk = simulate(sample(), tiers).tiers
     alone = simulate(sample(), tiers[:1]).tiers[0]
-    assert host.refused > 0 and disk.refused > 0
+    assert host.refused > 0
+    assert disk.refused > 0
     assert host.chunks_written < alone.chunks_written + disk.hits
 
 

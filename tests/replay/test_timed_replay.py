@@ -42,7 +42,8 @@ def waits(requests: Sequence[Request], tiers: Sequence[TimedTier], engines: Engi
 
 
 def test_what_is_there_is_loaded_and_the_rest_computed() -> None:
-    first, second = asked(0, 1, 2, 3), asked(10_000, 1, 2, 4)
+    first = asked(0, 1, 2, 3)
+    second = asked(10_000, 1, 2, 4)
     assert waits([first, second], [tier()]) == pytest.approx([0.3, 2 * 1000 / 1e5 + 0.1])
 
 

@@ -44,9 +44,11 @@ def request(*ids: int, ms: float = 0.0, tokens: int = 512) -> Request:
 def chained(draw: st.DrawFn, depth: int = 6, most: int = 12, gaps_ms: int = 3000) -> list[Request]:
     """Generate requests whose ids name whole prefixes: paths in a tree in which each chunk has three successors."""
     paths = st.lists(st.integers(0, 2), min_size=1, max_size=depth)
-    requests, ms = [], 0
+    requests = []
+    ms = 0
     for path in draw(st.lists(paths, min_size=1, max_size=most)):
-        ids, node = [], 0
+        ids = []
+        node = 0
         for turn in path:
             node = 3 * node + turn + 1
             ids.append(node)

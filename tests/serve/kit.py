@@ -220,7 +220,8 @@ class Client:
     """A client of a server, with one connection that is kept. Of one thread."""
 
     def __init__(self, url: str, token: str | None) -> None:
-        self.url, self.token = url, token
+        self.url = url
+        self.token = token
         self._connection: http.client.HTTPConnection | None = None
 
     @property
@@ -292,7 +293,8 @@ class Server(Client):
             [sys.executable, "-c", code, "serve", "--json", *map(str, arguments)],
             env={**os.environ, **given, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert self.process.stdout is not None and self.process.stderr is not None
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
         line = self.process.stdout.readline()
         assert line, self.process.stderr.read()
         super().__init__(str(json.loads(line)["url"]), token)

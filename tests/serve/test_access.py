@@ -29,7 +29,8 @@ from tests.serve.kit import engine, payload_of, server, verified
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
     """Return a certificate for localhost, and its key."""
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    certificate = tmp_path / "cert.pem"
+    key = tmp_path / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
          "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", certificate],
@@ -49,7 +50,8 @@ def test_the_token_is_made_once_and_only_its_user_can_read_it(tmp_path: Path) ->
             served.token = file.read_text().strip()
             assert served.get(bytes(32), bytes(32)).status == 404
             _, err = served.stop()
-            assert served.token not in err and len(served.token) >= 40
+            assert served.token not in err
+            assert len(served.token) >= 40
     file.chmod(0o644)
     assert "chmod 600" in refused("serve", "--listen", "127.0.0.1:0", "--token-file", file)
 
@@ -155,7 +157,8 @@ def test_with_certificates_it_speaks_https(shm_root: Path, certificate: tuple[Pa
                 path = f"/v1/{running.root.hex()}/{name.hex()}"
                 connection.request("GET", path, headers={"Authorization": f"Bearer {kit.TOKEN}"})
                 found = verified(connection.getresponse().read(), running.root, name, kit.LARGE)
-                assert found is not None and (found == payload_of(1, position, kit.LARGE)).all()
+                assert found is not None
+                assert (found == payload_of(1, position, kit.LARGE)).all()
             connection.close()
 
 
@@ -228,14 +231,20 @@ def test_only_the_token_is_the_token() -> None:
 
 def test_a_session_ends_by_itself_or_on_request_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     sessions = Sessions()
-    first, second = sessions.begin(), sessions.begin()
-    assert first != second and sessions.knows(first) and sessions.knows(second)
-    assert not sessions.knows("") and not Sessions().knows(first)
+    first = sessions.begin()
+    second = sessions.begin()
+    assert first != second
+    assert sessions.knows(first)
+    assert sessions.knows(second)
+    assert not sessions.knows("")
+    assert not Sessions().knows(first)
     sessions.end(first)
     sessions.end("never begun")
-    assert not sessions.knows(first) and sessions.knows(second)
+    assert not sessions.knows(first)
+    assert sessions.knows(second)
     more = [sessions.begin() for _ in range(access._MOST_SESSIONS)]
-    assert not sessions.knows(second) and all(map(sessions.knows, more))
+    assert not sessions.knows(second)
+    assert all(map(sessions.knows, more))
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + access.SESSION_SECONDS + 60.0)
     assert not any(map(sessions.knows, more))
@@ -266,7 +275,8 @@ def test_a_token_that_another_user_wrote_or_could_write_is_refused(
 def test_a_rate_is_of_each_client_and_remembers_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = RateLimit(0.001, 3.0)
     assert [limit.allows("a") for _ in range(4)] == [True, True, True, False]
-    assert not limit.allows("a") and limit.allows("b")
+    assert not limit.allows("a")
+    assert limit.allows("b")
     for number in range(3000):
         limit.allows(f"client {number}")
     assert len(limit._left) == access._MOST_CLIENTS

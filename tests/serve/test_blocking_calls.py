@@ -13,7 +13,8 @@ from pagoda.serve.blocking_calls import BlockingCallPool
 def test_a_call_that_fails_when_nobody_waits_any_more_prints_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    free, ended = threading.Event(), threading.Event()
+    free = threading.Event()
+    ended = threading.Event()
 
     def fail() -> None:
         free.wait(10)

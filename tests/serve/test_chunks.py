@@ -23,7 +23,8 @@ def test_every_byte_of_an_engines_chunks_arrives_from_memory(name: str, shm_root
                 answer = served.get(running.root, key)
                 assert (answer.status, answer.headers["Pagoda-Tier"]) == (200, "host")
                 found = verified(answer.body, running.root, key, layout)
-                assert found is not None and (found == payload_of(1, position, layout)).all()
+                assert found is not None
+                assert (found == payload_of(1, position, layout)).all()
 
 
 @pytest.mark.slow
@@ -36,7 +37,8 @@ def test_every_byte_arrives_from_the_disk(shm_root: Path, tmp_path: Path) -> Non
                 answer = served.get(running.root, key)
                 assert answer.headers["Pagoda-Tier"] == "disk"
                 found = verified(answer.body, running.root, key)
-                assert found is not None and (found == payload_of(1, position)).all()
+                assert found is not None
+                assert (found == payload_of(1, position)).all()
 
 
 @pytest.mark.slow

@@ -106,7 +106,8 @@ def test_a_family_that_no_store_has_is_left_out() -> None:
 
 
 def test_the_stores_of_a_machine_and_those_that_cannot_be_read(shm_root: Path) -> None:
-    a, b = host(shm_root, name="a"), host(shm_root, name="b")
+    a = host(shm_root, name="a")
+    b = host(shm_root, name="b")
     put(a, LLAMA, range(64))
     put(b, QWEN, range(32))
     admin.pin(a, put(a, LLAMA, range(16)), "me")
@@ -118,17 +119,18 @@ def test_the_stores_of_a_machine_and_those_that_cannot_be_read(shm_root: Path) -
     assert [s.value for s in named["pagoda_pinned"]] == [1, 0]
     assert {s.labels["store"]: s.value for s in named["pagoda_store_readable"]}["/gone"] == 0
     assert {s.labels["tier"]: s.value for s in named["pagoda_remote_reachable"]} == {"redis": 1, "s3": 0}
-    assert [s.value for s in named["pagoda_remote_used_bytes"]] == [
-        5
-    ] and "pagoda_remote_limit_bytes" not in named
+    assert [s.value for s in named["pagoda_remote_used_bytes"]] == [5]
+    assert "pagoda_remote_limit_bytes" not in named
 
 
 def test_labels_are_bounded_and_have_no_salt(tmp_path: Path) -> None:
     rows = [NamespaceRow(bytes([n]) * 32, {"model": "m" * 900, "salt": "secret"}, n) for n in range(200)]
     named = samples(Exposition([snapshot(tmp_path, namespaces=rows)]))
     found = {s.labels["namespace"]: s for s in named["pagoda_namespace_chunks"]}
-    assert len(found) == MOST_NAMESPACES + 1 and sum(s.value for s in found.values()) == sum(range(200))
-    assert found["other"].value == sum(range(200 - MOST_NAMESPACES)) and found["c7" * 6].value == 199
+    assert len(found) == MOST_NAMESPACES + 1
+    assert sum(s.value for s in found.values()) == sum(range(200))
+    assert found["other"].value == sum(range(200 - MOST_NAMESPACES))
+    assert found["c7" * 6].value == 199
     assert max(len(s.labels["model"]) for s in found.values()) == 80
     assert "secret" not in str(found)
 
@@ -165,7 +167,8 @@ def test_loads_are_a_histogram_by_tier(shm_root: Path, tmp_path: Path) -> None:
         s.labels["le"]: s.value for s in named["pagoda_load_seconds_bucket"] if s.labels["tier"] == "disk"
     }
     assert list(buckets) == ["0.001", "0.003", "0.01", "0.03", "0.1", "0.3", "1.0", "3.0", "+Inf"]
-    assert list(buckets.values()) == sorted(buckets.values()) and buckets["+Inf"] == 1
+    assert list(buckets.values()) == sorted(buckets.values())
+    assert buckets["+Inf"] == 1
     (seconds,) = [s.value for s in named["pagoda_load_seconds_sum"] if s.labels["tier"] == "disk"]
     assert seconds == pytest.approx(stats["load_microseconds_disk"] / 1e6)
 
@@ -177,9 +180,11 @@ def test_the_edge_of_a_bucket_belongs_to_it(seconds: float, edge: str) -> None:
     counters = CacheCounters(None, Clock())
     counters.add(counters.load_counts(2, 9, {"disk": seconds, "redis": seconds, "s3": seconds}))
     found = counters.read(1.0)
-    assert found[LOAD_BUCKETS["disk"][edge]] == 1 and found[LOAD_BUCKETS["remote"][edge]] == 2
+    assert found[LOAD_BUCKETS["disk"][edge]] == 1
+    assert found[LOAD_BUCKETS["remote"][edge]] == 2
     assert found["load_microseconds_remote"] == pytest.approx(2e6 * seconds)
-    assert loads(found) == {"host": 0, "disk": 1, "remote": 2} and found["loaded_chunks"] == 2
+    assert loads(found) == {"host": 0, "disk": 1, "remote": 2}
+    assert found["loaded_chunks"] == 2
 
 
 def test_without_prometheus_client_the_command_says_what_to_install(shm_root: Path) -> None:

@@ -68,7 +68,8 @@ def read_prompts(served: kit.Server, root: bytes) -> int:
                 busy += answer.status == 503
                 break
             found = verified(answer.body, root, key)
-            assert found is not None and (found == payload_of(chain, position)).all()
+            assert found is not None
+            assert (found == payload_of(chain, position)).all()
             right += 1
         if busy == 3:  # whoever holds the ledger is stopped
             break
@@ -110,7 +111,8 @@ def test_a_chunk_that_is_replaced_while_it_is_sent_never_passes(shm_root: Path) 
             assert found is None or (found == payload_of(1, 0, kit.LARGE)).all()
         key = keys_of(running.root, 5, 2)[0]
         found = verified(served.get(running.root, key).body, running.root, key, kit.LARGE)
-        assert found is not None and (found == payload_of(5, 0, kit.LARGE)).all()
+        assert found is not None
+        assert (found == payload_of(5, 0, kit.LARGE)).all()
 
 
 @pytest.mark.slow
@@ -124,7 +126,8 @@ def test_eviction_during_gets_is_a_miss_or_the_right_bytes(
         running.store(0, 12)
         kit.wait_until(lambda: served.find(running.root, keys_of(running.root, 0, 12)))
         assert running.tell("write", 0, 12) == "writes"  # 32 slots, and 50 prompts of 12 chunks in turn
-        right, until = [0] * 4, time.monotonic() + 3.0
+        right = [0] * 4
+        until = time.monotonic() + 3.0
         wrong: list[object] = []
 
         def read(number: int) -> None:
@@ -214,7 +217,8 @@ def test_many_held_stores_cost_no_more_than_one_and_a_stop_waits_for_nobody(shm_
         for path, trouble in (("/metrics", b"} 0.0"), ("/stats.json", b"ledger_busy")):
             begun = time.monotonic()
             answer = served.ask("GET", path)
-            assert answer.status == 200 and time.monotonic() - begun < 2.5
+            assert answer.status == 200
+            assert time.monotonic() - begun < 2.5
             assert answer.body.count(trouble) >= 3
         chunk = f"/v1/{running.root.hex()}/{keys[0].hex()}"
         for request, body in (

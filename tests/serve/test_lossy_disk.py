@@ -27,7 +27,8 @@ def test_no_key_of_exact_kv_leads_to_what_a_lossy_disk_had(shm_root: Path, tmp_p
         }  # fmt: skip
 
     with engine(**machine("a", **LOSSY)) as running:
-        approximate, keys = running.root, running.store(1, 5)
+        approximate = running.root
+        keys = running.store(1, 5)
     variables = {
         f"PAGODA_{name.upper()}": str(machine("a", **LOSSY)[name])
         for name in ("host_path", "host_size", "disk_path", "disk_size", "disk_codec")
@@ -41,7 +42,8 @@ def test_no_key_of_exact_kv_leads_to_what_a_lossy_disk_had(shm_root: Path, tmp_p
             assert served.find(approximate, keys) == 5
             for position, key in enumerate(keys):
                 found = verified(served.get(approximate, key).body, approximate, key)
-                assert found is not None and (found == payload_of(1, position)).all() != came_up
+                assert found is not None
+                assert (found == payload_of(1, position)).all() != came_up
             url = served.url.replace("http://", f"http://:{served.token}@")
             with engine(**machine("exact", remote=[f"{url}?server=pagoda&deadline=30s&look=30s"])) as other:
                 exact = other.root

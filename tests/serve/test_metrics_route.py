@@ -28,7 +28,8 @@ def values(text: str) -> dict[str, float]:
 def scrape(served: Server) -> dict[str, float]:
     """What a scrape returns."""
     answer = served.ask("GET", "/metrics")
-    assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/plain")
+    assert answer.status == 200
+    assert answer.headers["Content-Type"].startswith("text/plain")
     return values(answer.body.decode())
 
 
@@ -40,7 +41,8 @@ def test_a_scrape_has_what_engines_counted(shm_root: Path) -> None:
         writer.store(1, 4)
         wait_until(lambda: scrape(served).get("pagoda_ready") == 4)
         found = scrape(served)
-        assert found["pagoda_stored_chunks_total"] == 4 and found["pagoda_members"] == 1
+        assert found["pagoda_stored_chunks_total"] == 4
+        assert found["pagoda_members"] == 1
         assert found["pagoda_namespace_chunks"] == 4
         keys = writer.store(2, 2)
         assert served.get(writer.root, keys[0]).status == 200

@@ -43,12 +43,15 @@ def test_what_was_saved_is_counted_at_the_speed_that_engines_report(shm_root: Pa
     with opened(shm_root) as cache:
         overview = Overview(lambda: ledgers_of(cache), gpu_price=3600.0)
         unknown = overview.take()["saved"]
-        assert isinstance(unknown, dict) and unknown["engine_seconds"] is None and unknown["money"] is None
+        assert isinstance(unknown, dict)
+        assert unknown["engine_seconds"] is None
+        assert unknown["money"] is None
         assert unknown["engine_words"] == "nothing has hit yet"
         cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
         assert cache.retrieve(tokens_of(1, 4), DenseKV(kv_of(2, 4), LAYOUT)).num_tokens == 4 * CHUNK
         unknown = overview.take()["saved"]
-        assert isinstance(unknown, dict) and unknown["engine_seconds"] is None
+        assert isinstance(unknown, dict)
+        assert unknown["engine_seconds"] is None
         assert "observe_prefill" in str(unknown["engine_words"])
         cache.observe_prefill(1000, 2.0)
         known = overview.take()["saved"]
@@ -71,7 +74,8 @@ def test_a_sample_has_what_happened_between_two_looks(shm_root: Path) -> None:
         cache.store(tokens_of(1, 2), DenseKV(kv_of(1, 2), LAYOUT))
         cache.lookup(tokens_of(1, 3))
         sample = overview.take()["sample"]
-        assert isinstance(sample, dict) and sample["seconds"] > 0
+        assert isinstance(sample, dict)
+        assert sample["seconds"] > 0
         assert sample["hit_tokens"] == {"host": 2 * CHUNK, "disk": 0, "remote": 0}
         for _ in range(MOST_SAMPLES + 5):
             overview.history.append(sample)
@@ -92,7 +96,8 @@ def test_hits_are_of_the_tier_that_served_and_a_store_that_was_made_again_takes_
     with opened(shm_root) as cache:
         ledgers[:] = ledgers_of(cache)
         sample = overview.take()["sample"]
-        assert isinstance(sample, dict) and set(sample["hit_tokens"].values()) == {0}
+        assert isinstance(sample, dict)
+        assert set(sample["hit_tokens"].values()) == {0}
 
 
 def test_of_many_namespaces_the_largest_are_shown_and_the_rest_is_counted(shm_root: Path) -> None:
@@ -103,7 +108,9 @@ def test_of_many_namespaces_the_largest_are_shown_and_the_rest_is_counted(shm_ro
         cache.store(tokens_of(1, 1), DenseKV(kv_of(1, 1), LAYOUT))
         found = Overview(lambda: [ledger]).take()
         rows = found["namespaces"]
-        assert isinstance(rows, list) and len(rows) == MOST_NAMESPACES and found["more_namespaces"] == 10
+        assert isinstance(rows, list)
+        assert len(rows) == MOST_NAMESPACES
+        assert found["more_namespaces"] == 10
         assert (rows[0]["fields"]["model"], rows[0]["chunks"]) == ("served", {"host": 1})
 
 
@@ -119,14 +126,15 @@ def test_the_last_requests_of_all_stores_have_their_model_and_the_reason(shm_roo
         last, first = requests
         assert (first["asked_tokens"], first["reason"], first["pid"]) == (3 * CHUNK, "absent", os.getpid())
         assert first["hit_tokens"] == {"host": 2 * CHUNK, "disk": 0, "remote": 0}
-        assert (
-            cache.namespace.root.hex().startswith(first["namespace"]) and first["fields"]["model"] == "served"
-        )
-        assert last["fields"]["model"] == "another" and "a secret" not in json.dumps(requests)
+        assert cache.namespace.root.hex().startswith(first["namespace"])
+        assert first["fields"]["model"] == "served"
+        assert last["fields"]["model"] == "another"
+        assert "a secret" not in json.dumps(requests)
         for _ in range(2 * MOST_REQUESTS):
             neighbour.lookup(tokens_of(1, 1))
         requests = overview.take()["requests"]
-        assert isinstance(requests, list) and len(requests) == MOST_REQUESTS
+        assert isinstance(requests, list)
+        assert len(requests) == MOST_REQUESTS
         assert {one["fields"]["model"] for one in requests} == {"another"}  # the last ones, not some of each
 
 
@@ -138,7 +146,9 @@ def test_however_many_own_pins_some_are_shown_and_the_rest_is_counted(shm_root: 
         cache.pin(tokens_of(1, 4), owner="the largest")
         found = Overview(lambda: ledgers_of(cache)).take()
         pins = found["pins"]
-        assert isinstance(pins, list) and len(pins) == MOST_PINS and found["more_pins"] == 8
+        assert isinstance(pins, list)
+        assert len(pins) == MOST_PINS
+        assert found["more_pins"] == 8
         assert pins[0] == {"tier": "host", "owner": "the largest", "chunks": 4}
 
 
@@ -164,8 +174,10 @@ def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
         ]
 
     overview = Overview(list, remotes)
-    first, second = overview.take()["tiers"], overview.take()["tiers"]
-    assert first == second and len(asked) == 1
+    first = overview.take()["tiers"]
+    second = overview.take()["tiers"]
+    assert first == second
+    assert len(asked) == 1
     redis, s3 = first  # type: ignore[misc]
     assert (redis["used_bytes"], redis["size_bytes"], redis["hit_tokens"]) == (5, 10, None)
     assert s3["trouble"] == "refused"
@@ -184,7 +196,8 @@ def test_a_remote_that_does_not_answer_delays_and_changes_nothing_of_the_rest(sh
         overview = Overview(lambda: ledgers_of(cache), remotes)
         for _ in range(2):
             found = overview.take()
-            assert not answering.is_set() and not found["troubles"]
+            assert not answering.is_set()
+            assert not found["troubles"]
             assert [tier["kind"] for tier in found["tiers"]] == ["host"]  # type: ignore[attr-defined]
         answering.set()
         wait_until(lambda: len(overview.take()["tiers"]) == 2)  # type: ignore[arg-type]
@@ -208,12 +221,14 @@ def test_nothing_is_sampled_while_nobody_looks_and_slow_readers_are_dropped(
                 events = 0
                 while slow.qsize() or events < 2:  # until the feed has given it up
                     event = await asyncio.wait_for(quick.get(), 10)
-                    assert event is not None and event.startswith(b"event: snapshot\ndata: {")
+                    assert event is not None
+                    assert event.startswith(b"event: snapshot\ndata: {")
                     events += 1
                     assert events < 200, "it is never given up"
                     if slow.qsize() == 1 and slow._queue[0] is None:  # type: ignore[attr-defined]
                         break
-                assert await slow.get() is None and events >= 4
+                assert await slow.get() is None
+                assert events >= 4
             for _ in range(100):
                 await asyncio.sleep(0.01)
                 if feed._sampler is None:
@@ -230,7 +245,8 @@ def test_nothing_is_sampled_while_nobody_looks_and_slow_readers_are_dropped(
 def test_stores_that_do_not_answer_are_said_to_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.01)
     monkeypatch.setattr(live_feed, "_PATIENCE_SECONDS", 0.1)
-    hanging, free = threading.Event(), threading.Event()
+    hanging = threading.Event()
+    free = threading.Event()
 
     def ledgers() -> list[Ledger]:
         if hanging.is_set():

@@ -135,7 +135,8 @@ def test_it_shows_the_stores_and_goes_on_by_itself(page, cache: Cache) -> None: 
     cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
     expect(page, "#storeys", "4 chunks")
     assert "host memory" in page.inner_text("#storeys")
-    assert MARKUP in page.inner_text("#namespaces") and page.title() == "PagodaKV"
+    assert MARKUP in page.inner_text("#namespaces")
+    assert page.title() == "PagodaKV"
     assert "tenant A" not in page.content()
     cache.store(tokens_of(2, 3), DenseKV(kv_of(2, 3), LAYOUT))
     hit = cache.retrieve(tokens_of(2, 4), DenseKV(kv_of(3, 4), LAYOUT))
@@ -145,7 +146,10 @@ def test_it_shows_the_stores_and_goes_on_by_itself(page, cache: Cache) -> None: 
     page.focus("#namespaces button")
     expect(page, "#requests", "absent")
     row = page.locator("#requests tr").first.inner_text()
-    assert MARKUP in row and str(4 * CHUNK) in row and f"host {3 * CHUNK}" in row and str(os.getpid()) in row
+    assert MARKUP in row
+    assert str(4 * CHUNK) in row
+    assert f"host {3 * CHUNK}" in row
+    assert str(os.getpid()) in row
     assert "live" in page.inner_text("#live")
     cache.lookup(tokens_of(3, 1))
     expect(page, "#requests tr >> nth=1", "absent")
@@ -168,9 +172,8 @@ def test_it_is_used_by_keyboard(page, cache: Cache) -> None:  # type: ignore[no-
     page.keyboard.press("Tab")
     page.keyboard.press("Space")
     page.wait_for_selector("#answer table")
-    assert f"Of {5 * CHUNK} tokens" in page.inner_text("#answer") and str(4 * CHUNK) in page.inner_text(
-        "#answer"
-    )
+    assert f"Of {5 * CHUNK} tokens" in page.inner_text("#answer")
+    assert str(4 * CHUNK) in page.inner_text("#answer")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Pin it"
     page.keyboard.press("Enter")
@@ -191,10 +194,8 @@ def test_clearing_asks_before_and_clears_what_it_names(page, root: Path, cache: 
             one.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
         for button in ('[aria-label="Clear another"]', "#clear-all"):
             page.click(button)
-            assert (
-                page.locator("#confirm").is_visible()
-                and page.evaluate("document.activeElement.value") == "no"
-            )
+            assert page.locator("#confirm").is_visible()
+            assert page.evaluate("document.activeElement.value") == "no"
             page.keyboard.press("Escape")
             assert not page.locator("#confirm").is_visible()
             page.click(button)
@@ -278,17 +279,24 @@ def test_what_it_is_told_it_shows(browser, serving: Server) -> None:  # type: ig
     expect(page, "#live", "no connection")
     page.clock.fast_forward(3000)
     expect(page, "#requests", "disk 64, remote 32")
-    assert "evicted" in page.inner_text("#requests") and MARKUP in page.inner_text("#requests")
+    assert "evicted" in page.inner_text("#requests")
+    assert MARKUP in page.inner_text("#requests")
     host, disk, redis = (page.locator("#storeys .storey").nth(number) for number in range(3))
-    assert "10/s now" in host.inner_text() and host.locator(".window.lit").count() == 3
-    assert "2K/s now" in disk.inner_text() and "1.0 GiB" in disk.inner_text()
-    assert f"refused {MARKUP}" in redis.inner_text() and "/s now" not in redis.inner_text()
+    assert "10/s now" in host.inner_text()
+    assert host.locator(".window.lit").count() == 3
+    assert "2K/s now" in disk.inner_text()
+    assert "1.0 GiB" in disk.inner_text()
+    assert f"refused {MARKUP}" in redis.inner_text()
+    assert "/s now" not in redis.inner_text()
     assert page.locator("#saved .unknown").all_inner_texts() == 3 * ["unknown"]
-    assert page.locator("#namespaces tr").count() == 51 and "and 9,950 more" in page.inner_text("#namespaces")
-    assert MARKUP in page.inner_text("#pins") and "and 12 more" in page.inner_text("#pins")
+    assert page.locator("#namespaces tr").count() == 51
+    assert "and 9,950 more" in page.inner_text("#namespaces")
+    assert MARKUP in page.inner_text("#pins")
+    assert "and 12 more" in page.inner_text("#pins")
     assert f"a store is broken {MARKUP}" in page.inner_text("#troubles")
     assert "more memory or disk" in page.inner_text("#misses")
-    assert page.title() == "PagodaKV" and page.locator("img").count() == 0
+    assert page.title() == "PagodaKV"
+    assert page.locator("img").count() == 0
     context.close()
 
 

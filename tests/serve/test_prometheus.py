@@ -23,7 +23,8 @@ from pagoda.transfer import DenseKV
 from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, TOKEN, kv_of, server, tokens_of, wait_until
 
 MONITORING = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "monitoring"
-DASHBOARD, ALERTS = MONITORING / "dashboard.json", MONITORING / "alerts.yaml"
+DASHBOARD = MONITORING / "dashboard.json"
+ALERTS = MONITORING / "alerts.yaml"
 
 pytestmark = [
     pytest.mark.slow,

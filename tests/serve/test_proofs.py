@@ -49,7 +49,8 @@ class Line:
     def nonce(self) -> str:
         """Ask for a nonce."""
         told = self.ask("Pagoda", "HEAD")
-        assert told.status == 401 and told.nonce
+        assert told.status == 401
+        assert told.nonce
         return told.nonce
 
     def prove(self, proof: Proof, **request: str) -> Told:
@@ -104,7 +105,8 @@ def test_a_proof_is_worth_nothing_a_second_time_or_out_of_order(line: Line) -> N
     assert line.prove(second).status == 404
     for again in (second, proof_of(nonce, 1, line.host), proof_of(nonce, 2, line.host)):
         told = line.prove(again)
-        assert told.status == 401 and told.proof == ""
+        assert told.status == 401
+        assert told.proof == ""
 
 
 def test_a_proof_is_worth_nothing_on_another_connection(served: kit.Server, line: Line) -> None:
@@ -114,7 +116,9 @@ def test_a_proof_is_worth_nothing_on_another_connection(served: kit.Server, line
     assert other.prove(proof).status == 401
     other.nonce()  # also once that one has a number of its own
     told = other.prove(proof)
-    assert told.status == 401 and serve_proof.ELSEWHERE in told.challenge and told.proof == ""
+    assert told.status == 401
+    assert serve_proof.ELSEWHERE in told.challenge
+    assert told.proof == ""
     other.close()
     assert line.prove(proof).status == 404
 
@@ -132,7 +136,8 @@ def test_a_proof_is_worth_nothing_after_another_question(line: Line) -> None:
 def test_a_proof_is_worth_nothing_for_another_request(line: Line, request_: dict[str, str]) -> None:
     proof = proof_of(line.nonce(), 1, line.host)
     told = line.prove(proof, **request_)
-    assert told.status in (401, 429) and told.proof == ""
+    assert told.status in (401, 429)
+    assert told.proof == ""
 
 
 @pytest.mark.parametrize("changed", ["nonce", "salt", "number", "where", "mac"])
@@ -143,7 +148,8 @@ def test_no_part_of_a_proof_can_be_changed(line: Line, changed: str) -> None:
         "mac": proof.mac[:-1] + ("1" if proof.mac[-1] == "0" else "0"),
     }  # fmt: skip
     told = line.prove(proof._replace(**{changed: other[changed]}))
-    assert told.status in (401, 429) and told.proof == ""
+    assert told.status in (401, 429)
+    assert told.proof == ""
 
 
 def test_a_proof_for_an_address_is_worth_nothing_at_another_one(line: Line) -> None:
@@ -166,7 +172,8 @@ def test_wrong_proofs_are_guesses_and_questions_are_not(tmp_path: Path) -> None:
         for _ in range(60):
             line.nonce()
         statuses = [line.prove(proof_of(line.nonce(), 1, line.host, key=wrong_key)).status for _ in range(60)]
-        assert statuses.count(401) >= 20 and statuses.count(429) >= 20
+        assert statuses.count(401) >= 20
+        assert statuses.count(429) >= 20
         assert line.prove(proof_of(line.nonce(), 1, line.host)).status == 404
         line.close()
 
@@ -174,7 +181,8 @@ def test_wrong_proofs_are_guesses_and_questions_are_not(tmp_path: Path) -> None:
 def test_the_token_itself_is_taken_as_before(served: kit.Server, line: Line) -> None:
     assert line.ask(f"Bearer {TOKEN}").status == 404
     told = line.ask("Bearer wrong")
-    assert told.status in (401, 429) and (told.status == 429 or told.challenge.startswith("Bearer"))
+    assert told.status in (401, 429)
+    assert told.status == 429 or told.challenge.startswith("Bearer")
 
 
 def test_keys_of_two_tokens_differ() -> None:

@@ -106,9 +106,11 @@ def test_a_damaged_chunk_on_the_disk_is_not_served(tmp_path: Path) -> None:
         made = ServedStores(lambda: [tier.ledger.directory])
         made.scan()
         try:
-            found, buffer = located(made, 0), served_stores.aligned(LAYOUT.slot_bytes)
+            found = located(made, 0)
+            buffer = served_stores.aligned(LAYOUT.slot_bytes)
             page = made.read(ROOT, KEYS[0], found, buffer)
-            assert isinstance(page, bytes) and (buffer == payload_of(1, 0)).all()
+            assert isinstance(page, bytes)
+            assert (buffer == payload_of(1, 0)).all()
             with open(tier.ledger.slab_path, "r+b") as slab:
                 slab.seek(found.store.offset(found.slot) + 1000)
                 slab.write(b"damaged")
@@ -143,7 +145,8 @@ def test_stores_that_it_makes_are_bounded_and_their_runs_evict_the_tail_first(sh
                 bytes(16), 0, ROOT, 0, keys[n], n, LAYOUT.chunk_bytes, CHUNK, "raw", LAYOUT.fingerprint, 1
             )
             store = made.room_for(header)
-            assert store is not None and made.put(store, header, payload_of(2, n)) == (True, None)
+            assert store is not None
+            assert made.put(store, header, payload_of(2, n)) == (True, None)
         other = KVLayout.opaque(CHUNK, LAYOUT.slot_bytes * 5, "too large")
         wrong = codec.Header(
             bytes(16), 0, ROOT, 0, keys[0], 0, other.chunk_bytes, CHUNK, "raw", other.fingerprint, 1

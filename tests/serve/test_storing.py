@@ -42,7 +42,8 @@ def test_what_is_put_is_read_byte_by_byte(host: Server) -> None:
     assert host.find(ROOT, KEYS) == 8
     for position, key in enumerate(KEYS):
         found = verified(host.get(ROOT, key).body, ROOT, key)
-        assert found is not None and (found == payload_of(1, position)).all()
+        assert found is not None
+        assert (found == payload_of(1, position)).all()
     again = host.put(ROOT, KEYS[0], VALUES[0])
     assert (again.status, again.json) == (200, {"reason": "present"})
     assert host.ask("DELETE", f"/v1/{ROOT.hex()}/{KEYS[3].hex()}").status == 204
@@ -99,7 +100,8 @@ def test_a_compressed_value_is_stored_as_it_was(host: Server) -> None:
     assert host.put(ROOT, KEYS[0], page + stored.tobytes()[:-1] + b"x").status == 422
     assert host.put(ROOT, KEYS[0], page + stored.tobytes()).status == 201
     found = verified(host.get(ROOT, KEYS[0]).body, ROOT, KEYS[0])
-    assert found is not None and (found == payload).all()
+    assert found is not None
+    assert (found == payload).all()
 
 
 @pytest.mark.slow
@@ -110,7 +112,8 @@ def test_an_engine_that_starts_later_finds_what_was_put(shm_root: Path) -> None:
         for key, value in zip(KEYS[:4], VALUES, strict=False):
             assert running.put(ROOT, key, value).status == 201
         listed = kit.pagoda("stats", str(shm_root))
-        assert "llama" in listed and "secret" not in listed
+        assert "llama" in listed
+        assert "secret" not in listed
         with engine(host_path=str(shm_root), host_size=4 << 20) as later:
             assert later.root == ROOT
             assert later.tell("retrieve", 1, 6) == f"{4 * kit.CHUNK} True"

@@ -194,7 +194,8 @@ class Engine:
         key = RadixKey(array("q", tokens), extra_key=None, cache_salt=salt)
         self._requests += 1
         handle = CacheRequestHandle(f"r{self._requests}", 0)
-        cache, outcome = self.cache, Outcome()
+        cache = self.cache
+        outcome = Outcome()
         match = cache.match_prefix(MatchPrefixParams(key=key))
         found = match.device_prefix_len + match.host_hit_length
         if found < len(tokens) and cache.enable_storage:

@@ -14,7 +14,8 @@ class Prompts:
     def __init__(self, seed: int, *, documents: int = 8, most: int = 320, stream: int = 0) -> None:
         one = random.Random(seed)
         self._documents = [self._tokens(one, one.randrange(32, most)) for _ in range(documents)]
-        self._random, self._most = random.Random(f"{seed}-{stream}"), most
+        self._random = random.Random(f"{seed}-{stream}")
+        self._most = most
 
     @staticmethod
     def _tokens(source: random.Random, count: int) -> list[int]:

@@ -98,7 +98,8 @@ def test_after_host_memory_is_wiped_the_disk_has_it(shm_root: Path, tmp_path: Pa
 def test_two_engines_at_once_share(shm_root: Path) -> None:
     """They take turns, and each finds what the other has stored."""
     with Engine(storage_config(shm_root)) as one, Engine(storage_config(shm_root)) as other:
-        prompts, outcomes = Prompts(5), list[Outcome]()
+        prompts = Prompts(5)
+        outcomes = list[Outcome]()
         for _ in range(40):
             prompt = next(prompts)
             outcomes.append(one.request(prompt))
@@ -112,7 +113,8 @@ def test_two_engines_at_once_share(shm_root: Path) -> None:
 def test_aborted_requests_leave_nothing_wrong(shm_root: Path) -> None:
     """An abort may come while pages are on their way into the host pool."""
     with Engine(storage_config(shm_root)) as engine:
-        prompts, outcomes = Prompts(7), list[Outcome]()
+        prompts = Prompts(7)
+        outcomes = list[Outcome]()
         for number in range(120):
             outcomes.append(engine.request(next(prompts), abort=number % 3 == 2))
             if number % 10 == 9:
@@ -153,7 +155,8 @@ def test_tiny_tiers(shm_root: Path, tmp_path: Path) -> None:
     """Tiers of a few pages evict all the time; what is found is right."""
     extra = storage_config(shm_root, host_size="256KiB", disk_path=str(tmp_path / "disk"), disk_size="1MiB")
     with Engine(extra) as engine:
-        prompts, outcomes = Prompts(11), list[Outcome]()
+        prompts = Prompts(11)
+        outcomes = list[Outcome]()
         for number in range(120):
             outcomes.append(engine.request(next(prompts)))
             if number % 7 == 6:

@@ -151,11 +151,13 @@ def test_a_storage_that_is_closed_or_gets_nonsense_says_false(shm_root: Path) ->
             assert storage.batch_get_v1(keys, indices) == [False, False]
             assert storage.batch_set_v1(keys, indices) == [False, False]
         assert storage.batch_exists(["short"]) == 0
-        assert storage.batch_exists([]) == 0 and storage.batch_get_v1([], one[:0]) == []
+        assert storage.batch_exists([]) == 0
+        assert storage.batch_get_v1([], one[:0]) == []
         assert (storage.get("a"), storage.set("a", one), storage.exists("a")) == (None, False, False)
         storage.close()
         storage.close()
-        assert storage.batch_set_v1(keys[:1], one) == [False] and storage.batch_exists(keys) == 0
+        assert storage.batch_set_v1(keys[:1], one) == [False]
+        assert storage.batch_exists(keys) == 0
 
 
 def test_a_flush_ends_while_the_storage_is_stuck(shm_root: Path) -> None:
@@ -204,7 +206,9 @@ def test_two_ranks_load_what_both_have(shm_root: Path, tmp_path: Path) -> None:
 def test_a_hundred_thousand_pages(shm_root: Path, tmp_path: Path) -> None:
     """Three processes over tiers that evict all the time, one killed and started again and again: none is wrong."""
     extra = storage_config(shm_root, host_size="3MiB", disk_path=str(tmp_path / "disk"), disk_size="24MiB")
-    total, wrong, stop = [0, 0], list[str](), threading.Event()
+    total = [0, 0]
+    wrong = list[str]()
+    stop = threading.Event()
 
     def engine(stream: int) -> None:
         while not stop.is_set():

@@ -40,7 +40,8 @@ from sglang.srt.server_args import ServerArgs  # isort: skip
 
 from pagoda.connectors.sglang import PagodaHiCache  # isort: skip
 
-PAGE, PAGES = 16, 24
+PAGE = 16
+PAGES = 24
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 KEYS = [f"{number:064x}" for number in range(PAGES)]
 
@@ -183,8 +184,10 @@ def test_every_byte_of_every_format_comes_back(shm_root: Path, tmp_path: Path, p
 @pytest.mark.parametrize(("name", "side"), [("swa", lambda: mha("page_first", heads=1)), ("mamba", mamba)])
 def test_a_hybrid_comes_back_with_its_windows(shm_root: Path, name: str, side: Any) -> None:
     """The side pool has the last two pages of a span, at two ends; a hit ends where it has its window."""
-    kv, pool = mha("page_first"), side()
-    before, beside = fill(kv), fill(pool, seed=2)
+    kv = mha("page_first")
+    pool = side()
+    before = fill(kv)
+    beside = fill(pool, seed=2)
     with storage(storage_config(shm_root), {"kv": kv, name: pool}) as made:
         assert all(made.batch_set_v1(KEYS[:12], slots(kv, range(12))))
         for pages in ([4, 5], [8, 9]):
@@ -251,7 +254,8 @@ def test_usable_prefixes_are_those_of_the_definition(shm_root: Path, tmp_path: P
 def test_a_window_of_many_pages_is_found(shm_root: Path) -> None:
     """A window of 4,096 tokens has 256 pages of 16 tokens, and 4,096 of one: too many for a look at each."""
     pools = {"kv": mha("page_first", page=1), "swa": mha("page_first", heads=1, page=1)}
-    keys, hole = [f"{number:064x}" for number in range(700)], 300
+    keys = [f"{number:064x}" for number in range(700)]
+    hole = 300
     with storage(storage_config(shm_root), pools) as made:
         for at in range(0, len(keys), PAGES):
             few = keys[at : at + PAGES]
@@ -266,7 +270,8 @@ def test_a_window_of_many_pages_is_found(shm_root: Path) -> None:
 
 def test_a_pool_that_comes_late_is_stored_or_said_not_to_be(shm_root: Path) -> None:
     """SGLang registers pools of drafts later; one without fixed pages must not end the engine."""
-    kv, draft = mha("page_first"), mha("page_first", heads=1)
+    kv = mha("page_first")
+    draft = mha("page_first", heads=1)
     with storage(storage_config(shm_root), {"kv": kv}) as made:
         made.register_mem_host_pool_v2(draft, PoolName.DRAFT)
         made.register_mem_host_pool_v2(
@@ -288,7 +293,8 @@ def test_pages_that_are_lost_between_a_look_up_and_its_load_are_a_miss_that_is_c
     with storage(storage_config(shm_root), {"kv": kv}) as made:
         cache = made._pools["kv"].cache
         assert all(made.batch_set_v1(KEYS, slots(kv, range(PAGES))))
-        assert made.batch_exists(KEYS) == PAGES and not cache.stats()["misses"]
+        assert made.batch_exists(KEYS) == PAGES
+        assert not cache.stats()["misses"]
         cache.clear()
         assert made.batch_get_v1(KEYS, slots(kv, range(PAGES))) == [False] * PAGES
         assert sum(cache.stats()["misses"].values()) == 1
@@ -328,7 +334,8 @@ def stores_as(shm_root: Path, pool: Any, **facts: Any) -> Any:
 
 def test_ranks_never_find_each_others_pages_but_of_latent_attention(shm_root: Path) -> None:
     """Each rank has its heads; with latent attention all have the same, and only the first writes."""
-    kv, latent = mha("page_first"), mla("page_first")
+    kv = mha("page_first")
+    latent = mla("page_first")
     for pool, more in ((kv, {}), (latent, {"is_mla_model": True})):
         with storage(storage_config(shm_root), {"kv": pool}, tp_size=2, **more) as made:
             assert all(made.batch_set_v1(KEYS, slots(pool, range(PAGES))))
@@ -360,7 +367,8 @@ def test_beside_latent_attention_ranks_have_states_and_drafts_of_their_own(
     shm_root: Path, name: str, side: Any
 ) -> None:
     """Only the latent KV is the same in all ranks: states and the heads of a draft are not."""
-    pools, ranks = {"kv": mla("page_first"), name: side()}, {"is_mla_model": True, "tp_size": 2}
+    pools = {"kv": mla("page_first"), name: side()}
+    ranks = {"is_mla_model": True, "tp_size": 2}
     few = PoolTransfer(PoolName(name), slots(pools[name], range(2)), keys=KEYS[:2])
     with storage(storage_config(shm_root), pools, **ranks) as made:
         assert all(made.batch_set_v1(KEYS[:2], slots(pools["kv"], range(2))))
@@ -385,12 +393,14 @@ def test_the_weights_are_those_of_the_server(
     """Without a name for them, the digest of the checkpoint's files; settings of the server count too."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"some weights")
-    kv, extra = mha("page_first"), {"extra": {"weights": None}}
+    kv = mha("page_first")
+    extra = {"extra": {"weights": None}}
     del extra["extra"]["weights"]
 
     def found(**args: Any) -> bool:
         settings = {"model_path": str(tmp_path), "device": "cpu", **args}
-        plain, name = storage_config(shm_root), str(args.get("served_model_name"))
+        plain = storage_config(shm_root)
+        name = str(args.get("served_model_name"))
         del plain["weights"]
         with (
             get_context().override_server_args(**settings),
@@ -408,7 +418,8 @@ def test_the_weights_are_those_of_the_server(
     assert not found(cp_strategy="zigzag")
     with monkeypatch.context() as changed:
         changed.setenv("SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR", "500")
-        assert not found() and found()
+        assert not found()
+        assert found()
         changed.setenv("SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR", "900")
         assert not found()
     monkeypatch.setenv("SGLANG_RUN_ID", "of each start another")
@@ -419,7 +430,8 @@ def test_the_weights_are_those_of_the_server(
         (beside / "adapter_config.json").write_text("{}")
         (beside / "adapter_model.safetensors").write_bytes(b"one")
         named = {setting: [{"lora_path": str(beside)}] if setting == "lora_paths" else str(beside)}
-        assert not found(**named) and found(**named)
+        assert not found(**named)
+        assert found(**named)
         (beside / "adapter_model.safetensors").write_bytes(b"other")
         assert not found(**named)
     with monkeypatch.context() as changed:
@@ -427,20 +439,26 @@ def test_the_weights_are_those_of_the_server(
         changed.setattr("sglang.__version__", "0.5.24")
         assert not found()
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    assert not found() and found()
+    assert not found()
+    assert found()
     (tmp_path / "config.json").write_text('{"rope_theta": 2}')
-    assert not found() and found()
+    assert not found()
+    assert found()
     (tmp_path / "preprocessor_config.json").write_text("{}")  # how images become a model's input
-    assert not found() and found()
+    assert not found()
+    assert found()
     (tmp_path / "scales.json").write_text("{}")
     scaled = {"quantization_param_path": str(tmp_path / "scales.json")}
-    assert not found(**scaled) and found(**scaled)
+    assert not found(**scaled)
+    assert found(**scaled)
     (tmp_path / "scales.json").write_text('{"kv_cache": 2}')
-    assert not found(**scaled) and found(**scaled)
+    assert not found(**scaled)
+    assert found(**scaled)
     experts = tmp_path / "experts"
     experts.mkdir()
     (experts / "0.gguf").write_bytes(b"one")
-    assert not found(kt_weight_path=str(experts)) and found(kt_weight_path=str(experts))
+    assert not found(kt_weight_path=str(experts))
+    assert found(kt_weight_path=str(experts))
     (experts / "1.gguf").write_bytes(b"two")
     assert not found(kt_weight_path=str(experts))
     with pytest.raises(ConfigError, match=r"--kt-weight-path .* local file"):
@@ -489,7 +507,8 @@ def test_bad_options_are_refused_in_one_sentence(shm_root: Path, extra: dict[str
 
 def test_what_cannot_work_is_refused_at_the_start(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No weights to name, no room, a pool without bytes, another SGLang."""
-    kv, extra = mha("page_first"), storage_config(shm_root)
+    kv = mha("page_first")
+    extra = storage_config(shm_root)
     unnamed = {name: value for name, value in extra.items() if name != "weights"}
     with (
         get_context().override_server_args(model_path=str(shm_root / "nothing")),

@@ -56,7 +56,8 @@ def say(what: dict[str, Any]) -> None:
 
 
 def _stop(name: str, at: int) -> None:
-    original, calls = getattr(PagesKV, name), 0
+    original = getattr(PagesKV, name)
+    calls = 0
 
     def stopping(self: PagesKV, starts: Any, slots: Any) -> None:
         nonlocal calls

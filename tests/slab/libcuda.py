@@ -16,7 +16,8 @@ import pytest
 from pagoda.slab.cuda_driver import LIBRARY, Driver
 
 SOURCE = Path(__file__).with_name("libcuda_stub.c")
-OUT_OF_MEMORY, NOT_SUPPORTED = 2, 801
+OUT_OF_MEMORY = 2
+NOT_SUPPORTED = 801
 
 
 @lru_cache(maxsize=1)
@@ -76,6 +77,7 @@ def called(library: Path | str) -> ctypes.CDLL:
     found.stub_registered.restype = found.stub_piece.restype = ctypes.c_uint64
     found.stub_limit.argtypes = [ctypes.c_uint64]
     found.stub_shift.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
-    found.stub_delay.argtypes, found.stub_copies.restype = [ctypes.c_long], ctypes.c_long
+    found.stub_delay.argtypes = [ctypes.c_long]
+    found.stub_copies.restype = ctypes.c_long
     found.stub_cold.restype = ctypes.c_long
     return found

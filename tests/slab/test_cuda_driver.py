@@ -38,7 +38,8 @@ def test_no_library_no_symbols_no_gpu_no_driver(tmp_path: Path, stub: Stub) -> N
 
 
 def test_what_is_registered_is_seen_where_the_driver_says(stub: Stub) -> None:
-    driver, array = stub.begin(), aligned(3 * PAGE_BYTES)
+    driver = stub.begin()
+    array = aligned(3 * PAGE_BYTES)
     stub.library.stub_shift(SHIFT, 0)
     driver.use(0)
     address = array.ctypes.data
@@ -49,13 +50,16 @@ def test_what_is_registered_is_seen_where_the_driver_says(stub: Stub) -> None:
 
 
 def test_a_copy_goes_by_the_device_s_address(stub: Stub) -> None:
-    driver, array, device = stub.begin(), aligned(2 * PAGE_BYTES), np.zeros(PAGE_BYTES, np.uint8)
+    driver = stub.begin()
+    array = aligned(2 * PAGE_BYTES)
+    device = np.zeros(PAGE_BYTES, np.uint8)
     stub.library.stub_shift(SHIFT, 0)
     driver.use(1)
     array[:] = np.arange(array.nbytes) % 251
     place = driver.register(array.ctypes.data, PAGE_BYTES)
     driver.copy(device.ctypes.data, place + 5, 1000, 0)
-    assert (device[:1000] == array[5:1005]).all() and not device[1000:].any()
+    assert (device[:1000] == array[5:1005]).all()
+    assert not device[1000:].any()
     driver.copy(place, device.ctypes.data, 7, 3 << 40)  # a stream is a pointer
     assert (array[:7] == device[:7]).all()
     with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
@@ -64,7 +68,8 @@ def test_a_copy_goes_by_the_device_s_address(stub: Stub) -> None:
 
 
 def test_errors_have_a_code_and_nvidia_s_name(stub: Stub) -> None:
-    driver, array = stub.begin(), aligned(PAGE_BYTES)
+    driver = stub.begin()
+    array = aligned(PAGE_BYTES)
     with pytest.raises(DriverError, match=r"cuDeviceGet: CUDA_ERROR_INVALID_DEVICE \(101\)"):
         driver.use(5)
     driver.use(0)
@@ -78,7 +83,8 @@ def test_errors_have_a_code_and_nvidia_s_name(stub: Stub) -> None:
 
 
 def test_each_device_s_context_is_retained_once(stub: Stub) -> None:
-    driver, had = stub.begin(), list[bool]()
+    driver = stub.begin()
+    had = list[bool]()
     assert stub.begin() is driver
 
     def work(device_index: int) -> None:
@@ -90,12 +96,14 @@ def test_each_device_s_context_is_retained_once(stub: Stub) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert had == [True] * 8 and stub.library.stub_retained() == 2
+    assert had == [True] * 8
+    assert stub.library.stub_retained() == 2
     assert not stub.library.stub_has_context()  # other threads do not change
 
 
 def test_a_forked_child_never_calls_it(stub: Stub) -> None:
-    driver, array = stub.begin(), aligned(PAGE_BYTES)
+    driver = stub.begin()
+    array = aligned(PAGE_BYTES)
     driver.use(0)
     address = array.ctypes.data
     driver.register(address, PAGE_BYTES)
@@ -132,7 +140,8 @@ def test_streams_are_our_own(stub: Stub) -> None:
     driver = stub.begin()
     driver.use(0)
     streams = [driver.stream() for _ in range(100)]
-    assert len(set(streams)) == 100 and 0 not in streams
+    assert len(set(streams)) == 100
+    assert 0 not in streams
 
 
 def test_captures_of_other_threads_are_let_be_and_the_mode_comes_back(stub: Stub) -> None:

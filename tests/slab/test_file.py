@@ -19,7 +19,8 @@ from pagoda.slab import PAGE_BYTES, FileSlab, aligned
 from tests import seccomp
 from tests.children import in_child
 
-SLOTS, SLOT_BYTES = 6, 4 * PAGE_BYTES
+SLOTS = 6
+SLOT_BYTES = 4 * PAGE_BYTES
 
 
 def make_file(path: Path, nbytes: int = SLOTS * SLOT_BYTES) -> Path:
@@ -67,7 +68,8 @@ def test_round_trip_of_header_and_payload(slab: FileSlab) -> None:
     for slot in range(SLOTS):
         slab.write(slot, [filled(PAGE_BYTES, slot), filled(3 * PAGE_BYTES, 100 + slot)])
     for slot in reversed(range(SLOTS)):
-        header, payload = aligned(PAGE_BYTES), aligned(3 * PAGE_BYTES)
+        header = aligned(PAGE_BYTES)
+        payload = aligned(3 * PAGE_BYTES)
         slab.read(slot, [header, payload])
         assert (header == filled(PAGE_BYTES, slot)).all()
         assert (payload == filled(3 * PAGE_BYTES, 100 + slot)).all()
@@ -249,9 +251,8 @@ def test_a_sandbox_without_the_calls_for_several_buffers_is_no_hindrance(tmp_pat
                 slab.write(1, [filled(PAGE_BYTES, 1), filled(3 * PAGE_BYTES, 2)])
                 back = aligned(PAGE_BYTES), aligned(3 * PAGE_BYTES)
                 slab.read(1, back)
-                assert (back[0] == filled(PAGE_BYTES, 1)).all() and (
-                    back[1] == filled(3 * PAGE_BYTES, 2)
-                ).all()
+                assert (back[0] == filled(PAGE_BYTES, 1)).all()
+                assert (back[1] == filled(3 * PAGE_BYTES, 2)).all()
             slab.close()
 
     in_child(inside)
@@ -289,7 +290,8 @@ class Gated(FileSlab):
 def test_close_leaves_the_descriptor_to_a_running_call(tmp_path: Path) -> None:
     path = make_file(tmp_path / "slab")
     slab = Gated(path, SLOTS, SLOT_BYTES)
-    slab.entered, slab.gate = threading.Event(), threading.Event()
+    slab.entered = threading.Event()
+    slab.gate = threading.Event()
     fd = slab._fd
     writer = threading.Thread(target=slab.write, args=(0, [filled(SLOT_BYTES, 6)]))
     writer.start()

@@ -33,7 +33,8 @@ def test_view_is_no_copy() -> None:
     slab = MemorySlab(None, 4, PAGE_BYTES)
     slab.view(2)[:] = 7
     assert (slab.array[2] == 7).all()
-    assert not slab.array[1].any() and not slab.array[3].any()
+    assert not slab.array[1].any()
+    assert not slab.array[3].any()
     for slot in (-1, 4):
         with pytest.raises(IndexError):
             slab.view(slot)
@@ -41,7 +42,8 @@ def test_view_is_no_copy() -> None:
 
 def test_file_is_shared_between_mappings(shm_root: Path) -> None:
     path = make_file(shm_root / "slab", 4 * PAGE_BYTES)
-    one, two = MemorySlab(path, 4, PAGE_BYTES), MemorySlab(path, 4, PAGE_BYTES)
+    one = MemorySlab(path, 4, PAGE_BYTES)
+    two = MemorySlab(path, 4, PAGE_BYTES)
     one.view(3)[:5] = (1, 2, 3, 4, 5)
     assert two.view(3)[:6].tolist() == [1, 2, 3, 4, 5, 0]
     one.close()
@@ -99,7 +101,8 @@ def test_populate_faults_all_pages_and_keeps_content(shm_root: Path) -> None:
     if not populate(slab.array.ctypes.data, mmap.PAGESIZE):
         pytest.skip("this kernel has no MADV_POPULATE_WRITE")
     assert resident_pages(slab) == slab.nbytes // mmap.PAGESIZE
-    assert slab.view(69)[-1] == 42 and not slab.view(0).any()
+    assert slab.view(69)[-1] == 42
+    assert not slab.view(0).any()
     slab.close()
 
 
@@ -113,7 +116,9 @@ def test_populate_gives_huge_pages_where_the_kernel_can(shm_root: Path) -> None:
     huge = sum(int(line.split()[1]) for line in mine.splitlines() if "PmdMapped" in line)
     if not huge:
         pytest.skip("this kernel gives no huge pages here")
-    assert huge <= 16 << 10 and huge % 2048 == 0  # it may not have had enough of them for all
+    # it may not have had enough of them for all
+    assert huge <= 16 << 10
+    assert huge % 2048 == 0
     slab.close()
 
 
@@ -149,5 +154,6 @@ def test_close_lets_go_of_the_memory() -> None:
 @pytest.mark.parametrize("nbytes", [1, 4096, 12288, 5000])
 def test_aligned(nbytes: int) -> None:
     buffer = aligned(nbytes)
-    assert buffer.shape == (nbytes,) and buffer.dtype == np.uint8
+    assert buffer.shape == (nbytes,)
+    assert buffer.dtype == np.uint8
     assert buffer.ctypes.data % PAGE_BYTES == 0

@@ -68,12 +68,15 @@ def test_pieces_cover_the_array_once(stub: Stub, nbytes: int, piece_bytes: int, 
     base = array.ctypes.data
     held = pinned_now(array, stub.begin(), piece_bytes)
     assert [size for _, size in stub.pieces] == sizes
-    assert held.nbytes == stub.registered == nbytes and held.trouble == ""
+    assert held.nbytes == stub.registered == nbytes
+    assert held.trouble == ""
     assert device_address(base, nbytes) == base + SHIFT
     assert device_address(base + nbytes - 1, 1) == base + SHIFT + nbytes - 1
-    assert device_address(base, nbytes + 1) is None and device_address(base - 1, 2) is None
+    assert device_address(base, nbytes + 1) is None
+    assert device_address(base - 1, 2) is None
     assert held.close()
-    assert stub.registered == held.nbytes == 0 and device_address(base, 1) is None
+    assert stub.registered == held.nbytes == 0
+    assert device_address(base, 1) is None
 
 
 def test_no_piece_is_larger_than_nvidia_takes(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,30 +109,38 @@ def test_what_was_registered_before_a_refusal_stays_usable(
     assert held.nbytes == stub.registered == 3 * PAGE
     assert "CUDA_ERROR_OUT_OF_MEMORY (2)" in held.trouble
     (line,) = caplog.messages
-    assert "ulimit -l" in line and "memlock" in line and f"{3 * PAGE} of {8 * PAGE} bytes" in line
+    assert "ulimit -l" in line
+    assert "memlock" in line
+    assert f"{3 * PAGE} of {8 * PAGE} bytes" in line
     assert caplog.records[0].levelno == logging.WARNING
-    assert device_address(base, 3 * PAGE) == base + SHIFT and device_address(base + 3 * PAGE - 1, 2) is None
+    assert device_address(base, 3 * PAGE) == base + SHIFT
+    assert device_address(base + 3 * PAGE - 1, 2) is None
     assert stub.library.stub_registrations() == 4  # it is not asked again and again
-    assert held.close() and stub.registered == 0
+    assert held.close()
+    assert stub.registered == 0
 
 
 def test_a_limit_of_locked_memory(stub: Stub) -> None:
     stub.library.stub_limit(5 * PAGE)
     held = pinned_now(aligned(8 * PAGE), stub.begin(), 2 * PAGE)
-    assert stub.registered == 4 * PAGE and "ulimit" in held.trouble
+    assert stub.registered == 4 * PAGE
+    assert "ulimit" in held.trouble
     held.close()
 
 
 def test_confidential_computing_is_named(stub: Stub) -> None:
     stub.library.stub_refuse(1, NOT_SUPPORTED)
     held = pinned_now(aligned(PAGE), stub.begin())
-    assert "confidential" in held.trouble and "ulimit" not in held.trouble and held.nbytes == 0
+    assert "confidential" in held.trouble
+    assert "ulimit" not in held.trouble
+    assert held.nbytes == 0
     held.close()
 
 
 def test_a_wrong_device_is_trouble(stub: Stub) -> None:
     held = pin(aligned(PAGE), 9, driver=stub.begin(), background=False)
-    assert held is not None and "CUDA_ERROR_INVALID_DEVICE" in held.trouble
+    assert held is not None
+    assert "CUDA_ERROR_INVALID_DEVICE" in held.trouble
     assert held.close()
 
 
@@ -162,12 +173,15 @@ def test_close_is_bounded_while_pieces_are_being_registered(stub: Stub) -> None:
     array = aligned(400 * PAGE)
     stub.library.stub_delay(50_000)  # 20 s in all
     held = pin(array, 0, driver=stub.begin(), piece_bytes=PAGE)
-    assert held is not None and not held.wait(0.2)
+    assert held is not None
+    assert not held.wait(0.2)
     began = time.monotonic()
     assert held.close(60)
     assert time.monotonic() - began < 10  # one piece, as slow as a busy machine makes it
-    assert stub.registered == 0 and device_address(array.ctypes.data, 1) is None
-    assert held.wait(0) and held.close(0)
+    assert stub.registered == 0
+    assert device_address(array.ctypes.data, 1) is None
+    assert held.wait(0)
+    assert held.close(0)
 
 
 def test_a_close_that_has_no_time_goes_on_behind_the_scenes(stub: Stub) -> None:
@@ -178,7 +192,8 @@ def test_a_close_that_has_no_time_goes_on_behind_the_scenes(stub: Stub) -> None:
     began = time.monotonic()
     assert not held.close(0.01)
     assert time.monotonic() - began < 5
-    assert held.close(60) and stub.registered == 0
+    assert held.close(60)
+    assert stub.registered == 0
 
 
 def test_close_is_idempotent_from_any_thread(stub: Stub) -> None:
@@ -188,7 +203,8 @@ def test_close_is_idempotent_from_any_thread(stub: Stub) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert held.close() and stub.registered == 0
+    assert held.close()
+    assert stub.registered == 0
 
 
 def test_close_waits_for_a_copy(stub: Stub) -> None:
@@ -201,7 +217,8 @@ def test_close_waits_for_a_copy(stub: Stub) -> None:
         time.sleep(0.05)
         assert stub.registered == 2 * PAGE  # though no new copy finds it
     closing.join(60)
-    assert not closing.is_alive() and stub.registered == 0
+    assert not closing.is_alive()
+    assert stub.registered == 0
 
 
 def test_a_copy_that_began_later_is_not_waited_for(stub: Stub) -> None:
@@ -212,18 +229,21 @@ def test_a_copy_that_began_later_is_not_waited_for(stub: Stub) -> None:
         wait_until(lambda: device_address(array.ctypes.data, 1) is None)
         late = copying()
         late.__enter__()
-    assert held.close(60) and stub.registered == 0
+    assert held.close(60)
+    assert stub.registered == 0
     late.__exit__(None, None, None)
 
 
 def test_a_copy_that_does_not_end_keeps_memory_registered_and_mapped(stub: Stub) -> None:
     array = aligned(PAGE)
-    base, alive = array.ctypes.data, weakref.ref(array.base)
+    base = array.ctypes.data
+    alive = weakref.ref(array.base)
     held = pinned_now(array, stub.begin())
     with copying():
         held.close(0.05)
         held._thread.join(60)
-    assert stub.registered == PAGE and device_address(base, 1) is None
+    assert stub.registered == PAGE
+    assert device_address(base, 1) is None
     del array, held
     gc.collect()
     assert alive() is not None
@@ -254,11 +274,16 @@ while not library.stub_registrations():
 
 
 def test_two_arrays_one_after_the_other(stub: Stub) -> None:
-    driver, one, two = stub.begin(), aligned(3 * PAGE), aligned(2 * PAGE)
-    first, second = pinned_now(one, driver, PAGE), pinned_now(two, driver, PAGE)
-    assert device_address(one.ctypes.data, one.nbytes) and device_address(two.ctypes.data, two.nbytes)
+    driver = stub.begin()
+    one = aligned(3 * PAGE)
+    two = aligned(2 * PAGE)
+    first = pinned_now(one, driver, PAGE)
+    second = pinned_now(two, driver, PAGE)
+    assert device_address(one.ctypes.data, one.nbytes)
+    assert device_address(two.ctypes.data, two.nbytes)
     first.close()
-    assert device_address(one.ctypes.data, 1) is None and device_address(two.ctypes.data, two.nbytes)
+    assert device_address(one.ctypes.data, 1) is None
+    assert device_address(two.ctypes.data, two.nbytes)
     assert stub.registered == second.nbytes == 2 * PAGE
     second.close()
     assert stub.library.stub_retained() == 1
@@ -267,10 +292,13 @@ def test_two_arrays_one_after_the_other(stub: Stub) -> None:
 @pytest.mark.slow
 def test_threads_that_ask_while_pieces_come_get_right_answers(stub: Stub) -> None:
     array = aligned(32 * PAGE)
-    base, wrong, over = array.ctypes.data, list[str](), threading.Event()
+    base = array.ctypes.data
+    wrong = list[str]()
+    over = threading.Event()
 
     def ask(seed: int) -> None:
-        random, reached = np.random.default_rng(seed), 0
+        random = np.random.default_rng(seed)
+        reached = 0
         while not over.is_set():
             begin = int(random.integers(array.nbytes))
             nbytes = int(random.integers(1, array.nbytes - begin + 1))
@@ -289,23 +317,28 @@ def test_threads_that_ask_while_pieces_come_get_right_answers(stub: Stub) -> Non
     over.set()
     for thread in threads:
         thread.join(60)
-    assert wrong == [] and held.nbytes == array.nbytes
+    assert wrong == []
+    assert held.nbytes == array.nbytes
     held.close()
 
 
 def test_first_of_all_who_keeps_the_slots_is_told(stub: Stub) -> None:
     at = list[int]()
     held = pin(aligned(PAGE), 0, driver=stub.begin(), parts=lambda: at.append(stub.registered) or [(0, PAGE)])
-    assert held is not None and held.wait(60)
-    assert at == [0] and stub.registered == PAGE
+    assert held is not None
+    assert held.wait(60)
+    assert at == [0]
+    assert stub.registered == PAGE
     held.close()
 
     def fails() -> None:
         raise OSError("the ledger is gone")
 
     held = pin(aligned(PAGE), 0, driver=stub.begin(), parts=fails, background=False)
-    assert held is not None and held.trouble == "OSError: the ledger is gone"
-    assert stub.registered == 0 and held.close()
+    assert held is not None
+    assert held.trouble == "OSError: the ledger is gone"
+    assert stub.registered == 0
+    assert held.close()
 
 
 # -- forks
@@ -317,11 +350,14 @@ def test_a_forked_child_forgets_everything_and_calls_nothing(stub: Stub) -> None
     base = array.ctypes.data
 
     def work() -> None:
-        assert device_address(base, 1) is None and held.nbytes == 0
-        assert held.wait(0) and held.close(0)
+        assert device_address(base, 1) is None
+        assert held.nbytes == 0
+        assert held.wait(0)
+        assert held.close(0)
         held.stop()
         check()
-        assert stub.fault == "" and stub.registered == 4 * PAGE
+        assert stub.fault == ""
+        assert stub.registered == 4 * PAGE
 
     in_child(work)
     assert device_address(base, 4 * PAGE) == base + SHIFT
@@ -339,13 +375,16 @@ def test_a_fork_while_pieces_are_being_registered(stub: Stub) -> None:
     def work() -> None:
         assert slab.pinned_bytes == 0
         again = slab.pin(0, driver=driver)
-        assert again is not None and again.wait(60) and "forked child" in again.trouble
+        assert again is not None
+        assert again.wait(60)
+        assert "forked child" in again.trouble
         slab.close(1)
         assert stub.fault == ""
 
     for _ in range(5):
         in_child(work)
-    assert held.wait(60) and slab.pinned_bytes == slab.nbytes
+    assert held.wait(60)
+    assert slab.pinned_bytes == slab.nbytes
     slab.close()
     assert stub.registered == 0
 
@@ -355,10 +394,13 @@ def test_a_fork_while_pieces_are_being_registered(stub: Stub) -> None:
 
 def test_a_slab_is_registered_once_in_whole_slots(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "PIECE_BYTES", 8 * PAGE)
-    slab, driver = MemorySlab(None, 5, 3 * PAGE), stub.begin()
+    slab = MemorySlab(None, 5, 3 * PAGE)
+    driver = stub.begin()
     slab.populate()
     held = slab.pin(0, driver=driver)
-    assert held is not None and slab.pin(0, driver=driver) is held and slab.pin(1, driver=driver) is held
+    assert held is not None
+    assert slab.pin(0, driver=driver) is held
+    assert slab.pin(1, driver=driver) is held
     assert held.wait(60)
     assert [size for _, size in stub.pieces] == [6 * PAGE, 6 * PAGE, 3 * PAGE]
     for slot in range(5):
@@ -380,7 +422,9 @@ def test_memory_is_there_before_the_driver_is_asked(stub: Stub, shm_root: Path) 
         if not populate(slab.array.ctypes.data, PAGE):
             pytest.skip("this kernel has no MADV_POPULATE_WRITE")
         held = slab.pin(0, driver=stub.begin())
-        assert held is not None and held.wait(60) and held.trouble == ""
+        assert held is not None
+        assert held.wait(60)
+        assert held.trouble == ""
         assert stub.library.stub_cold() == 0
         slab.close()
 
@@ -388,7 +432,8 @@ def test_memory_is_there_before_the_driver_is_asked(stub: Stub, shm_root: Path) 
 @pytest.mark.parametrize("slot_bytes", [1, 5000, PAGE, (1 << 30) + PAGE, (1 << 30) + 1, 100 << 30])
 def test_pieces_of_any_slot_are_whole_pages_within_the_limit(slot_bytes: int) -> None:
     piece = _piece_bytes(slot_bytes)
-    assert piece % PAGE == 0 and 0 < piece <= pinned.MAX_PIECE_BYTES
+    assert piece % PAGE == 0
+    assert 0 < piece <= pinned.MAX_PIECE_BYTES
     if slot_bytes in (1, 5000, PAGE, (1 << 30) + PAGE):
         assert piece % slot_bytes == 0
 
@@ -396,16 +441,19 @@ def test_pieces_of_any_slot_are_whole_pages_within_the_limit(slot_bytes: int) ->
 def test_a_slab_is_unmapped_after_it_was_unregistered(stub: Stub) -> None:
     slab = MemorySlab(None, 4, PAGE_BYTES)
     held = slab.pin(0, driver=stub.begin())
-    assert held is not None and held.wait(60)
+    assert held is not None
+    assert held.wait(60)
     array = weakref.ref(slab.array)
     slab.close()
-    assert stub.registered == 0 and array() is None
+    assert stub.registered == 0
+    assert array() is None
 
 
 def test_a_slab_that_nobody_closes_is_unregistered_all_the_same(stub: Stub) -> None:
     slab = MemorySlab(None, 4, PAGE_BYTES)
     held = slab.pin(0, driver=stub.begin())
-    assert held is not None and held.wait(60)
+    assert held is not None
+    assert held.wait(60)
     array = weakref.ref(slab.array)
     del slab, held
     gc.collect()
@@ -415,7 +463,8 @@ def test_a_slab_that_nobody_closes_is_unregistered_all_the_same(stub: Stub) -> N
 @pytest.mark.parametrize("seed", range(3))
 def test_slabs_at_random(stub: Stub, seed: int) -> None:
     """Whatever is opened, registered, refused and closed: what has a place is registered, what is closed is not."""
-    random, driver = np.random.default_rng(seed), stub.begin()
+    random = np.random.default_rng(seed)
+    driver = stub.begin()
     slabs: list[MemorySlab] = []
     for _ in range(60):
         kind = int(random.integers(6))
@@ -433,8 +482,10 @@ def test_slabs_at_random(stub: Stub, seed: int) -> None:
                 assert held.wait(60)
         check()
         for slab in slabs:
-            base, nbytes = slab.array.ctypes.data, slab.pinned_bytes
+            base = slab.array.ctypes.data
+            nbytes = slab.pinned_bytes
             assert not nbytes or device_address(base, nbytes) == base + SHIFT
     for slab in slabs:
         slab.close()
-    assert stub.registered == 0 and stub.library.stub_count() == 0
+    assert stub.registered == 0
+    assert stub.library.stub_count() == 0

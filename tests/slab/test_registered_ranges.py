@@ -18,8 +18,10 @@ def test_pieces_that_go_on_are_one() -> None:
     places.add(100, 50, 1100)
     assert places.find(140, 20) is None
     places.add(150, 50, 1150)
-    assert places.find(100, 150) == 1100 and places.find(140, 100) == 1140
-    assert places.find(99, 2) is None and places.find(249, 2) is None
+    assert places.find(100, 150) == 1100
+    assert places.find(140, 100) == 1140
+    assert places.find(99, 2) is None
+    assert places.find(249, 2) is None
     assert places.nbytes == 150
     places.check()
 
@@ -28,7 +30,8 @@ def test_pieces_that_lie_apart_on_the_device_are_two() -> None:
     places = RegisteredRanges()
     places.add(100, 50, 1100)
     places.add(150, 50, 2150)
-    assert places.find(100, 50) == 1100 and places.find(150, 50) == 2150
+    assert places.find(100, 50) == 1100
+    assert places.find(150, 50) == 2150
     assert places.find(149, 2) is None
     places.check()
 
@@ -39,7 +42,8 @@ def test_what_overlaps_is_refused_and_changes_nothing() -> None:
     for address, nbytes in ((100, 50), (149, 1), (90, 11), (90, 100), (120, 5)):
         with pytest.raises(ValueError, match="registered already"):
             places.add(address, nbytes, 0)
-    assert places.find(100, 50) == 1100 and places.nbytes == 50
+    assert places.find(100, 50) == 1100
+    assert places.nbytes == 50
     places.check()
 
 

@@ -57,15 +57,18 @@ class Calls(Judge):
         before = self.snapshot()
         match = self.manager.match(request.name)
         assert self.snapshot() == before, "a look changed something"
-        keys, host = self.keys(request.prompt), self.on_host()
+        keys = self.keys(request.prompt)
+        host = self.on_host()
         here = leading(self.in_tree(key) for key in keys)
         above = here + leading(key in host for key in keys[here:])
         everywhere = here + leading(key in host or self.below(key) for key in keys[here:])
         if not self.prefix:
             here = above = everywhere = 0
         cut = request.prompt.cut
-        assert match.num_tokens % BLOCK == 0 and match.num_tokens == cut(match.num_tokens // BLOCK) * BLOCK
-        assert match.device_tokens <= here * BLOCK and match.num_tokens <= cut(everywhere) * BLOCK
+        assert match.num_tokens % BLOCK == 0
+        assert match.num_tokens == cut(match.num_tokens // BLOCK) * BLOCK
+        assert match.device_tokens <= here * BLOCK
+        assert match.num_tokens <= cut(everywhere) * BLOCK
         assert match.device_tokens >= cut(min(self.surely(keys), here)) * BLOCK, "a block in use did not hit"
         most = cut(everywhere)
         if most - here < self.min_hit:
@@ -146,7 +149,8 @@ class Calls(Judge):
         self, request: Request, reserve: int, evict: bool, chunk: int | None = None
     ) -> Admitted | Waiting | NoRoom:
         """Call admit, and check the answer."""
-        keys, before = self.keys(request.prompt), self.snapshot()
+        keys = self.keys(request.prompt)
+        before = self.snapshot()
         needed = blocks_of(len(request.prompt) + reserve)
         inside = leading(self.in_tree(key) for key in keys) if self.prefix else 0
         answer = self.manager.admit(request.name, reserve_tokens=reserve, chunk_tokens=chunk, evict=evict)
@@ -156,7 +160,8 @@ class Calls(Judge):
             most = needed
             if isinstance(answer, Admitted):
                 needed = len(answer.table)
-                assert needed <= most and needed >= min(most, answer.shared, path + blocks_of(chunk))
+                assert needed <= most
+                assert needed >= min(most, answer.shared, path + blocks_of(chunk))
                 self.seen["in part"] += needed < most
             elif isinstance(answer, NoRoom):
                 needed = min(most, inside + blocks_of(chunk))
@@ -236,7 +241,8 @@ class Calls(Judge):
         request = pick([r for r in self.loose() if not r.waits], which)
         plan = self.manager.finish(request.name, keep_output=keep)
         if plan is not None:
-            assert self.write_back_on and plan.direction is Direction.DOWN
+            assert self.write_back_on
+            assert plan.direction is Direction.DOWN
             self.took(plan)
         self.left(request, request.computed if keep else min(request.computed, request.first_tokens))
         del self.requests[request.name]
@@ -244,7 +250,9 @@ class Calls(Judge):
     def preempt(self, which: int) -> None:
         """Preempt a request: it releases its blocks, and finds its KV again unless they were reused."""
         request = pick(self.loose(), which)
-        computed, waited, stale = request.computed, bool(request.waits), request.stale
+        computed = request.computed
+        waited = bool(request.waits)
+        stale = request.stale
         self.manager.preempt(request.name)
         self.left(request, computed)
         request.back()
@@ -260,7 +268,8 @@ class Calls(Judge):
         if not requests:
             return
         request = pick(requests, which)
-        flying, free = self.manager.in_flight, self.manager.free
+        flying = self.manager.in_flight
+        free = self.manager.free
         self.manager.release(request.name, discard=discard)
         assert self.manager.in_flight == flying, "a release planned or forgot a move"
         del self.requests[request.name]
@@ -279,7 +288,9 @@ class Calls(Judge):
         before = self.snapshot()
         plan = self.manager.demote(count)
         if plan is not None:
-            assert plan.direction is Direction.DOWN and len(plan.copies) <= count and not self.dead
+            assert plan.direction is Direction.DOWN
+            assert len(plan.copies) <= count
+            assert not self.dead
             self.took(plan)
         self.judge_victims(before, count + self.manager.total)
 
@@ -300,7 +311,8 @@ class Calls(Judge):
 
     def report(self, ticket: Ticket, rank: int, end: str, count: int) -> None:
         """Do the good copies, write garbage for the failed ones, report, and check the outcome."""
-        copies, number = ticket.plan.copies, ticket.plan.ticket
+        copies = ticket.plan.copies
+        number = ticket.plan.ticket
         good = {"all": len(copies), "count": len(copies), "some": min(count, len(copies))}.get(end, 0)
         for at, copy in enumerate(copies):
             self.copy(ticket, at, copy.block, copy.slot, rank, at < good)
@@ -314,7 +326,8 @@ class Calls(Judge):
 
     def late(self, which: int, rank: int, end: str) -> None:
         """Check that a late, an unknown or a repeated report changes nothing."""
-        number, rank = 10**6 + which, rank % self.ranks
+        number = 10**6 + which
+        rank = rank % self.ranks
         again = [ticket for ticket in self.tickets.values() if rank in ticket.reports]
         if end == "all" and again:
             number = pick(again, which).plan.ticket
@@ -323,9 +336,8 @@ class Calls(Judge):
         before = self.snapshot()
         tell = self.manager.failed if end == "failed" else self.manager.completed
         settled = tell(number, rank=rank)
-        assert not settled.known and not (
-            settled.ready or settled.shortened or settled.again or settled.freed
-        )
+        assert not settled.known
+        assert not (settled.ready or settled.shortened or settled.again or settled.freed)
         assert self.snapshot() == before
 
     def write_back(self, which: int) -> None:
@@ -337,7 +349,9 @@ class Calls(Judge):
             prompt.tokens, request.table[:count], items=prompt.items, salt=prompt.salt
         )
         if plan is not None:
-            assert plan.direction is Direction.DOWN and not self.manager.paused and not self.dead
+            assert plan.direction is Direction.DOWN
+            assert not self.manager.paused
+            assert not self.dead
             assert {copy.block for copy in plan.copies} <= set(request.table[:count])
             self.took(plan, lock=request.name)
 
@@ -373,12 +387,14 @@ class Calls(Judge):
         if not abandon and self.locked():
             return
         self.manager.reset(abandon=abandon)
-        self.requests, self.pins = {}, []
+        self.requests = {}
+        self.pins = []
         self.forget_deps()
         if abandon:
             self.gone += self.tickets
             self.tickets = {}
-        assert not self.manager._tree.nodes and self.manager.in_flight == len(self.tickets)
+        assert not self.manager._tree.nodes
+        assert self.manager.in_flight == len(self.tickets)
         flying = {copy.block for ticket in self.tickets.values() for copy in ticket.plan.copies}
         assert self.manager.free >= self.manager.total - len(flying)
 
@@ -389,7 +405,8 @@ class Calls(Judge):
             if not request.stale:
                 request.cached = self.keys(request.prompt)[: request.computed // BLOCK]
         back = self.manager.weights_changed()
-        assert set(back) == waited and len(back) == len(waited)
+        assert set(back) == waited
+        assert len(back) == len(waited)
         self.epoch += 1
         self.pins = []
         self.forget_deps()
@@ -406,7 +423,8 @@ class Calls(Judge):
         waiting = [self.tickets[number] for number in sorted(self.tickets)]
         waiting = [ticket for ticket in waiting if rank not in ticket.reports]
         answers = self.manager.lost(rank)
-        assert len(answers) == len(waiting) and self.manager.paused
+        assert len(answers) == len(waiting)
+        assert self.manager.paused
         for ticket, settled in zip(waiting, answers, strict=True):
             ticket.reports[rank] = 0
             self.judge_settled(ticket, settled, None)
@@ -429,7 +447,8 @@ class Calls(Judge):
 
     def other_begins(self, prompt: Prompt, keep: bool) -> None:
         """Let another process begin a store: the keys are busy until it ends or aborts."""
-        assert self.cache is not None and self.ledger is not None
+        assert self.cache is not None
+        assert self.ledger is not None
         if self.busy:
             self.ledger.abort(self.busy.pop())
         elif keep:
@@ -458,7 +477,8 @@ class Calls(Judge):
 
     def wrong(self, which: int) -> None:
         """Make a wrong call: a ValueError, and nothing has changed."""
-        manager, before = self.manager, self.snapshot()
+        manager = self.manager
+        before = self.snapshot()
         wrongs = [
             lambda: manager.release("nobody"),
             lambda: manager.finish("nobody"),

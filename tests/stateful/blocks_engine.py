@@ -63,10 +63,15 @@ class Engine:
             write_back=self.write_back_on,
             ranks=self.ranks,
         )
-        self.requests, self.tickets, self.gone, self.dead = {}, {}, [], set()
+        self.requests = {}
+        self.tickets = {}
+        self.gone = []
+        self.dead = set()
         self.used = {}
         if self.cache is None:  # without a cache, only the manager knows of other weights
-            self.epoch, self.right, self.named = 0, {}, {}
+            self.epoch = 0
+            self.right = {}
+            self.named = {}
 
     def open(self, slots: int) -> Cache:
         """One process's cache on the host tier (and the disk)."""
@@ -216,7 +221,8 @@ class Engine:
 
     def copy(self, ticket: Ticket, at: int, block: int, slot: int, rank: int, good: bool) -> None:
         """One copy of one rank: its own share of the slot."""
-        assert self.cache is not None and self.cache.slots is not None
+        assert self.cache is not None
+        assert self.cache.slots is not None
         view = (
             self.cache.slots.view(slot)[: BLOCK * 8 * self.ranks].view(np.uint64).reshape(self.ranks, BLOCK)
         )

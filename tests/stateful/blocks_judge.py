@@ -36,7 +36,8 @@ class Judge(Engine):
     def judge_waiting(self, answer: Waiting) -> None:
         """Check that there is something to wait for."""
         if answer.plan is not None:
-            assert answer.plan.direction is Direction.DOWN and answer.plan.ticket in answer.tickets
+            assert answer.plan.direction is Direction.DOWN
+            assert answer.plan.ticket in answer.tickets
             self.took(answer.plan)
         assert answer.tickets and answer.tickets <= set(self.tickets), f"{answer} of {list(self.tickets)}"
 
@@ -87,7 +88,8 @@ class Judge(Engine):
         """The table is complete, and the hits are blocks whose KV is there or being loaded."""
         assert len(answer.table) == needed == len(set(answer.table))
         hit = answer.computed_tokens // BLOCK
-        assert answer.computed_tokens % BLOCK == 0 and answer.computed_tokens < len(request.prompt)
+        assert answer.computed_tokens % BLOCK == 0
+        assert answer.computed_tokens < len(request.prompt)
         assert hit == request.prompt.cut(hit) == answer.shared, answer
         assert sum(answer.by_tier.values()) == answer.computed_tokens
         assert self.prefix or not hit
@@ -100,7 +102,9 @@ class Judge(Engine):
             assert not own & set(answer.table), f"{other.name} writes into blocks of the table"
         request.admitted(answer, self.epoch)
         if answer.plan is not None:
-            assert answer.plan.direction is Direction.UP and not self.manager.paused and not self.dead
+            assert answer.plan.direction is Direction.UP
+            assert not self.manager.paused
+            assert not self.dead
             assert answer.plan.ticket in answer.waits
             self.took(answer.plan, request)
         assert answer.waits <= set(self.tickets)
@@ -149,9 +153,12 @@ class Judge(Engine):
     def took(self, plan: Plan, leader: Request | None = None, lock: str | None = None) -> None:
         """A plan was returned: no other request has its blocks and slots."""
         assert plan.ticket not in self.tickets and plan.ticket not in self.gone, "a ticket was used twice"
-        assert plan.copies and self.cache is not None
-        blocks, slots = [copy.block for copy in plan.copies], [copy.slot for copy in plan.copies]
-        assert len(set(blocks)) == len(blocks) and len(set(slots)) == len(slots)
+        assert plan.copies
+        assert self.cache is not None
+        blocks = [copy.block for copy in plan.copies]
+        slots = [copy.slot for copy in plan.copies]
+        assert len(set(blocks)) == len(blocks)
+        assert len(set(slots)) == len(slots)
         ticket = Ticket(plan, leader.name if leader else None, lock=lock)
         host = {place: key for key, place in self.on_host().items()}
         others = [one.plan for one in self.tickets.values()]
@@ -216,7 +223,8 @@ class Judge(Engine):
 
     def shorten(self, request: Request, computed: int) -> None:
         """It keeps its blocks, and computes from there."""
-        assert computed < request.computed and computed % BLOCK == 0
+        assert computed < request.computed
+        assert computed % BLOCK == 0
         assert request.prompt.cut(computed // BLOCK) == computed // BLOCK, "shortened to inside an image"
         request.shared = computed // BLOCK
         request.kv = request.kv[:computed]
@@ -254,7 +262,9 @@ class Judge(Engine):
 
     def agree_gauges(self) -> None:
         """The numbers are those of the tables and the tree."""
-        manager, stats, nodes = self.manager, self.manager.stats(), self.manager._tree.nodes
+        manager = self.manager
+        stats = self.manager.stats()
+        nodes = self.manager._tree.nodes
         assert stats["total"] == stats["free"] + stats["cached"] + stats["in_use"] + stats["in_flight"]
         assert manager.in_flight == len(self.tickets), (
             f"{manager.in_flight} in flight, {list(self.tickets)} known"
@@ -297,7 +307,8 @@ class Judge(Engine):
     def agree_places(self, host: dict[bytes, tuple[int, int]], fetching: bool) -> None:
         """`where` is where a key is."""
         for key in self.some_keys()[self.now % 8 :: 8]:
-            place, node = self.manager.where(key), self.manager._tree.nodes.get(key)
+            place = self.manager.where(key)
+            node = self.manager._tree.nodes.get(key)
             if node is not None:
                 assert place == node.place
                 assert self.in_tree(key)

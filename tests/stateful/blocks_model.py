@@ -99,7 +99,8 @@ def first_tag(salt: str | None) -> int:
 
 @cache
 def _chain(symbols: tuple[tuple[int, ...], ...], salt: str | None, epoch: int) -> Tags:
-    tags, before = [], first_tag(salt)
+    tags = []
+    before = first_tag(salt)
     for symbol in symbols:
         before = next_tag(before, symbol, epoch)
         tags.append(before)
@@ -171,11 +172,18 @@ class Request:
 
     def admitted(self, answer: Admitted, epoch: int) -> None:
         """Note that it has its blocks."""
-        self.running, self.stale = True, False
-        self.table, self.shared, self.waits = answer.table, answer.shared, set(answer.waits)
+        self.running = True
+        self.stale = False
+        self.table = answer.table
+        self.shared = answer.shared
+        self.waits = set(answer.waits)
         self.kv = list(self.prompt.right(epoch)[: answer.computed_tokens])
 
     def back(self) -> None:
         """Note that it waits again."""
-        self.running, self.stale, self.table, self.shared, self.kv = False, False, [], 0, []
+        self.running = False
+        self.stale = False
+        self.table = []
+        self.shared = 0
+        self.kv = []
         self.waits = set()

@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 from pagoda.ledger import Reserved
 from pagoda.ledger.allocation import BUSY_NS
 
-SLOTS, DEPTH, TRUNK, CHAINS, TOKENS = 32, 7, 2, 8, 16
+SLOTS = 32
+DEPTH = 7
+TRUNK = 2
+CHAINS = 8
+TOKENS = 16
 NAMESPACES = [blake3(b"tenant %d" % n).digest() for n in range(2)]
 
 

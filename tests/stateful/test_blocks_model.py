@@ -70,7 +70,10 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
     ) -> None:
         """Opens the cache, if there is one, and the manager. `min_hit`: blocks that are worth a load."""
         self.min_hit = min_hit
-        self.ranks, self.prefix, self.write_back_on, self.calm = ranks, prefix, write_back, calm
+        self.ranks = ranks
+        self.prefix = prefix
+        self.write_back_on = write_back
+        self.calm = calm
         self.layout = KVLayout.opaque(BLOCK, BLOCK * 8 * ranks, f"model of {ranks} ranks")
         self.clock = FakeClock() if self.kind == "host" else Clock()
         if self.kind != "none":
@@ -128,7 +131,10 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
 
     def acted(self, op: str, which: int, more: int, prompt: Prompt) -> bool:
         """Does it, if it is possible now."""
-        able, idle, running, loose = self.able(), self.idle(), self.running(), self.loose()
+        able = self.able()
+        idle = self.idle()
+        running = self.running()
+        loose = self.loose()
         done = [request for request in loose if not request.waits]
         fresh = [request for request in able if not request.stale]
         room = MOST_REQUESTS - len(self.requests)

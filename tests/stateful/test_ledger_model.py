@@ -123,8 +123,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self, wanted: Sequence[bytes], start: int, parts: int, stamp: int
     ) -> tuple[list[Reserved], bool]:
         """One call of reserve, judged key by key and victim by victim."""
-        now, claimed = self.clock.monotonic_ns(), self.model.claimed()
-        before, busy = dict(self.model.ready), self.model.busy(now)
+        now = self.clock.monotonic_ns()
+        claimed = self.model.claimed()
+        before = dict(self.model.ready)
+        busy = self.model.busy(now)
         shields = {key: self.shielded(key) for key in before}
         hard = {key: self.shielded(key, leases=False) for key in before}
         mine = sum(not one.dead for one in self.model.pending)
@@ -143,9 +145,11 @@ class LedgerMachine(RuleBasedStateMachine):
             assert outcome.key == key
             if key in before:
                 assert isinstance(outcome, Present), f"{outcome} for a chunk that is there"
-                assert (outcome.slot, outcome.generation) == before[key] and key not in evicted
+                assert (outcome.slot, outcome.generation) == before[key]
+                assert key not in evicted
             elif key in busy:
-                assert isinstance(outcome, Busy) and outcome.owner == self.ledger.session.member
+                assert isinstance(outcome, Busy)
+                assert outcome.owner == self.ledger.session.member
             else:
                 assert isinstance(outcome, Reserved | Refused), outcome
         reserved = [one for one in outcomes if isinstance(one, Reserved)]
@@ -307,10 +311,8 @@ class LedgerMachine(RuleBasedStateMachine):
             st.lists(st.sampled_from(sorted(self.model.ready.values())), max_size=3, unique=True)
         )
         places = [place for place in places if place not in self.model.held]
-        slots, generations = (
-            np.array([s for s, _ in places], np.int64),
-            np.array([g for _, g in places], np.uint64),
-        )
+        slots = np.array([s for s, _ in places], np.int64)
+        generations = np.array([g for _, g in places], np.uint64)
         assert self.ledger.hold(slots, generations) == [True] * len(places)
         self.model.held |= set(places)
 
@@ -336,7 +338,8 @@ class LedgerMachine(RuleBasedStateMachine):
         now = {who: set(pinned) for who, pinned in admin.list_pins(self.ledger).items() if pinned}
         mine = self.model.pins.setdefault(owner, set())
         extra = now.get(owner, set()) - mine
-        assert extra <= set(wanted) and extra <= set(self.model.ready)
+        assert extra <= set(wanted)
+        assert extra <= set(self.model.ready)
         mine |= extra
         missing = [key for key in wanted if key in self.model.ready and key not in mine]
         assert not missing or len(self.model.pinned()) >= SLOTS // 4
@@ -394,7 +397,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """A member that leaves takes its reservations and holds with it; chunks and pins stay."""
         self.ledger.close()
         self.model.gone |= {(one.reserved.slot, one.reserved.generation) for one in self.model.pending}
-        self.model.pending, self.model.held = [], set()
+        self.model.pending = []
+        self.model.held = set()
         self.open()
 
     @rule(chain=chains, length=lengths, dies=st.booleans())
@@ -431,7 +435,8 @@ class LedgerMachine(RuleBasedStateMachine):
             match = self.ledger.match_prefix(wanted, touch=False)
             held = self.ledger.hold(match.slots, match.generations)
             outcomes = self.ledger.reserve(wanted, namespace=NAMESPACE[wanted[0]], tokens=TOKENS)
-            assert all(held) and len(outcomes) == len(wanted)
+            assert all(held)
+            assert len(outcomes) == len(wanted)
             reserved = [one for one in outcomes if isinstance(one, Reserved)]
             os.write(send, pickle.dumps((reserved, [key for key in before if key not in self.found()])))
             if not dies:
@@ -451,9 +456,11 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         admin.check(self.ledger)
-        model, gauges = self.model, admin.gauges(self.ledger)
+        model = self.model
+        gauges = admin.gauges(self.ledger)
         assert self.found() == model.ready
-        assert gauges["ready"] == len(model.ready) and gauges["slots"] == SLOTS
+        assert gauges["ready"] == len(model.ready)
+        assert gauges["slots"] == SLOTS
         taken = len(model.pending) + len(model.waiting())
         assert gauges["reserved"] == taken, f"{gauges}, {model.pending}, {model.waiting()}"
         assert gauges["free"] == SLOTS - len(model.ready) - taken

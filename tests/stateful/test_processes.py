@@ -19,7 +19,9 @@ def judge(summary: Summary) -> None:
     assert not summary.violations, "\n".join(summary.violations[:20])
     counts = summary.counts
     assert counts["wrong"] == counts["late"] == counts["errors"] == 0
-    assert summary.kills >= 2 and summary.stops >= 2 and counts["forks"] >= 10
+    assert summary.kills >= 2
+    assert summary.stops >= 2
+    assert counts["forks"] >= 10
     assert counts["overtaken"] > 0, "a run without any race shows little"
 
 
@@ -41,4 +43,6 @@ def test_four_processes_with_a_disk_below(shm_root: Path, tmp_path: Path) -> Non
     disk = tmp_path / "disk"
     summary = run(tmp_path / "run", shm_root, OPERATIONS // 2, 2, 200, disk=disk, slack_seconds=SLACK_SECONDS)
     judge(summary)
-    assert summary.counts["disk_saved"] > 20 and summary.counts["disk_hits"] > 20  # a slow disk takes less
+    # a slow disk takes less
+    assert summary.counts["disk_saved"] > 20
+    assert summary.counts["disk_hits"] > 20

@@ -49,6 +49,7 @@ def test_it_stays_open_after_its_rest_until_something_worked() -> None:
     assert not breaker.is_open
     breaker.record_failure()
     clock.advance(6)
-    assert breaker.is_open and not breaker.resting
+    assert breaker.is_open
+    assert not breaker.resting
     breaker.record_success()
     assert not breaker.is_open

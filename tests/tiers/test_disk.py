@@ -211,8 +211,10 @@ def test_reads_go_before_the_writes_that_wait(tmp_path: Path, monkeypatch: pytes
 
 def test_small_chunks_are_written_many_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one batch, so with two transactions, and to adjacent slots in one call: that is most of what they cost."""
-    calls, batches = list[int](), list[int]()
-    save, move = disk.DiskWorker.save, FileSlab._writev
+    calls = list[int]()
+    batches = list[int]()
+    save = disk.DiskWorker.save
+    move = FileSlab._writev
 
     def counted_save(self: disk.DiskWorker, writes: Sequence[WriteRequest]) -> None:
         batches.append(len(writes))
@@ -276,7 +278,8 @@ def test_put_many_does_not_count_what_a_later_chunk_evicted(tmp_path: Path) -> N
     keys = [keys_of(1, chain=n)[0] for n in range(20)]
     chunks = [chunk for key in keys for chunk in chunks_of([key])]
     there = tier.put_many(iter(chunks), namespace=ROOT)
-    assert there == sum(map(tier.contains, keys)) and 0 < there <= 8
+    assert there == sum(map(tier.contains, keys))
+    assert 0 < there <= 8
     tier.close()
 
 
@@ -289,7 +292,9 @@ def test_a_put_that_does_not_wait_says_whether_it_was_queued(tmp_path: Path) -> 
     assert tier.put(second, payload, namespace=ROOT, position=1, block=False) is False
     assert tier.stats()["drop_queue_full"] == 1
     slab.release()
-    assert tier.flush(SECONDS) and tier.contains(first) and not tier.contains(second)
+    assert tier.flush(SECONDS)
+    assert tier.contains(first)
+    assert not tier.contains(second)
     tier.close()
 
 
@@ -398,7 +403,8 @@ def test_remove_waits_for_a_write_that_has_begun(tmp_path: Path) -> None:
     assert not seen, "it returned in the middle of the write"
     slab.release()
     removing.join(SECONDS)
-    assert seen == [(True, False)] and ends(saving) == [Done(False, Reason.REMOVED)]
+    assert seen == [(True, False)]
+    assert ends(saving) == [Done(False, Reason.REMOVED)]
     tier.close()
 
 
@@ -417,7 +423,8 @@ def test_a_chunk_that_is_removed_while_it_is_being_committed_goes(
 
     monkeypatch.setattr(tier.ledger, "commit", commit_and_lose)
     assert ends(tier.save(chunks_of(keys), ROOT)) == [Done(True, None), Done(False, why)]
-    assert tier.contains(keys[0]) and not tier.contains(keys[1])
+    assert tier.contains(keys[0])
+    assert not tier.contains(keys[1])
     assert tier.ledger.explain_miss(keys[1]).reason is why
     assert admin.gauges(tier.ledger)["ready"] == 1
     tier.close()
@@ -468,7 +475,8 @@ def test_a_copy_that_waits_to_be_written_is_dropped_when_another_process_clears(
     if call == "put_many":
         thread.join(SECONDS)
         assert counts == [0]
-    assert tier.find([written.key, waiting.key]) == 0 and not tier.contains(waiting.key)
+    assert tier.find([written.key, waiting.key]) == 0
+    assert not tier.contains(waiting.key)
     assert tier.stats()["drop_stale"] == 2  # also the one that was being written
     assert tier.put(waiting.key, waiting.payload[: LAYOUT.chunk_bytes], namespace=ROOT, position=1)
     check(tier)
@@ -516,12 +524,14 @@ def test_a_clear_that_a_signal_ends_leaves_no_write_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier, slab = open_faulty(tmp_path, queue_chunks=8)
-    keys, queue = keys_of(6), tier._pool.queue
+    keys = keys_of(6)
+    queue = tier._pool.queue
     slab.fail_next("write", Fault.HANG)
     futures = tier.save(chunks_of(keys[:1]), ROOT)
     assert slab.hanging.wait(SECONDS)
     futures += tier.save(chunks_of(keys[1:], 1), ROOT)
-    finish, times = queue.finish_writes, iter(range(10))
+    finish = queue.finish_writes
+    times = iter(range(10))
 
     def interrupted(ends: Sequence[tuple[WriteRequest, Done]]) -> None:
         if next(times) in (1, 2):  # as if a signal came there
@@ -534,7 +544,8 @@ def test_a_clear_that_a_signal_ends_leaves_no_write_behind(
     monkeypatch.undo()
     assert all(future.done() for future in futures[1:])
     slab.release()
-    assert tier.flush(SECONDS) and not any(oks(futures))
+    assert tier.flush(SECONDS)
+    assert not any(oks(futures))
     assert all(oks(tier.save(chunks_of(keys), ROOT)))
     tier.close()
 
@@ -543,7 +554,8 @@ def test_get_counts_as_a_use(tmp_path: Path) -> None:
     tier = open_disk(tmp_path)
     keys = keys_of(3)
     store(tier, keys)
-    assert tier.contains(keys[0]) and tier.get(keys[1], namespace=ROOT) is not None
+    assert tier.contains(keys[0])
+    assert tier.get(keys[1], namespace=ROOT) is not None
     assert {row.key: row.hits for row in admin.list_chunks(tier.ledger)} == dict(
         zip(keys, (0, 1, 0), strict=True)
     )

@@ -296,7 +296,8 @@ def test_an_error_of_the_slab_tests_the_tables(tmp_path: Path, call: str) -> Non
             assert ends(tier.load(keys[:1], [room()], namespace=ROOT)) == [Done(False, Reason.IO_ERROR)]
         else:
             assert ends(tier.save(chunks_of(keys[3:]), ROOT)) == [Done(False, Reason.IO_ERROR)]
-        assert tier.resting and not tier.find(keys)
+        assert tier.resting
+        assert not tier.find(keys)
         os._exit(0)
 
     assert wait(child(stops)) == 0

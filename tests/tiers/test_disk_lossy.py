@@ -78,7 +78,9 @@ def test_more_chunks_fit_into_the_same_size(tmp_path: Path) -> None:
         tier = DiskTier.open(LAYOUT, tmp_path / name, size, codec_name=name)
         slots[name] = tier.ledger.slots
         tier.close()
-    assert slots["raw"] == 8 and slots["q8"] >= 14 and slots["q4"] >= 24
+    assert slots["raw"] == 8
+    assert slots["q8"] >= 14
+    assert slots["q4"] >= 24
 
 
 def test_each_codec_has_a_store_of_its_own(tmp_path: Path) -> None:
@@ -100,7 +102,8 @@ def test_what_is_not_finite_is_dropped_with_a_reason(tmp_path: Path) -> None:
     payloads[KEYS[1]][:2] = np.array([np.nan], "<f2").view(np.uint8)
     done = save(tier, payloads)
     assert [each.ok for each in done] == [True, False, True, True, True, True]
-    assert done[1].reason is Reason.TOO_LARGE and tier.stats()["drop_too_large"] == 1
+    assert done[1].reason is Reason.TOO_LARGE
+    assert tier.stats()["drop_too_large"] == 1
     assert tier.find(KEYS, namespace=NAMESPACE.root) == 1
     tier.close()
 
@@ -108,7 +111,8 @@ def test_what_is_not_finite_is_dropped_with_a_reason(tmp_path: Path) -> None:
 def test_a_damaged_byte_is_a_miss_and_is_removed(tmp_path: Path) -> None:
     tier = open_disk(tmp_path)
     save(tier)
-    slab, stride = tier.ledger.slab_path, tier.ledger.slot_bytes
+    slab = tier.ledger.slab_path
+    stride = tier.ledger.slot_bytes
     tier.close()
     with open(slab, "r+b") as file:
         for slot in range(6):

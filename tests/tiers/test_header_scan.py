@@ -67,7 +67,8 @@ def test_more_slots_than_a_batch(tmp_path: Path) -> None:
 
 
 def test_what_was_cleared_does_not_come_back(tmp_path: Path) -> None:
-    before, after = keys_of(5), keys_of(3, chain=1)
+    before = keys_of(5)
+    after = keys_of(3, chain=1)
     tier = open_disk(tmp_path)
     store(tier, before)
     tier.clear(ROOT)

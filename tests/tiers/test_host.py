@@ -62,7 +62,8 @@ def test_slots_are_filled_in_place_by_who_has_the_ledger(shm_root: Path) -> None
 
 def test_an_evicted_chunk_is_a_miss_with_its_reason(shm_root: Path) -> None:
     tier = open_host(shm_root, size_bytes=8 * LAYOUT.slot_bytes)
-    old, new = keys_of(8, chain=1), keys_of(8, chain=2)
+    old = keys_of(8, chain=1)
+    new = keys_of(8, chain=2)
     store(tier, old)
     store(tier, new)
     assert ends(tier.load(old[:1], [room()], namespace=ROOT)) == [Done(False, Reason.EVICTED)]
@@ -86,8 +87,10 @@ def test_a_payload_that_is_longer_than_a_chunk_is_not_cut(shm_root: Path) -> Non
     (key,) = keys_of(1)
     assert LAYOUT.chunk_bytes + 1 < LAYOUT.slot_bytes
     assert not tier.put(key, payload_of(key)[: LAYOUT.chunk_bytes + 1], namespace=ROOT)
-    assert not tier.contains(key) and tier.stats()["drop_too_large"] == 1
-    assert tier.put(key, payload_of(key)[: LAYOUT.chunk_bytes], namespace=ROOT) and right(tier, key)
+    assert not tier.contains(key)
+    assert tier.stats()["drop_too_large"] == 1
+    assert tier.put(key, payload_of(key)[: LAYOUT.chunk_bytes], namespace=ROOT)
+    assert right(tier, key)
     tier.close()
 
 
@@ -132,7 +135,8 @@ def test_chunks_outlive_the_tier_object(shm_root: Path) -> None:
 
 
 def test_private_tiers_share_nothing(shm_root: Path) -> None:
-    one, two = open_host(shm_root, shared=False), open_host(shm_root, shared=False)
+    one = open_host(shm_root, shared=False)
+    two = open_host(shm_root, shared=False)
     keys = keys_of(2)
     store(one, keys)
     assert one.find(keys) == 2
@@ -150,7 +154,8 @@ def test_private_memory_costs_no_file(shm_root: Path) -> None:
 
 def test_a_forked_child_shares_the_memory(shm_root: Path) -> None:
     tier = open_host(shm_root)
-    mine, childs = keys_of(2, chain=1), keys_of(2, chain=2)
+    mine = keys_of(2, chain=1)
+    childs = keys_of(2, chain=2)
     store(tier, mine)
 
     def work() -> None:

@@ -50,7 +50,8 @@ def test_the_writes_of_a_batch_leave_some_to_the_other_threads() -> None:
 
 def test_a_thread_that_waits_takes_all_writes_of_one_call() -> None:
     """A transaction a batch: one for each chunk would cost more than all the rest."""
-    queue, taken = IoQueue(8), list[int]()
+    queue = IoQueue(8)
+    taken = list[int]()
     thread = threading.Thread(target=lambda: taken.append(len(queue.take(16) or [])))  # type: ignore[arg-type]
     thread.start()
 
@@ -61,7 +62,8 @@ def test_a_thread_that_waits_takes_all_writes_of_one_call() -> None:
 
     queued = queue.add_writes(slowly())
     thread.join(20)
-    assert taken == [4] and all(isinstance(each, WriteRequest) for each in queued)
+    assert taken == [4]
+    assert all(isinstance(each, WriteRequest) for each in queued)
 
 
 def test_workers_share_what_is_queued_but_no_small_batch() -> None:
@@ -146,7 +148,9 @@ def test_wait_ends_when_the_write_ends() -> None:
 
 def test_reads_of_one_chunk_share_one_flight_and_all_get_the_bytes() -> None:
     queue = IoQueue(2)
-    leader, follower, other = read(0), read(0), read(1)
+    leader = read(0)
+    follower = read(0)
+    other = read(1)
     for each in (leader, follower, other):
         queue.add_read(each)
     assert queue.take(1) is leader
@@ -160,7 +164,8 @@ def test_reads_of_one_chunk_share_one_flight_and_all_get_the_bytes() -> None:
 
 def test_who_follows_shares_a_failure_too() -> None:
     queue = IoQueue(2)
-    leader, follower = read(0), read(0)
+    leader = read(0)
+    follower = read(0)
     queue.add_read(leader)
     queue.add_read(follower)
     queue.finish_read(leader, Done(False, Reason.IO_ERROR), LAYOUT.chunk_bytes)
@@ -172,12 +177,15 @@ def test_who_follows_shares_a_failure_too() -> None:
 
 def test_cancel_takes_what_waits_and_marks_what_is_being_written() -> None:
     queue = IoQueue(8)
-    begun, waiting, other = write(0), write(1), write(2, namespace=b"other")
+    begun = write(0)
+    waiting = write(1)
+    other = write(2, namespace=b"other")
     for each in (begun, waiting, other):
         added(queue, each)
     assert queue.take(1) == [begun]
     queued: list[WriteRequest] = []
-    assert queue.cancel(Reason.CLEARED, queued, namespace=ROOT) == [begun] and queued == [waiting]
+    assert queue.cancel(Reason.CLEARED, queued, namespace=ROOT) == [begun]
+    assert queued == [waiting]
     assert not begun.is_valid()
     assert queue.pending_writes(KEYS) == {KEYS[2]: other}
     assert queue.in_flight(KEYS[0])
@@ -193,7 +201,8 @@ def test_what_was_put_back_is_cancelled_at_once() -> None:
     for pause, each in zip((0.02, 3600.0, 0.01), queue.take(3), strict=True):
         assert queue.put_back(each, pause)
     queued: list[WriteRequest] = []
-    assert queue.cancel(Reason.REMOVED, queued, key=KEYS[1]) == [] and queued == [second]
+    assert queue.cancel(Reason.REMOVED, queued, key=KEYS[1]) == []
+    assert queued == [second]
     queue.finish_writes([(second, Done(False, Reason.REMOVED))])
     assert isinstance(added(queue, write(1)), WriteRequest), "it can be stored again"
     again = queue.pending_writes(KEYS)[KEYS[1]]
@@ -202,7 +211,9 @@ def test_what_was_put_back_is_cancelled_at_once() -> None:
 
 def test_close_hands_back_what_had_not_begun() -> None:
     queue = IoQueue(8)
-    begun, waiting, one = write(0), write(1), read(3)
+    begun = write(0)
+    waiting = write(1)
+    one = read(3)
     added(queue, begun)
     queue.take(1)
     added(queue, waiting)
@@ -225,10 +236,13 @@ def test_close_wakes_who_waits_for_work() -> None:
 
 def test_a_thread_that_waits_for_work_sleeps_when_work_ends() -> None:
     """To wake it costs more than a small write does; what waits for the end is woken."""
-    queue, mine = IoQueue(8), write(1)
+    queue = IoQueue(8)
+    mine = write(1)
     reading = read(2)
-    assert added(queue, mine) is mine and queue.take(1) == [mine]
-    assert queue.add_read(reading) is None and queue.take(1) is reading
+    assert added(queue, mine) is mine
+    assert queue.take(1) == [mine]
+    assert queue.add_read(reading) is None
+    assert queue.take(1) is reading
     worker = threading.Thread(target=queue.take, args=(1,))
     waiter = threading.Thread(target=queue.wait, args=(None, 60.0))
     worker.start()
@@ -238,7 +252,8 @@ def test_a_thread_that_waits_for_work_sleeps_when_work_ends() -> None:
     queue.finish_writes([(mine, OK)])
     queue.finish_read(reading, OK, 0)
     waiter.join(60.0)
-    assert not waiter.is_alive() and list(queue._changed._waiters) == [waiting]
+    assert not waiter.is_alive()
+    assert list(queue._changed._waiters) == [waiting]
     queue.close()
     worker.join(60.0)
     assert not worker.is_alive()

@@ -253,7 +253,8 @@ def test_mistake_18_short_io_is_never_a_success(tmp_path: Path) -> None:
 def test_mistake_18_opening_truncates_nothing(tmp_path: Path) -> None:
     tier = open_disk(tmp_path)
     store(tier, keys_of(8))
-    path, size = tier.ledger.slab_path, tier.ledger.slab_path.stat().st_size
+    path = tier.ledger.slab_path
+    size = tier.ledger.slab_path.stat().st_size
     second = open_disk(tmp_path)
     assert path.stat().st_size == size
     tier.close()
@@ -267,7 +268,8 @@ def test_mistake_18_opening_truncates_nothing(tmp_path: Path) -> None:
 def test_mistake_18_a_truncated_slab_is_never_served_from(tmp_path: Path) -> None:
     tier = open_disk(tmp_path)
     store(tier, keys_of(8))
-    path, size = tier.ledger.slab_path, tier.ledger.slab_path.stat().st_size
+    path = tier.ledger.slab_path
+    size = tier.ledger.slab_path.stat().st_size
     tier.close()
     with path.open("r+b") as file:
         file.truncate(size * 9 // (2 * tier.ledger.slots))  # in the middle of the fifth slot

@@ -124,7 +124,9 @@ def test_what_a_new_tier_takes_is_said_once_and_is_no_warning(
     said = [record.getMessage() for record in caplog.records if "remove" in record.getMessage()]
     assert len(said) == 2
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
-    assert "1.0 MiB" in said[0] and str(shm_root) in said[0] and "`pagoda remove host`" in said[0]
+    assert "1.0 MiB" in said[0]
+    assert str(shm_root) in said[0]
+    assert "`pagoda remove host`" in said[0]
     assert "`pagoda remove disk`" in said[1]
 
 
@@ -140,7 +142,8 @@ def test_a_missing_directory_is_left_out_and_forgotten_after_a_month(
     (tmp_path / "disk").rmdir()
     long_ago = time.time() - 31 * 86400
     os.utime(files(register_of_tiers)[0], (long_ago, long_ago))
-    assert recorded_tiers.entries() == [] and files(register_of_tiers) == []
+    assert recorded_tiers.entries() == []
+    assert files(register_of_tiers) == []
 
 
 def test_a_tier_in_use_is_not_forgotten(tmp_path: Path, register_of_tiers: Path) -> None:
@@ -163,12 +166,14 @@ def test_damaged_entries_are_passed_over(tmp_path: Path, register_of_tiers: Path
 def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path, register_of_tiers: Path) -> None:
     recorded_tiers.add("disk", tmp_path)
     directory = files(register_of_tiers)[0].parent
-    old, fresh = directory / ".0123-4567", directory / ".89ab-cdef"
+    old = directory / ".0123-4567"
+    fresh = directory / ".89ab-cdef"
     for file in (old, fresh):
         file.touch()
     os.utime(old, (time.time() - 3600,) * 2)
     recorded_tiers.add("disk", tmp_path.parent)
-    assert fresh.exists() and not old.exists()
+    assert fresh.exists()
+    assert not old.exists()
 
 
 def test_the_register_is_bounded(
@@ -202,7 +207,8 @@ def test_a_register_that_others_could_write_is_not_believed(tmp_path: Path, regi
 
 def test_forget(tmp_path: Path) -> None:
     recorded_tiers.add("disk", tmp_path)
-    assert recorded_tiers.remove(str(tmp_path)) and not recorded_tiers.remove(str(tmp_path))
+    assert recorded_tiers.remove(str(tmp_path))
+    assert not recorded_tiers.remove(str(tmp_path))
     assert recorded_tiers.entries() == []
 
 

@@ -85,7 +85,9 @@ def test_a_store_of_format_2_keeps_what_it_holds(tmp_path: Path) -> None:
     for _ in range(2):
         in_child(lambda: keeps_all(tmp_path))
     state = read_state(directory)
-    assert state is not None and state.format == FORMAT and state.clean
+    assert state is not None
+    assert state.format == FORMAT
+    assert state.clean
 
 
 @pytest.mark.parametrize("format_", [FORMAT - 1, FORMAT + 1])
@@ -96,7 +98,8 @@ def test_tables_of_another_format_are_rebuilt(tmp_path: Path, format_: int) -> N
     write_state(directory, msgspec.structs.replace(state, format=format_))
     in_child(lambda: keeps_all(tmp_path))
     after = read_state(directory)
-    assert after is not None and (after.store_id, after.incarnation) == (
+    assert after is not None
+    assert (after.store_id, after.incarnation) == (
         state.store_id,
         state.incarnation + 1,
     )
@@ -135,7 +138,8 @@ def test_two_versions_have_a_host_store_each(shm_root: Path, monkeypatch: pytest
             monkeypatch.setattr(module, "FORMAT", FORMAT + 1)
         tier = host(shm_root)
         assert admin.gauges(tier.ledger)["free"] == 16, "it has a separate limit"
-        assert not right(tier, KEYS[0]) and all(oks(tier.save(chunks_of(KEYS[:2]), ROOT)))
+        assert not right(tier, KEYS[0])
+        assert all(oks(tier.save(chunks_of(KEYS[:2]), ROOT)))
         tier.close()
 
     tier = host(shm_root)
@@ -163,7 +167,8 @@ def test_what_another_version_left_in_memory_gives_way(
         assert (shm_root / LAYOUT.fingerprint).is_dir()
     with caplog.at_level(logging.WARNING):
         host(shm_root).close()
-    assert not (shm_root / LAYOUT.fingerprint).exists() and "format 2" in caplog.text
+    assert not (shm_root / LAYOUT.fingerprint).exists()
+    assert "format 2" in caplog.text
 
 
 # counters
@@ -198,7 +203,8 @@ def test_a_new_counter_is_no_new_format(shm_root: Path, monkeypatch: pytest.Monk
         assert admin.counters(older)["lookups"] == 13
     admin.reap(older)  # adds up the whole row of the dead member
     older.count({"hits": 1})
-    assert tuple(admin.counters(older)) == metrics.COUNTERS and admin.counters(older)["lookups"] == 13
+    assert tuple(admin.counters(older)) == metrics.COUNTERS
+    assert admin.counters(older)["lookups"] == 13
     in_child(newer_again)
     older.close()
     support.opened(shm_root).close()
@@ -252,11 +258,13 @@ def test_a_chunk_that_another_version_wrote_is_a_miss_and_stays(
         slab.seek(slot * STRIDE)
         slab.write(page.tobytes())
     assert [right(tier, key) for key in KEYS] == [True, True, False, True, True, True]
-    assert tier.contains(KEYS[2]) and not admin.counters(tier.ledger)["failed_checks"]
+    assert tier.contains(KEYS[2])
+    assert not admin.counters(tier.ledger)["failed_checks"]
     with open(tier.ledger.slab_path, "r+b") as slab:  # with one more flipped bit it counts as damaged
         slab.seek(slot * STRIDE + 3000)
         slab.write(b"\x01")
-    assert not right(tier, KEYS[2]) and not tier.contains(KEYS[2])
+    assert not right(tier, KEYS[2])
+    assert not tier.contains(KEYS[2])
     tier.close()
 
 
@@ -264,4 +272,5 @@ def test_the_name_of_a_host_store_says_its_format(shm_root: Path) -> None:
     tier = host(shm_root)
     assert tier.ledger.directory.name == f"{LAYOUT.fingerprint}.{FORMAT}"
     tier.close()
-    assert isinstance(tier.ledger, Ledger) and keys(1)
+    assert isinstance(tier.ledger, Ledger)
+    assert keys(1)

@@ -144,7 +144,8 @@ print("end")
 
 def test_a_forked_child_has_threads_of_its_own(tmp_path: Path) -> None:
     tier = open_disk(tmp_path)
-    mine, childs = keys_of(4), keys_of(4, chain=1)
+    mine = keys_of(4)
+    childs = keys_of(4, chain=1)
     store(tier, mine)
 
     def work() -> None:
@@ -202,7 +203,8 @@ def test_a_fork_while_a_thread_holds_the_locks_of_the_store(tmp_path: Path) -> N
 
     def work() -> None:
         disk_store.record_error(OSError("told once"), "a test")
-        assert tier.find(keys) == 3 and all(right(tier, key) for key in keys)
+        assert tier.find(keys) == 3
+        assert all(right(tier, key) for key in keys)
 
     with disk_store.breaker._lock, disk_store.log._lock:
         in_child(work)

@@ -49,7 +49,8 @@ def tier(request: pytest.FixtureRequest, shm_root: Path) -> Iterator[Local]:
 
 def unharmed(tier: Local) -> None:
     assert [right(tier, key) for key in KEYS] == [True] * 6
-    assert not tier.stats()["failed_checks"] and not tier.stats()["removed_chunks"]
+    assert not tier.stats()["failed_checks"]
+    assert not tier.stats()["removed_chunks"]
 
 
 @pytest.mark.parametrize("root", [OTHER.root, b"x" * 32], ids=["another tenant", "unknown"])
@@ -57,7 +58,8 @@ def test_the_keys_of_another_namespace(tier: Local, root: bytes) -> None:
     assert tier.find(KEYS, namespace=root) == 0 < tier.find(KEYS, namespace=ROOT)
     buffers = [np.zeros_like(room()) for _ in KEYS]
     for done in ends(tier.load(KEYS, buffers, namespace=root)):
-        assert not done.ok and done.reason is Reason.OTHER_NAMESPACE
+        assert not done.ok
+        assert done.reason is Reason.OTHER_NAMESPACE
     assert not any(np.any(buffer) for buffer in buffers)
     assert tier.get(KEYS[0], namespace=root) is None
     unharmed(tier)
@@ -81,7 +83,9 @@ def test_another_place_in_the_chain(tier: Local, start: int) -> None:
 
 
 def test_who_does_not_say_a_namespace_is_not_asked_for_one(tier: Local) -> None:
-    assert tier.find(KEYS) == 6 and tier.find(KEYS[3:]) == 3 and tier.contains(KEYS[4])
+    assert tier.find(KEYS) == 6
+    assert tier.find(KEYS[3:]) == 3
+    assert tier.contains(KEYS[4])
     assert tier.get(KEYS[5]) is not None
 
 
@@ -102,7 +106,8 @@ def test_what_is_queued_is_compared_too(tmp_path: Path) -> None:
 def test_storing_under_the_keys_of_another_namespace(tier: Local) -> None:
     """Otherwise its bytes would be passed to other tiers as the caller's chunk."""
     for done in ends(tier.save(chunks_of(KEYS), OTHER.root)):
-        assert not done.ok and done.reason is Reason.OTHER_NAMESPACE
+        assert not done.ok
+        assert done.reason is Reason.OTHER_NAMESPACE
     unharmed(tier)
 
 
@@ -130,6 +135,7 @@ def test_put_takes_a_tensor_of_any_element_type_of_kv(tier: Local, dtype: str) -
     words = torch.arange(LAYOUT.chunk_bytes, dtype=torch.int16).to(torch.uint8)
     assert tier.put(key, words.view(getattr(torch, dtype)), namespace=ROOT)
     found = tier.get(key, namespace=ROOT)
-    assert found is not None and found.tobytes() == words.numpy().tobytes()
+    assert found is not None
+    assert found.tobytes() == words.numpy().tobytes()
     with pytest.raises(ValueError, match="payload must be a tensor or a numpy array, got list"):
         tier.put(key, [1, 2], namespace=ROOT)  # type: ignore[arg-type]

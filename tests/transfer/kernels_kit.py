@@ -31,9 +31,11 @@ def _module() -> object:
     pytest.importorskip("torch")
     pytest.importorskip("triton")
     spec = importlib.util.find_spec("pagoda.transfer.gpu.kernels")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     again = importlib.util.spec_from_file_location("pagoda_kernels_interpreted", spec.origin)
-    assert again is not None and again.loader is not None
+    assert again is not None
+    assert again.loader is not None
     module = importlib.util.module_from_spec(again)
     sys.modules[again.name] = module
     before = os.environ.get("TRITON_INTERPRET")

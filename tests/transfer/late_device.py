@@ -60,7 +60,8 @@ class LateStream:
     """A stream: does its launched work in order, late. Thread-safe."""
 
     def __init__(self, world: World, name: str, handle: int) -> None:
-        self.name, self.handle = name, handle
+        self.name = name
+        self.handle = handle
         self.work: deque[_Work] = deque()
         self._world = world
 
@@ -126,7 +127,8 @@ class World:
     @contextmanager
     def on(self, stream: LateStream) -> Iterator[None]:
         """Make a stream the calling thread's current one."""
-        before, self._here.stream = self.current(), stream
+        before = self.current()
+        self._here.stream = stream
         try:
             yield
         finally:
@@ -208,7 +210,8 @@ def _runs(
     assert isinstance(table, RunTable)
     assert ids.dtype == places.dtype == torch.int64, "ids and places are int64"
     assert ids.shape == (len(places), table.count), f"ids {tuple(ids.shape)}, places {tuple(places.shape)}"
-    assert 0 <= begin <= end <= len(table.address) and word_bytes in (1, 2, 4, 8, 16)
+    assert 0 <= begin <= end <= len(table.address)
+    assert word_bytes in (1, 2, 4, 8, 16)
     for place, own in zip(places.tolist(), ids.tolist(), strict=True):
         if not place:
             continue
@@ -228,14 +231,18 @@ class _Sent:
     """A table on the device: valid after `home` has reached it; `home` frees its memory when this is dropped."""
 
     def __init__(self, inner: object, there: list[bool], home: LateStream) -> None:
-        self.inner, self.there, self.home = inner, there, home
+        self.inner = inner
+        self.there = there
+        self.home = home
 
 
 class LateKernels:
     """Kernels whose launches are done later, on the then current stream. Their arguments must live as long."""
 
     def __init__(self, world: World, inner: Mover, homes: dict[int, LateStream]) -> None:
-        self._world, self._inner, self._homes = world, inner, homes
+        self._world = world
+        self._inner = inner
+        self._homes = homes
         self.launches = 0
         self.fail_at: int | None = None
         self.fail_late_at: int | None = None
@@ -256,13 +263,19 @@ class LateKernels:
 
     def _launch(self, name: str, call: Callable[..., None], table: object, args: Sequence[object]) -> None:
         assert isinstance(table, _Sent)
-        inner, there, home, alive = table.inner, table.there, table.home, ref(table)
+        inner = table.inner
+        there = table.there
+        home = table.home
+        alive = ref(table)
         self.launches += 1
         if self.fail_at is not None and self.launches >= self.fail_at:
             raise Failure(f"launch {self.launches}")
         ids, places, *rest = args
-        assert isinstance(ids, torch.Tensor) and isinstance(places, torch.Tensor)
-        held, stream, number = [ids.detach(), places.detach()], self._world.current(), self.launches
+        assert isinstance(ids, torch.Tensor)
+        assert isinstance(places, torch.Tensor)
+        held = [ids.detach(), places.detach()]
+        stream = self._world.current()
+        number = self.launches
 
         def do() -> None:
             if self.fail_late_at is not None and number >= self.fail_late_at:
@@ -307,7 +320,8 @@ class LateDevice:
     ) -> None:
         self.torch_device = torch.device("cpu")
         self.world = world or World(seed, eager)
-        self._shift, self._host = shift, host
+        self._shift = shift
+        self._host = host
         self._inside = threading.local()
         self._rooms: list[_Room] = []
         self._held: list[object] = []
@@ -451,8 +465,10 @@ class LateDevice:
     def _declare(self, kind: str, arrays: Sequence[Bytes | torch.Tensor]) -> None:
         for array in arrays:
             if isinstance(array, torch.Tensor):
-                address, nbytes = array.data_ptr(), array.nbytes
+                address = array.data_ptr()
+                nbytes = array.nbytes
             else:
-                address, nbytes = array.ctypes.data, array.nbytes
+                address = array.ctypes.data
+                nbytes = array.nbytes
             self._rooms.append(_Room(address, address + nbytes, kind))
             self._held.append(array)  # its address is not used again

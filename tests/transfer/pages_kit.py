@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from pagoda.layout import KVLayout
 
-BLOCKS, BLOCK_TOKENS, POISON = 16, 4, 0xA5
+BLOCKS = 16
+BLOCK_TOKENS = 4
+POISON = 0xA5
 
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")

@@ -24,7 +24,8 @@ def test_round_trip_touches_only_its_blocks(table: list[int] | None, threads: in
     pool = blocks(6)
     slots = [np.full(LAYOUT.slot_bytes, 0xA5, np.uint8) for _ in range(2)]
     BlockKV(pool, LAYOUT, table=table, threads=threads).to_slots([8, 0], slots)
-    first, second = (table or [0, 1, 2])[2], (table or [0, 1, 2])[0]
+    first = (table or [0, 1, 2])[2]
+    second = (table or [0, 1, 2])[0]
     for slot, block in zip(slots, (first, second), strict=True):
         assert slot[: LAYOUT.chunk_bytes].tobytes() == pool[block].view(torch.uint8).numpy().tobytes()
         assert (slot[LAYOUT.chunk_bytes :] == 0xA5).all()

@@ -56,11 +56,13 @@ def test_a_device_that_is_not_there_is_named(device: str) -> None:
 
 def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's current context is the runtime's current device, so it has to be put back."""
-    now, seen = [0], []
+    now = [0]
+    seen = []
 
     @contextmanager
     def device(wanted: torch.device) -> Iterator[None]:
-        before, now[0] = now[0], wanted.index
+        before = now[0]
+        now[0] = wanted.index
         yield
         now[0] = before
 
@@ -82,7 +84,8 @@ def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.cuda, "ExternalStream", lambda at, device: SimpleNamespace(cuda_stream=at, device=device)
     )
     cuda = object.__new__(CudaDevice)
-    cuda.torch_device, cuda._driver = torch.device("cuda", 1), cast(Driver, Context())
+    cuda.torch_device = torch.device("cuda", 1)
+    cuda._driver = cast(Driver, Context())
     (stream,) = cuda.new_streams(1)
     assert now == [0]
     stream.run(lambda: seen.append(now[0]))
@@ -95,7 +98,8 @@ def test_a_thread_keeps_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_are_made_beside_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a module spoils a capture of another thread, as allocating does."""
-    relaxed, seen = [False], []
+    relaxed = [False]
+    seen = []
 
     class Context:
         def use(self, device_index: int) -> None:
@@ -153,7 +157,8 @@ def test_the_fastest_way_is_taken(best: str) -> None:
     asked = table_of([1 << 20, 1 << 20])
 
     def attempt(way: str, table: RunTable, ids: np.ndarray, slots: list[np.ndarray]) -> None:
-        assert (table.nbytes == asked.nbytes[0]).all() and table.count == asked.count
+        assert (table.nbytes == asked.nbytes[0]).all()
+        assert table.count == asked.count
         assert all(len(list(table.runs(row, 0, table.rows))) == table.rows * table.count for row in ids)
         assert all(slot.nbytes == table.span(0, table.rows)[1] for slot in slots)
         time.sleep(0.0 if way == best else 0.05)
@@ -231,8 +236,10 @@ def test_layers_are_told_of_as_they_come() -> None:
     kv.from_slots([0], slots[:1])
     assert not layer_events.wait_layer(0, timeout=0.0)
     kv.from_slots([4], slots[1:])
-    assert layer_events.complete and all(layer_events.wait_layer(layer, timeout=0.0) for layer in range(3))
-    assert not pools[2][:, [5, 1]].any() and pools[2][:, 0].any()
+    assert layer_events.complete
+    assert all(layer_events.wait_layer(layer, timeout=0.0) for layer in range(3))
+    assert not pools[2][:, [5, 1]].any()
+    assert pools[2][:, 0].any()
 
 
 def test_a_device_copies_no_token_that_lies_in_pieces() -> None:
@@ -253,4 +260,5 @@ def test_an_empty_call_does_nothing() -> None:
     kv = DenseKV([[torch.empty(1, 0, 4)] * 2], layout, copy_engine=CopyEngine(CpuDevice()))
     kv.to_slots([], [])
     kv.from_slots([], [])
-    assert kv.num_tokens == 0 and kv.device_index is None
+    assert kv.num_tokens == 0
+    assert kv.device_index is None

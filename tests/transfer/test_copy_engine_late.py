@@ -57,11 +57,14 @@ class Scene(NamedTuple):
 
     def moves(self, begin: int = 0, end: int | None = None) -> list[tuple[int, int, int]]:
         """Return (place in memory, place in room, bytes) of each run in rows [begin, end), computed simply."""
-        table, base, found = self.table, self.memory.ctypes.data, []
+        table = self.table
+        base = self.memory.ctypes.data
+        found = []
         for chunk, slot in enumerate(self.begins):
             for row in range(begin, len(table.address) if end is None else end):
                 for number in range(table.count):
-                    one, size = int(self.ids[chunk, number]), int(table.nbytes[row])
+                    one = int(self.ids[chunk, number])
+                    size = int(table.nbytes[row])
                     if one >= 0:
                         inside = (one // table.group) * int(table.stride[row]) + one % table.group * size
                         where = slot + int(table.offset[row]) + number * size
@@ -158,7 +161,9 @@ def declare(device: LateDevice, it: Scene, slots: str) -> None:
 
 def store(engine: CopyEngine, device: LateDevice, it: Scene) -> None:
     """The producer is still writing when the store is asked for; what must be right is."""
-    real, it.memory[:], it.room[:] = it.memory.copy(), 0xEE, POISON
+    real = it.memory.copy()
+    it.memory[:] = 0xEE
+    it.room[:] = POISON
     device.current_stream().launch(partial(np.copyto, it.memory, real))
     engine.store(it.table, it.ids, it.slots, device.current_event())
     device.check()
@@ -168,12 +173,10 @@ def store(engine: CopyEngine, device: LateDevice, it: Scene) -> None:
 
 def load(engine: CopyEngine, device: LateDevice, it: Scene) -> None:
     """What the engine still reads of the blocks is what was in them before."""
-    before, want, room, seen = (
-        it.memory.copy(),
-        it.loaded(it.memory),
-        it.room.copy(),
-        np.zeros_like(it.memory),
-    )
+    before = it.memory.copy()
+    want = it.loaded(it.memory)
+    room = it.room.copy()
+    seen = np.zeros_like(it.memory)
     device.current_stream().launch(partial(np.copyto, seen, it.memory))
     engine.load(it.table, it.ids, it.slots, device.current_event())
     device.check()
@@ -241,11 +244,10 @@ def test_a_layer_is_there_when_it_was_waited_for(way: str | None, slots: str, st
     for seed in range(6):
         it = scene(seed, rows=8)
         device = device_of(it, slots, seed)
-        want, layers = it.loaded(it.memory), len(it.table.layers) - 1
-        layer_events, seen = (
-            LayerEvents(layers, len(it.ids)),
-            [np.zeros_like(it.memory) for _ in range(layers)],
-        )
+        want = it.loaded(it.memory)
+        layers = len(it.table.layers) - 1
+        layer_events = LayerEvents(layers, len(it.ids))
+        seen = [np.zeros_like(it.memory) for _ in range(layers)]
         engine = CopyEngine(device, way=way, staging_bytes=staging_bytes)
         with ThreadPoolExecutor(1) as thread:
             load = thread.submit(
@@ -284,9 +286,12 @@ def test_nothing_goes_on_after_an_error(way: str | None, direction: str, slots: 
         except Failure:
             raised += 1
         device.check()
-        it.room[:], it.memory[:] = 0x11, 0x22  # the slots are reassigned now
+        # the slots are reassigned now
+        it.room[:] = 0x11
+        it.memory[:] = 0x22
         device.current_stream().record_event().synchronize()
-        assert (it.room == 0x11).all() and (it.memory == 0x22).all()
+        assert (it.room == 0x11).all()
+        assert (it.memory == 0x22).all()
         device.fail_at = device.kernels.fail_at = None
         it.memory[:] = np.random.default_rng(seed).integers(0, 256, it.memory.size)
         MOVES[direction](engine, device, it)
@@ -304,10 +309,8 @@ def test_what_failed_on_the_device_is_raised(way: str | None, direction: str, sl
         engine = CopyEngine(device, way=way, staging_bytes=200)
         MOVES[direction](engine, device, it)
         assert device.kernels is not None
-        device.fail_late_at, device.kernels.fail_late_at = (
-            device.copies + 1 + seed % 2,
-            device.kernels.launches + 1,
-        )
+        device.fail_late_at = device.copies + 1 + seed % 2
+        device.kernels.fail_late_at = device.kernels.launches + 1
         for _ in range(2):
             with pytest.raises(Failure):
                 (engine.store if direction == "down" else engine.load)(it.table, it.ids, it.slots, None)
@@ -325,7 +328,8 @@ def test_a_device_that_has_little_memory_left(way: str | None, direction: str, s
         device.most_bytes = 700
         engine = CopyEngine(device, way=way, staging_bytes=1 << 16)
         MOVES[direction](engine, device, it)
-        engine, device.most_bytes = CopyEngine(device, way=way, staging_bytes=1 << 16), 8
+        engine = CopyEngine(device, way=way, staging_bytes=1 << 16)
+        device.most_bytes = 8
         if slots == "registered" and way in ("direct", "runs", None):
             MOVES[direction](engine, device, it)
             continue
@@ -357,7 +361,9 @@ def test_what_was_taken_is_what_was_there(kernels: str | None, prepared: bool) -
         it = scene(seed, skipped=0, twice=True)
         device = device_of(it, seed=seed, kernels=kernels)
         engine = CopyEngine(device, staging_bytes=200)
-        real, it.memory[:], it.room[:] = it.memory.copy(), 0xEE, POISON
+        real = it.memory.copy()
+        it.memory[:] = 0xEE
+        it.room[:] = POISON
         (producer,) = device.new_streams(1)  # another stream of the engine's
         producer.launch(partial(np.copyto, it.memory, real))
         table = replace(it.table)
@@ -392,7 +398,8 @@ def test_rings_that_are_taken_at_the_start_are_those_of_all_calls() -> None:
 def test_tables_are_let_go_of() -> None:
     it = scene(0, skipped=0)
     device = device_of(it)
-    engine, table = CopyEngine(device, way="direct"), replace(it.table)
+    engine = CopyEngine(device, way="direct")
+    table = replace(it.table)
     engine.store(table, it.ids, it.slots)
     gone = ref(table)
     del table

@@ -112,7 +112,8 @@ def test_slots_of_separate_memories_are_copied_one_by_one() -> None:
     """An array over both would span the heap, where each temporary array of numpy would overlap it again."""
     layout = KVLayout.dense(1, 2, 8, "float16", 4)
     planes = [np.random.default_rng(0).integers(0, 99, (2, 42, 8), np.int16) for _ in "KV"]
-    kv, slots = DenseKV([planes], layout, threads=1), [mapped_at(1 << 28), mapped_at(0x7F00_0000_0000)]
+    kv = DenseKV([planes], layout, threads=1)
+    slots = [mapped_at(1 << 28), mapped_at(0x7F00_0000_0000)]
 
     def there_and_back() -> None:
         kv.to_slots([0, 4], slots)
@@ -192,7 +193,8 @@ def test_the_load_that_cannot_be_read_is_a_high_one(monkeypatch: pytest.MonkeyPa
 
 def test_whoever_is_free_takes_the_next_job() -> None:
     done: list[int] = []
-    begun, release = threading.Event(), threading.Event()
+    begun = threading.Event()
+    release = threading.Event()
 
     def slow() -> None:
         begun.set()
@@ -209,7 +211,9 @@ def test_whoever_is_free_takes_the_next_job() -> None:
 @pytest.mark.parametrize("error", [ValueError, IndexError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["here", "helper"])
 def test_an_error_is_raised_and_nothing_goes_on_after_it(error: type[BaseException], where: str) -> None:
-    caller, ended, met = threading.get_ident(), list[int](), threading.Barrier(2)
+    caller = threading.get_ident()
+    ended = list[int]()
+    met = threading.Barrier(2)
 
     def job() -> None:
         met.wait(30)  # one on each thread
@@ -244,7 +248,9 @@ def raising(*numbers: signal.Signals) -> Iterator[None]:
 @pytest.mark.timeout(120, method="thread")
 def test_signals_that_come_again_and_again_do_not_end_the_wait_for_a_helper() -> None:
     """Otherwise it would write into slots that others have reserved since."""
-    caller, ended, met = threading.get_ident(), list[int](), threading.Barrier(2)
+    caller = threading.get_ident()
+    ended = list[int]()
+    met = threading.Barrier(2)
 
     def job() -> None:
         met.wait(30)
@@ -264,7 +270,9 @@ def test_signals_that_come_again_and_again_do_not_end_the_wait_for_a_helper() ->
 
 @pytest.mark.timeout(120, method="thread")
 def test_a_child_that_a_signal_handler_forks_during_a_copy_does_not_wait_for_helpers_that_it_lacks() -> None:
-    caller, met, release = threading.get_ident(), threading.Barrier(2), threading.Event()
+    caller = threading.get_ident()
+    met = threading.Barrier(2)
+    release = threading.Event()
     forked: list[int] = []
 
     def job() -> None:
@@ -332,9 +340,11 @@ def test_the_helpers_end_with_the_cache(shm_root: Path) -> None:
 
 def test_a_large_copy_is_cut_without_a_remainder() -> None:
     shape = (3, 7 * (cpu_copy._PIECE_BYTES // 8) // 3 + 1)  # a number of pieces that does not divide it
-    source, to = np.random.default_rng(0).random(shape), np.zeros(shape)
+    source = np.random.default_rng(0).random(shape)
+    to = np.zeros(shape)
     pieces = list(cpu_copy._pieces(to, source))
-    assert len(pieces) > 3 and sum(size for _, size in pieces) == source.nbytes
+    assert len(pieces) > 3
+    assert sum(size for _, size in pieces) == source.nbytes
     for job, _ in pieces:
         job()
     assert (to == source).all()
@@ -378,4 +388,5 @@ def test_what_has_not_begun_is_dropped_after_an_error() -> None:
     todo = deque([fail, partial(ran.append, 1), partial(ran.append, 2)])
     with pytest.raises(ValueError):
         cpu_copy._drain(todo)
-    assert not todo and not ran
+    assert not todo
+    assert not ran

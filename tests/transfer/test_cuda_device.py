@@ -25,7 +25,8 @@ from tests.slab.libcuda import Stub
 from tests.transfer.kernels_kit import interpreted
 
 TABLE = [3, 1, 7, 5]
-CHUNKS, SIZE = 2, 4
+CHUNKS = 2
+SIZE = 4
 PLACES = ["registered", "not registered", "the first registered"]
 
 
@@ -93,12 +94,14 @@ def test_round_trip(form: str, way: str | None, place: str, device: CudaDevice, 
     made(target, engine).from_slots(starts, slots)
     for one, other in zip(source, target, strict=True):
         there = other != 0
-        assert there.any() and torch.equal(one[there], other[there])
+        assert there.any()
+        assert torch.equal(one[there], other[there])
     again = np.zeros_like(room)
     made(target, engine).to_slots(starts, list(again.reshape(CHUNKS, -1)))
     assert (again == room).all()
     if held is not None:
-        assert held.close() and stub.registered == 0
+        assert held.close()
+        assert stub.registered == 0
 
 
 def test_a_snapshot(device: CudaDevice) -> None:
@@ -111,7 +114,8 @@ def test_a_snapshot(device: CudaDevice) -> None:
     for plane in planes:
         plane.zero_()
     snapshot.to_slots(slots)
-    assert np.array_equal(slots, others) and slots[0].any()
+    assert np.array_equal(slots, others)
+    assert slots[0].any()
 
 
 Made = Callable[[list[torch.Tensor], CopyEngine], DenseKV | PagedKV | DevicePagesKV]

@@ -59,7 +59,8 @@ def check(case: Case, device: str = "cpu") -> None:
     """Both ways and by a snapshot: every byte that must change did, and no other."""
     source = case.planes(seed=1)
     wholes = on(device, source)
-    kv, before = device_kv(case, wholes), bytes_on(wholes)
+    kv = device_kv(case, wholes)
+    before = bytes_on(wholes)
     stored = [start for start in case.starts if -1 not in case.ids(start)]
     want = [expected_slot(case, [plane.view for plane in source], start) for start in stored]
     ways = [
@@ -73,7 +74,8 @@ def check(case: Case, device: str = "cpu") -> None:
         assert [slot.tobytes() for slot in slots] == want
     assert bytes_on(wholes) == before
 
-    target, filled = case.planes(seed=2), case.filled_slots()
+    target = case.planes(seed=2)
+    filled = case.filled_slots()
     blocks = expected_blocks(case, target, filled)
     wholes = on(device, target)
     device_kv(case, wholes).from_slots(case.starts, filled)
@@ -132,13 +134,16 @@ def test_a_snapshot_is_what_was_there_when_it_was_taken(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_was_launched_before_it_is_waited_for(device: str) -> None:
     """On a device: a long queue of work precedes the copies in both directions."""
-    layout, table, work = layout_of([4096], 2), [5, 2], torch.ones((1024, 1024), device=device)
+    layout = layout_of([4096], 2)
+    table = [5, 2]
+    work = torch.ones((1024, 1024), device=device)
     plane = torch.zeros((BLOCKS, 4096), dtype=torch.uint8, device=device)
     for _ in range(200 if device == "cuda" else 1):
         work = work @ work * 1e-3
     plane.fill_(7)
     kv = DevicePagesKV([plane], layout, block_tokens=BLOCK_TOKENS, block_table=table)
-    slot, other = np.zeros(layout.slot_bytes, np.uint8), np.full(layout.slot_bytes, 9, np.uint8)
+    slot = np.zeros(layout.slot_bytes, np.uint8)
+    other = np.full(layout.slot_bytes, 9, np.uint8)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(kv.to_slots, [0], [slot]).result(60)
         assert (slot == 7).all()
@@ -148,7 +153,8 @@ def test_what_was_launched_before_it_is_waited_for(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_another_table_of_the_same_planes(device: str) -> None:
-    case, other = case_of([24, 64], [7, 3, 4, 5]), case_of([24, 64], [1, 2])
+    case = case_of([24, 64], [7, 3, 4, 5])
+    other = case_of([24, 64], [1, 2])
     source = case.planes(seed=1)
     views = [plane.view for plane in source]
     first = device_kv(other, on(device, source))
@@ -183,7 +189,8 @@ def test_memory_made_in_inference_mode_is_written_on_any_thread() -> None:
 def test_merged_planes_and_read_only_slots() -> None:
     whole = torch.randint(0, 256, (BLOCKS, 64), dtype=torch.uint8)
     wide = merged([whole[:, :32], whole[:, 32:]])
-    layout, before = layout_of([64], 2), whole.clone()
+    layout = layout_of([64], 2)
+    before = whole.clone()
     slot = np.arange(layout.slot_bytes).astype(np.uint8)
     slot.flags.writeable = False
     DevicePagesKV(wide, layout, block_tokens=BLOCK_TOKENS, block_table=[3, 1]).from_slots([0], [slot])

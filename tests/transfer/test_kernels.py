@@ -28,7 +28,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 POISON = 0xA5
-BLOCKS, SIZE, HEADS, DIM = 7, 3, 2, 5
+BLOCKS = 7
+SIZE = 3
+HEADS = 2
+DIM = 5
 WIDTHS = (16, 8, 4, 2, 1)
 DTYPES = {"bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
@@ -332,7 +335,8 @@ def test_a_part_of_a_slot_is_left_alone(gather: bool) -> None:
         assert torch.equal(slot, wanted)
     else:
         wanted = pool.clone()
-        wanted[5], wanted[1] = slot[56:80], slot[80:104]
+        wanted[5] = slot[56:80]
+        wanted[1] = slot[80:104]
         kernels.move(sent, torch.tensor([[5, 1]]), places, 0, 1, 8, gather=False)
         assert torch.equal(pool, wanted)
 
@@ -359,7 +363,8 @@ def test_one_token(gather: bool) -> None:
 @BOTH
 def test_a_pool_of_more_than_four_gigabytes(gather: bool) -> None:
     """Only the pages that are touched are ever there."""
-    apart, nbytes = 3 << 30, 48
+    apart = 3 << 30
+    nbytes = 48
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     pages = mmap.mmap(-1, 2 * apart + mmap.PAGESIZE, flags=flags)
     pool = torch.frombuffer(pages, dtype=torch.uint8).as_strided((3, nbytes), (apart, 1))
@@ -367,13 +372,15 @@ def test_a_pool_of_more_than_four_gigabytes(gather: bool) -> None:
         pool[number] = noise(nbytes, seed=number)
     slot = noise(nbytes, seed=8)
     kernels = interpreted()
-    sent, places = kernels.upload(table_of(Case([[pool]], []), 1)), torch.tensor([slot.data_ptr()])
+    sent = kernels.upload(table_of(Case([[pool]], []), 1))
+    places = torch.tensor([slot.data_ptr()])
     if gather:
         kernels.move(sent, torch.tensor([[2]]), places, 0, 1, 16, gather=True)
         assert torch.equal(slot, noise(nbytes, seed=2))
     else:
         kernels.move(sent, torch.tensor([[2]]), places, 0, 1, 16, gather=False)
-        assert torch.equal(pool[2], slot) and torch.equal(pool[0], noise(nbytes, seed=0))
+        assert torch.equal(pool[2], slot)
+        assert torch.equal(pool[0], noise(nbytes, seed=0))
 
 
 def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
@@ -382,7 +389,8 @@ def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
     kernels = interpreted()
     kernels.warm()
     sent = kernels.upload(table_of(case, 2))
-    ids, places = torch.zeros((1, 2), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    ids = torch.zeros((1, 2), dtype=torch.int64)
+    places = torch.zeros(1, dtype=torch.int64)
     for bad_ids, bad_places, begin, end, width, named in [
         (ids[:, :1], places, 0, 1, 8, "ids"),
         (ids.to(torch.int32), places, 0, 1, 8, "ids"),
@@ -410,7 +418,8 @@ def test_what_was_sent_does_not_keep_the_table() -> None:
     sent = interpreted().upload(table)
     del table
     gc.collect()
-    assert alive() is None and sent.count == 2
+    assert alive() is None
+    assert sent.count == 2
 
 
 class Numbers(NamedTuple):
@@ -433,7 +442,8 @@ def numbers(draw: st.DrawFn) -> Numbers:
             st.tuples(lengths, st.integers(0, 2).map(lambda words: words * width)), min_size=1, max_size=5
         )
     )
-    count, chunks = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    count = draw(st.integers(1, 3))
+    chunks = draw(st.integers(1, 3))
     every = draw(st.permutations(range(9)))  # no id twice: a scatter would have no answer
     ids = [
         [number if number < 7 else -1 for number in every[c * count : (c + 1) * count]] for c in range(chunks)
@@ -480,4 +490,5 @@ def test_the_interpreter_is_for_these_tests_only() -> None:
     from pagoda.transfer.gpu import kernels
 
     interpreted()
-    assert isinstance(kernels._move, JITFunction) and "TRITON_INTERPRET" not in os.environ
+    assert isinstance(kernels._move, JITFunction)
+    assert "TRITON_INTERPRET" not in os.environ

@@ -55,7 +55,9 @@ def test_a_layer_is_there_when_all_its_chunks_are(beside) -> None:
 
 
 def test_the_stream_waits_for_every_mark_of_the_layer_and_no_other() -> None:
-    layer_events, device, events = LayerEvents(2, 3), Noted(), [Noted(), Noted(), Noted()]
+    layer_events = LayerEvents(2, 3)
+    device = Noted()
+    events = [Noted(), Noted(), Noted()]
     layer_events.record(0, 1, events[0])
     layer_events.record(1, 3, events[1])
     layer_events.record(0, 2, events[2])
@@ -67,14 +69,16 @@ def test_the_stream_waits_for_every_mark_of_the_layer_and_no_other() -> None:
 
 
 def test_without_a_device_this_thread_waits() -> None:
-    layer_events, event = LayerEvents(1, 1), Noted()
+    layer_events = LayerEvents(1, 1)
+    event = Noted()
     layer_events.record(0, 1, event)
     assert layer_events.wait_layer(0)
     assert event.waited == [threading.get_ident()]
 
 
 def test_a_deadline_is_kept() -> None:
-    layer_events, began = LayerEvents(1, 1), time.monotonic()
+    layer_events = LayerEvents(1, 1)
+    began = time.monotonic()
     assert not layer_events.wait_layer(0, timeout=SOON)
     assert SOON <= time.monotonic() - began < LONG / 4
     assert not layer_events.wait_layer(0, timeout=-1.0)
@@ -104,7 +108,8 @@ def test_an_end_of_a_whole_load_takes_nothing_back() -> None:
 
 
 def test_several_threads_load_and_wait(beside) -> None:
-    layers, chunks = 4, 200
+    layers = 4
+    chunks = 200
     layer_events = LayerEvents(layers, chunks)
 
     def load() -> bool:

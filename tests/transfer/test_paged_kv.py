@@ -16,7 +16,11 @@ from pagoda.transfer import DenseKV, PagedKV
 from pagoda.transfer.gpu.copy_engine import CopyEngine
 from pagoda.transfer.gpu.device import CpuDevice
 
-LAYERS, HEADS, DIM, SIZE, CHUNK = 2, 2, 6, 4, 8
+LAYERS = 2
+HEADS = 2
+DIM = 6
+SIZE = 4
+CHUNK = 8
 FORMATS = ["planes_first", "blocks_first", "blocks_outermost", "plane_pools"]
 ENGINES = [None, CopyEngine(CpuDevice())]  # as CPU memory is copied, and as a device's is
 
@@ -88,7 +92,8 @@ def check(form: str, dtype: str, table: list[int], apart: bool = False, threads:
 def check_with(
     engine: CopyEngine | None, form: str, dtype: str, table: list[int], apart: bool, threads: int, **where
 ) -> None:
-    blocks, layout = 16, layout_of(dtype)
+    blocks = 16
+    layout = layout_of(dtype)
     pools = make_pools(form, blocks, dtype, apart=apart)
     where = where or {"block_table": table}
     kwargs = {"pool_format": form, "block_size": SIZE, "threads": threads, "copy_engine": engine, **where}
@@ -158,7 +163,8 @@ def test_a_block_whose_slots_are_permuted_is_copied_by_token(form: str) -> None:
 @pytest.mark.parametrize("skip", [4, 8, 12, 5])
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_prefix_of_minus_one_is_never_written_nor_read(form: str, skip: int, kind: str) -> None:
-    layout, table = layout_of(), [7, 3, 15, 0]
+    layout = layout_of()
+    table = [7, 3, 15, 0]
     if kind == "block_table" and skip % SIZE:
         return  # a block table skips whole blocks only
     places = places_of(table)
@@ -167,7 +173,8 @@ def test_a_prefix_of_minus_one_is_never_written_nor_read(form: str, skip: int, k
     where: dict[str, object] = {"slot_mapping": torch.tensor([-1] * skip + places[skip:])}
     if kind == "block_table":
         where = {"block_table": np.array([-1] * (skip // SIZE) + table[skip // SIZE :], np.int32)}
-    source, target = make_pools(form, 16), make_pools(form, 16, seed=1)
+    source = make_pools(form, 16)
+    target = make_pools(form, 16, seed=1)
     before = target.clone()
     full = PagedKV(source.given, layout, pool_format=form, block_size=SIZE, slot_mapping=places)
     slots = [np.zeros(layout.slot_bytes, np.uint8) for _ in range(2)]
@@ -200,7 +207,8 @@ def test_mla_one_plane() -> None:
 
 def test_k_and_v_of_different_shape_in_pools_of_their_own() -> None:
     layout = KVLayout.dense(1, 2, 6, "float32", CHUNK, v_head_dim=4, token_order="tokens_first")
-    k, v = torch.randn(5, SIZE, 2, 6), torch.randn(5, SIZE, 2, 4)
+    k = torch.randn(5, SIZE, 2, 6)
+    v = torch.randn(5, SIZE, 2, 4)
     kv = PagedKV([(k, v)], layout, pool_format="plane_pools", block_size=SIZE, block_table=[4, 0])
     slot = np.zeros(layout.slot_bytes, np.uint8)
     kv.to_slots([0], [slot])
@@ -210,7 +218,8 @@ def test_k_and_v_of_different_shape_in_pools_of_their_own() -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_dense_kv_finds_what_paged_kv_stored(form: str) -> None:
-    layout, table = layout_of("float32"), [7, 3, 15, 0]
+    layout = layout_of("float32")
+    table = [7, 3, 15, 0]
     pools = make_pools(form, 16, "float32")
     slots = [np.zeros(layout.slot_bytes, np.uint8) for _ in range(2)]
     PagedKV(pools.given, layout, pool_format=form, block_size=SIZE, block_table=table).to_slots([0, 8], slots)

@@ -40,7 +40,8 @@ def check(case: Case, threads: int = 1) -> None:
         assert slot.tobytes() == expected_slot(case, [plane.view for plane in source], start)
     assert [bytes_of(plane.whole) for plane in source] == before
 
-    target, filled = case.planes(seed=2), case.filled_slots()
+    target = case.planes(seed=2)
+    filled = case.filled_slots()
     want = expected_blocks(case, target, filled)
     case.kv(PagesKV, target, threads=threads).from_slots(case.starts, filled)
     assert [bytes_of(plane.whole) for plane in target] == want
@@ -56,7 +57,8 @@ def test_both_ways(pages: list[int], table: list[int], apart: int) -> None:
 
 def test_another_table_of_the_same_planes() -> None:
     case = case_of([24, 64], [7, 3, 4, 5])
-    source, slots = case.planes(seed=1), poisoned_slots(case.layout, len(case.starts))
+    source = case.planes(seed=1)
+    slots = poisoned_slots(case.layout, len(case.starts))
     first = case_of([24, 64], [1, 2]).kv(PagesKV, source)
     kv = first.with_table(case.table)
     kv.to_slots(case.starts, slots)
@@ -95,7 +97,8 @@ def test_what_is_minus_one_is_never_written_nor_stored(table: list[int]) -> None
 def test_each_part_touches_its_own_bytes_only(parts: int, apart: int) -> None:
     for part in range(parts):
         check(case_of([24, 8], [7, 3, -1, 0, 2, 1], part=part, parts=parts, apart=apart))
-    slot, table = poisoned(layout_of([24, 8], 2, parts)), [7, 3]
+    slot = poisoned(layout_of([24, 8], 2, parts))
+    table = [7, 3]
     ranks = [case_of([24, 8], table, part=part, parts=parts) for part in range(parts)]
     for seed, rank in enumerate(ranks):
         rank.kv(PagesKV, rank.planes(seed)).to_slots([0], [slot])
@@ -152,9 +155,11 @@ def test_layers_that_lie_in_one_block_become_one_plane(kind: str, gap: int) -> N
     whole, planes = _layers_in_a_block(4, 16, gap)
     given_ = [torch.from_numpy(whole)[:, at : at + 16] for at in range(0, 64, 16)]
     wide = merged(planes if kind == "array" else given_)
-    assert len(wide) == 1 and tuple(wide[0].shape) == (BLOCKS, 64)
+    assert len(wide) == 1
+    assert tuple(wide[0].shape) == (BLOCKS, 64)
     assert (np.asarray(wide[0]) == whole[:, :64]).all()
-    table, layout = [3, 4, 9, 2], layout_of([64], 2)
+    table = [3, 4, 9, 2]
+    layout = layout_of([64], 2)
     slots = [np.zeros(layout.slot_bytes, np.uint8) for _ in range(2)]
     PagesKV(wide, layout, block_tokens=BLOCK_TOKENS, block_table=table).to_slots([0, 8], slots)
     for slot, ids in zip(slots, (table[:2], table[2:]), strict=True):
@@ -183,7 +188,8 @@ def test_only_neighbours_are_merged() -> None:
 def test_a_block_that_comes_twice_cannot_be_written() -> None:
     case = case_of([16], [3, 4, 3, 5])
     target = case.planes(0)
-    kv, before = case.kv(PagesKV, target), bytes_of(target[0].whole)
+    kv = case.kv(PagesKV, target)
+    before = bytes_of(target[0].whole)
     with pytest.raises(ValueError, match="names a block twice"):
         kv.from_slots([0, 8], case.filled_slots())
     assert bytes_of(target[0].whole) == before
@@ -286,7 +292,8 @@ def test_slots_of_one_slab(pages: list[int], table: list[int], blocks_a_chunk: i
     case = case_of(pages, table, blocks_a_chunk=blocks_a_chunk)
     starts = [start for start in case.starts[::-1] if -1 not in case.ids(start)][: len(order)]
     order = order[: len(starts)]
-    source, slab = case.planes(seed=1), np.full((8, case.layout.slot_bytes), POISON, np.uint8)
+    source = case.planes(seed=1)
+    slab = np.full((8, case.layout.slot_bytes), POISON, np.uint8)
     case.kv(PagesKV, source).to_slots(starts, [slab[number] for number in order])
     want = np.full_like(slab, POISON)
     for start, number in zip(starts, order, strict=True):
@@ -294,7 +301,8 @@ def test_slots_of_one_slab(pages: list[int], table: list[int], blocks_a_chunk: i
     assert slab.tobytes() == want.tobytes()
 
     filled = np.random.default_rng(7).integers(0, 256, slab.shape, dtype=np.uint8)
-    together, apart = case.planes(seed=2), case.planes(seed=2)
+    together = case.planes(seed=2)
+    apart = case.planes(seed=2)
     case.kv(PagesKV, together).from_slots(starts, [filled[number] for number in order])
     for start, number in zip(starts, order, strict=True):
         case.kv(PagesKV, apart).from_slots([start], [filled[number].copy()])

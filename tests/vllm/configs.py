@@ -32,7 +32,8 @@ def make_layers(config: Any, layers: int = 4, kv_heads: int = 2) -> dict[str, An
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
-    specs, before = {}, torch.get_default_dtype()
+    specs = {}
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with set_current_vllm_config(config):

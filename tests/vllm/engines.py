@@ -13,8 +13,12 @@ from typing import Any
 from tests.vllm import inside
 from tests.vllm.inside import Answer, Room
 
-BLOCK, CHUNK, POOL_BLOCKS = 32, 64, 136
-START_SECONDS, CALL_SECONDS, END_SECONDS = 120.0, 90.0, 60.0
+BLOCK = 32
+CHUNK = 64
+POOL_BLOCKS = 136
+START_SECONDS = 120.0
+CALL_SECONDS = 90.0
+END_SECONDS = 60.0
 
 _PRELOAD = [
     "vllm.entrypoints.llm",
@@ -81,7 +85,8 @@ class Engine:
     def __init__(
         self, name: str, log: Path, prepare: Callable[[], None] | None = None, **options: Any
     ) -> None:
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
         FORKS.set_forkserver_preload(_PRELOAD)
         os.environ.update(inside.ENVIRONMENT)
         self._pipe, theirs = FORKS.Pipe()

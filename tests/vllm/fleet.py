@@ -84,7 +84,8 @@ def a_version_needs_an_engine_without_kv_of_others(fleet: Fleet) -> None:
         longer = ours + new_prompt(3 * CHUNK)
         one.say(longer)  # after what is left of it on the device
         two.call(weights.become, step, f"version {step}")
-        right, longer_right = computed(two, ours), said(two, longer)
+        right = computed(two, ours)
+        longer_right = said(two, longer)
         assert longer_right.external == loadable(len(ours))
         one.reset()
         one.call(weights.named, f"version {step}")
@@ -105,7 +106,8 @@ def what_is_being_stored_keeps_the_name_of_its_weights(fleet: Fleet) -> None:
 
 
 def a_reset_that_fails_is_noticed(fleet: Fleet) -> None:
-    one, ours = fleet.one, new_prompt()
+    one = fleet.one
+    ours = new_prompt()
     one.call(weights.become, 0, "kept")
     computed(one, ours)
     assert "Failed to reset KV cache" in one.call(weights.reset_while_one_loads, ours)
@@ -113,7 +115,8 @@ def a_reset_that_fails_is_noticed(fleet: Fleet) -> None:
 
 
 def an_update_by_the_calls_of_vllm_is_a_change(fleet: Fleet) -> None:
-    one, ours = fleet.one, new_prompt()
+    one = fleet.one
+    ours = new_prompt()
     one.call(weights.become, 0, "kept")
     computed(one, ours)
     one.call(weights.begin_update)
@@ -122,7 +125,8 @@ def an_update_by_the_calls_of_vllm_is_a_change(fleet: Fleet) -> None:
 
 def sleep(fleet: Fleet) -> None:
     """After level 1 everything hits that hit before, unless the weights are others by the time of the next request."""
-    one, ours = fleet.one, new_prompt()
+    one = fleet.one
+    ours = new_prompt()
     one.call(weights.become, 0, "awake")
     before = computed(one, ours)
     one.call(weights.sleep, 1)

@@ -34,16 +34,17 @@ from pagoda.layout import KVLayout
 from tests.vllm import engines
 from tests.vllm.patience import PATIENT_SECONDS, wait_long
 
-BLOCK, EACH, PAGE, POOL, PLANES = (
-    16,
-    2,
-    1024,
-    200,
-    2,
-)  # tokens, blocks a chunk, bytes, blocks, layers of a group
+# tokens, blocks a chunk, bytes, blocks, layers of a group
+BLOCK = 16
+EACH = 2
+PAGE = 1024
+POOL = 200
+PLANES = 2
 CHUNK = BLOCK * EACH
 WINDOW = 3 * CHUNK
-FULL, SLIDING = 0, 2  # as vLLM numbers its groups; a group between them is not offloaded
+# as vLLM numbers its groups; a group between them is not offloaded
+FULL = 0
+SLIDING = 2
 LAYOUT = KVLayout.opaque(CHUNK, EACH * PAGE * PLANES, "halves")
 EVENT_GROUPS = {
     FULL: BlockFacts(CHUNK, BLOCK, "full_attention"),
@@ -184,7 +185,8 @@ class Halves:
 
     def answers(self, context: ReqContext, wanted: Iterable[bytes]) -> list[LookupResult]:
         """Look up as vLLM's scheduler does, step by step, until every answer is final."""
-        wanted, found = list(wanted), list[LookupResult]()
+        wanted = list(wanted)
+        found = list[LookupResult]()
 
         def asked() -> bool:
             found[:] = [self.manager.lookup(key, context) for key in wanted]
@@ -199,7 +201,8 @@ class Halves:
         scheduler = SimpleNamespace(
             manager=self.manager, _events_tracker=SimpleNamespace(record_lookup=lambda *_: None)
         )
-        full, sliding = keys(prompt, FULL, chunks), keys(prompt, SLIDING, chunks)
+        full = keys(prompt, FULL, chunks)
+        sliding = keys(prompt, SLIDING, chunks)
         found: list[int] = []
 
         def asked() -> bool:
@@ -268,10 +271,13 @@ def blocks_of(
     context: ReqContext, wanted: Sequence[bytes], taken: Collection[bytes], blocks: dict[int, list[int]]
 ) -> GPULoadStoreSpec:
     """Return the blocks of the chosen chunks in vLLM's form: by group, without nulls."""
-    ids, sizes, indices = [], [], []
+    ids = []
+    sizes = []
+    indices = []
     for group in (FULL, SLIDING):
         offered = [key for key in wanted if key[-1] == group]
-        named, first = list[int](), 0
+        named = list[int]()
+        first = 0
         for number, key in enumerate(offered):
             if key in taken:
                 at = (context.get_offload_key_position(key) or 0) // BLOCK - EACH

@@ -150,7 +150,8 @@ def reset_under_load(room: Room, one: list[int], count: int, tokens: int) -> lis
     from vllm import SamplingParams
     from vllm.v1.request import RequestStatus
 
-    engine, scheduler = room.llm.llm_engine, room.scheduler
+    engine = room.llm.llm_engine
+    scheduler = room.scheduler
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     for number in range(count):
         engine.add_request(f"reset-{number}", {"prompt_token_ids": one}, params)
@@ -187,7 +188,8 @@ def logprobs(room: Room, prompts: list[list[int]], tokens: int, how: str = "") -
                 (output,) = room.llm.generate([{"prompt_token_ids": one}], params, use_tqdm=False)
                 answer = room._answer(output)
             rows = [[row[token].logprob for token in sorted(row)] for row in output.outputs[0].logprobs or ()]
-            assert len(rows) == tokens and {len(row) for row in rows} == {VOCABULARY}
+            assert len(rows) == tokens
+            assert {len(row) for row in rows} == {VOCABULARY}
             found.append((answer, np.array(rows)))
     return found
 
@@ -196,7 +198,8 @@ def logprobs(room: Room, prompts: list[list[int]], tokens: int, how: str = "") -
 def _loads(change: Callable[[Any, Any], Any]) -> Iterator[None]:
     from pagoda.connectors.vllm.offloading.offloading_worker import PagodaOffloadingWorker as Worker
 
-    load, done = Worker._load, 0
+    load = Worker._load
+    done = 0
 
     def changed(self: Any, job: Any) -> Any:
         nonlocal done

@@ -68,8 +68,10 @@ class Room:
         return get_kv_transfer_group()
 
     def _watch(self) -> None:
-        core, scheduler = self.llm.llm_engine.engine_core, self.scheduler
-        get_output, preempt = core.get_output, scheduler._preempt_request
+        core = self.llm.llm_engine.engine_core
+        scheduler = self.scheduler
+        get_output = core.get_output
+        preempt = scheduler._preempt_request
 
         def watched() -> Any:
             outputs = get_output()
@@ -82,7 +84,8 @@ class Room:
             self.preemptions += 1
             return preempt(*args, **kwargs)
 
-        core.get_output, scheduler._preempt_request = watched, preempted
+        core.get_output = watched
+        scheduler._preempt_request = preempted
 
     def say(
         self,
@@ -134,7 +137,8 @@ def _counted() -> Counter[str]:
     """Return what the connector's halves in this process report to vLLM as counted, from now on."""
     from pagoda.connectors.vllm import PagodaConnector
 
-    counts, take = Counter[str](), PagodaConnector.get_kv_connector_stats
+    counts = Counter[str]()
+    take = PagodaConnector.get_kv_connector_stats
 
     def watched(self: PagodaConnector) -> Any:
         if (stats := take(self)) is not None:

@@ -6,8 +6,15 @@ import json
 import random
 from pathlib import Path
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 256, 4, 2, 64, 4, 1024
-EOS, BOS, UNKNOWN = 1, 2, 0
+HIDDEN = 256
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 64
+LAYERS = 4
+VOCABULARY = 1024
+EOS = 1
+BOS = 2
+UNKNOWN = 0
 RANK = 8
 _WORDS = range(3, 1000)
 
@@ -88,11 +95,10 @@ def make_lora(directory: Path, seed: int) -> Path:
     return directory
 
 
-IMAGE, IMAGE_TOKENS, IMAGE_PIXELS = (
-    1000,
-    64,
-    112,
-)  # the token of an image in a prompt, what becomes of it, its width
+# the token of an image in a prompt, what becomes of it, its width
+IMAGE = 1000
+IMAGE_TOKENS = 64
+IMAGE_PIXELS = 112
 
 
 def make_llava(directory: Path, seed: int = 0) -> Path:

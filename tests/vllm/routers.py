@@ -23,7 +23,8 @@ class Service:
     """A service of Dynamo, in a process."""
 
     def __init__(self, log: Path, module: str, *options: str) -> None:
-        self._port, self._log = free_port(), log
+        self._port = free_port()
+        self._log = log
         command = [sys.executable, "-m", module, "--port", str(self._port), *options]
         with log.open("w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out)

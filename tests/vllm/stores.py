@@ -124,7 +124,8 @@ def busy(root: Path) -> Iterator[None]:
     )
     command = [sys.executable, "-c", code, str(store / STATE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"in\n"
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"in\n"
         try:
             yield
         finally:

@@ -40,7 +40,8 @@ def test_adapters_are_named_by_content(adapter: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(adapter, tmp_path / "elsewhere")
     other = models.make_lora(tmp_path / "other", 2)
     name = met.name(request_of(adapter))
-    assert name and met.name(request_of(adapter)) == name
+    assert name
+    assert met.name(request_of(adapter)) == name
     assert met.name(request_of(copied, 2, "another name")) == name
     assert met.name(request_of(other, 3)) not in (name, None)
     assert met.name(request_of(adapter, 4, is_3d_lora_weight=True)) != name
@@ -106,7 +107,8 @@ def test_files_are_read_once(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(lora_adapters, "file_digest", lambda path: read.append(path) or file_digest(path))
     met = Adapters()
     names = {met.name(request_of(adapter, number)) for number in (1, 1, 2, 2)}
-    assert len(names) == 1 and len(read) == 2
+    assert len(names) == 1
+    assert len(read) == 2
 
 
 def test_many_threads_ask_at_once(tmp_path: Path) -> None:
@@ -118,4 +120,5 @@ def test_many_threads_ask_at_once(tmp_path: Path) -> None:
             (path, threads.submit(lora_name, request_of(path, 1000 + i))) for i, path in enumerate(paths)
         ] * 4
         found = {(path, future.result()) for path, future in asked}
-    assert len(found) == len({name for _, name in found}) == 4 and None not in {name for _, name in found}
+    assert len(found) == len({name for _, name in found}) == 4
+    assert None not in {name for _, name in found}

@@ -34,7 +34,8 @@ TENSORS = {
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[int, int]]]:
     """A safetensors file too large to be read completely, and where each tensor is in it."""
-    header, at = {}, 0
+    header = {}
+    at = 0
     for name, size in TENSORS.items():
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
         at += size
@@ -82,8 +83,10 @@ def test_a_large_file_is_not_read_whole(large: tuple[Path, dict[str, tuple[int, 
     with open(path, "rb") as file:
         ranges = _ranges(path, file.fileno(), path.stat().st_size, 1 << 20)
     assert sum(end - start for start, end in ranges) < 8 << 20
-    assert ranges == sorted(ranges) and all(a[1] < b[0] for a, b in pairwise(ranges))
-    assert ranges[0][0] == 0 and ranges[-1][1] == path.stat().st_size
+    assert ranges == sorted(ranges)
+    assert all(a[1] < b[0] for a, b in pairwise(ranges))
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == path.stat().st_size
 
 
 def test_a_large_file_of_another_kind_is_sampled(large: tuple[Path, object], tmp_path: Path) -> None:

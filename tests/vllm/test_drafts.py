@@ -58,8 +58,10 @@ def said(room: Room, one: list[int], tokens: int, zeros: bool = False) -> tuple[
     """Generate; return how many tokens were drafted and accepted, too. `zeros`: the draft's KV is lost."""
     from pagoda.transfer.pages_kv import PagesKV
 
-    counted, scheduler = [0, 0], room.scheduler
-    count, from_slots = scheduler.make_spec_decoding_stats, PagesKV.from_slots
+    counted = [0, 0]
+    scheduler = room.scheduler
+    count = scheduler.make_spec_decoding_stats
+    from_slots = PagesKV.from_slots
 
     def counts(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **how: Any) -> Any:
         counted[0] += num_draft_tokens

@@ -129,7 +129,8 @@ def test_whether_a_step_is_bound_is_asked_before_the_calls_for_a_layer_alone() -
     files += [connectors / "base.py", connectors / "multi_connector.py"]
     asked = re.compile(r"\w\.has_connector_metadata\(")
     asking = {file.name: file.read_text() for file in files if asked.search(file.read_text())}
-    assert list(asking) == ["kv_transfer_utils.py"] and len(asked.findall(*asking.values())) == 1
+    assert list(asking) == ["kv_transfer_utils.py"]
+    assert len(asked.findall(*asking.values())) == 1
     assert "wait_for_layer_load" in asking["kv_transfer_utils.py"]
     assert not PagodaConnector.has_connector_metadata(object.__new__(PagodaConnector))
 

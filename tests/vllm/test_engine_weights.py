@@ -56,7 +56,8 @@ class Core:
         """Sleep as on a GPU, where the memory of the weights is given up: to read it ends the worker."""
         if not self.model_executor.sleeping_tags:
             self.model_executor.sleeping_tags |= {"weights", "kv_cache"}
-            self.memory, self._asleep = None, self.memory
+            self._asleep = self.memory
+            self.memory = None
 
     def _read(self) -> str:
         assert self.memory is not None, "an illegal memory access"
@@ -75,7 +76,9 @@ class Core:
 
 
 def test_a_version_is_one_of_its_run() -> None:
-    one, other, none = Core(), Core("another-run"), Core(None)
+    one = Core()
+    other = Core("another-run")
+    none = Core(None)
     for core in (one, other, none):
         core.call("set_weight_version", "step-1")
         assert core._weight_version == "step-1"
@@ -91,11 +94,13 @@ def test_a_version_is_not_taken_while_requests_have_kv() -> None:
     core.has_blocks = True
     core.call("set_weight_version", "step-1")
     ((version, fresh),) = core.taken
-    assert "/" not in version and not fresh
+    assert "/" not in version
+    assert not fresh
     assert core.encoded
     core.has_blocks = False
     core.call("set_weight_version", "step-1")
-    assert core.taken[1:] == [("a-run/step-1", True)] and not core.encoded
+    assert core.taken[1:] == [("a-run/step-1", True)]
+    assert not core.encoded
 
 
 def test_each_change_without_a_name_is_another_version() -> None:
@@ -187,7 +192,8 @@ def test_weights_in_memory_are_compared_by_their_content() -> None:
 
     def sampled(change: int | None = None) -> str:
         torch.manual_seed(0)
-        model, draft = torch.nn.Linear(700, 300), torch.nn.Linear(8, 8)
+        model = torch.nn.Linear(700, 300)
+        draft = torch.nn.Linear(8, 8)
         model.weight.data = torch.randn(700, 300, dtype=torch.bfloat16).t()  # as quantised weights often are
         model.register_buffer("empty", torch.empty(0))
         model.register_buffer("scale", torch.tensor(1.5))
@@ -220,14 +226,16 @@ def test_a_reset_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture
         core.call("sleep", 1)
         core.wake_up()
         core.weights.restore_after_sleep()
-        assert core.weights.version == "a-run/step-1" and "the same as before the sleep" in caplog.text
+        assert core.weights.version == "a-run/step-1"
+        assert "the same as before the sleep" in caplog.text
         core.weights.changed()
         assert caplog.text.count("the engine was reset") == 4
 
 
 def test_an_adapter_is_named_by_the_files_that_are_loaded(tmp_path: Path) -> None:
     """Not by those that are at its path when its first request comes."""
-    path, numbers = make_lora(tmp_path / "adapter", 1), itertools.count(77_000)
+    path = make_lora(tmp_path / "adapter", 1)
+    numbers = itertools.count(77_000)
 
     class Loaded(Core):
         def load(self, number: int) -> LoRARequest:
@@ -237,7 +245,8 @@ def test_an_adapter_is_named_by_the_files_that_are_loaded(tmp_path: Path) -> Non
             return request
 
     core = Loaded()
-    first, second = core.load(next(numbers)), core.load(next(numbers))
+    first = core.load(next(numbers))
+    second = core.load(next(numbers))
     name = lora_name(first)
     assert name
     make_lora(tmp_path / "other", 2)

@@ -77,7 +77,8 @@ class Engine:
         self.cache = cache
         self.slots: HostSlots = cache.slots
         self.outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
-        self.form, self.root = VLLMEventForm(groups, BLOCK), self.slots.namespace()
+        self.form = VLLMEventForm(groups, BLOCK)
+        self.root = self.slots.namespace()
         self.events = StoredEvents(
             self.slots.ledgers, lambda: self.root, groups, self.form, self.outlet, keeps_notes
         )
@@ -85,7 +86,8 @@ class Engine:
     def reserved(
         self, request: Request, first: int = 0, parts: int = 1, salt: str | None = None, group: int = 0
     ) -> list[ChunkRef]:
-        keys, root = self.keys(request, salt, group), self.slots.namespace(salt=salt)
+        keys = self.keys(request, salt, group)
+        root = self.slots.namespace(salt=salt)
         outcomes = self.slots.reserve(
             keys[first:], namespace=root, start=first, parent=keys[first - 1] if first else None, parts=parts
         )
@@ -129,7 +131,8 @@ def request_of(chunks: float, seed: int = 0, **options: object) -> Request:
 
 def run(request: Request, first: int = 0, stop: int | None = None, **fields: object) -> BlockStored:
     """The event of chunks `first` to `stop` of a request."""
-    begin, end = first * BLOCKS, len(request.block_hashes) if stop is None else stop * BLOCKS
+    begin = first * BLOCKS
+    end = len(request.block_hashes) if stop is None else stop * BLOCKS
     told = {
         "block_hashes": list(request.block_hashes[begin:end]),
         "parent_block_hash": request.block_hashes[begin - 1] if begin else None,
@@ -151,9 +154,11 @@ def heard(events: Sequence[KVCacheEvent]) -> list[KVCacheEvent]:
 
 
 def test_nothing_is_told_before_all_parts_are_committed(cache: Cache) -> None:
-    engine, request = Engine(cache), request_of(3.5)
+    engine = Engine(cache)
+    request = request_of(3.5)
     done = engine.reserved(request, parts=2)
-    assert len(done) == 3 and engine.take() == []
+    assert len(done) == 3
+    assert engine.take() == []
     engine.commit(done)
     assert engine.take() == []
     reserved = [Reserved(copy.key, copy.slot, copy.generation) for copy in done]
@@ -171,7 +176,9 @@ def test_each_event_names_the_block_before_its_first_one(
 ) -> None:
     """The last block of the chunk before: told by another event, gone, or never stored. The first chunk has none."""
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(numbers)))
-    engine, request, late = Engine(cache), request_of(6), request_of(3, 1)
+    engine = Engine(cache)
+    request = request_of(6)
+    late = request_of(3, 1)
     names = [maybe_convert_block_hash(one) for one in request.block_hashes]
     done = engine.reserved(request)
     engine.commit(done[:2])
@@ -191,10 +198,12 @@ def test_each_event_names_the_block_before_its_first_one(
 
 
 def test_an_event_says_what_a_router_needs_to_hash_for_itself(cache: Cache) -> None:
-    engine, request = Engine(cache), request_of(2, session_id="a session")
+    engine = Engine(cache)
+    request = request_of(2, session_id="a session")
     engine.stored(request)
     (event,) = engine.take()
-    assert event == run(request, session_id="a session") and event.token_ids == list(range(32))
+    assert event == run(request, session_id="a session")
+    assert event.token_ids == list(range(32))
     lora = request_of(1, 7, lora_request=LoRARequest("an-adapter", 3, "/nowhere"))
     engine.stored(lora)
     (event,) = engine.take()
@@ -203,11 +212,13 @@ def test_an_event_says_what_a_router_needs_to_hash_for_itself(cache: Cache) -> N
 
 
 def test_of_a_tenant_neither_the_salt_nor_tokens_are_told_or_kept(cache: Cache) -> None:
-    engine, request = Engine(cache), request_of(2, 7, cache_salt="secret")
+    engine = Engine(cache)
+    request = request_of(2, 7, cache_salt="secret")
     engine.stored(request, salt="secret")
     assert engine.take() == [run(request, token_ids=[])]
     kept = (engine.slots.ledgers["host"].directory / "notes").read_bytes()
-    assert bytes(request.block_hashes[0]) in kept and b"secret" not in kept
+    assert bytes(request.block_hashes[0]) in kept
+    assert b"secret" not in kept
     assert np.array(request.all_token_ids[:4], np.int32).tobytes() not in kept
     later = Engine(cache)  # it tells of a tenant when the first request has come
     assert later.take() == []
@@ -233,7 +244,8 @@ def test_what_was_not_saved_in_the_end_is_never_told(cache: Cache) -> None:
 def test_a_chunk_that_goes_while_its_note_is_read_is_not_told(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, request = Engine(cache), request_of(2)
+    engine = Engine(cache)
+    request = request_of(2)
     engine.stored(request)
     read = engine.events._read
 
@@ -248,7 +260,8 @@ def test_a_chunk_that_goes_while_its_note_is_read_is_not_told(
 
 
 def test_without_the_log_of_prompts_no_tokens_are_kept(cache: Cache) -> None:
-    engine, request = Engine(cache, keeps_notes=False), request_of(2)
+    engine = Engine(cache, keeps_notes=False)
+    request = request_of(2)
     engine.stored(request)
     assert engine.take() == [run(request)]
     assert not (engine.slots.ledgers["host"].directory / "notes").exists()
@@ -256,7 +269,9 @@ def test_without_the_log_of_prompts_no_tokens_are_kept(cache: Cache) -> None:
 
 
 def test_what_is_gone_is_told_and_leaves_no_tokens(cache: Cache) -> None:
-    engine, request, other = Engine(cache), request_of(3), request_of(2, 1)
+    engine = Engine(cache)
+    request = request_of(3)
+    other = request_of(2, 1)
     engine.stored(request)
     engine.stored(other, salt="tenant")  # another namespace, whose tokens are not a secret here
     assert len(engine.take()) == 2
@@ -281,7 +296,8 @@ def test_a_slot_that_took_another_chunk_is_told_at_once(cache: Cache) -> None:
     engine.stored(other := request_of(8, 100))  # evicts
     events = engine.take()
     removed = {name for event in events if isinstance(event, BlockRemoved) for name in event.block_hashes}
-    assert len(removed) == 8 * BLOCKS and events[-1] == run(other)
+    assert len(removed) == 8 * BLOCKS
+    assert events[-1] == run(other)
     for request in first:
         match = engine.slots.match_prefix(engine.keys(request), 0, touch=False)
         assert removed.isdisjoint(request.block_hashes[: len(match.slots) * BLOCKS])
@@ -290,7 +306,8 @@ def test_a_slot_that_took_another_chunk_is_told_at_once(cache: Cache) -> None:
 
 
 def test_a_chunk_stored_anew_elsewhere_does_not_end_with_its_old_slot(cache: Cache) -> None:
-    engine, request = Engine(cache), request_of(1)
+    engine = Engine(cache)
+    request = request_of(1)
     (old,) = engine.stored(request)
     assert engine.take() == [run(request)]
     tier = engine.events._tiers[0]
@@ -300,9 +317,8 @@ def test_a_chunk_stored_anew_elsewhere_does_not_end_with_its_old_slot(cache: Cac
     (new,) = engine.stored(request)
     assert new.slot != old.slot
     # as if the old slot had been read before the clear, and the new one after it
-    hidden, tier.ledger.columns.generation[old.slot] = (
-        int(tier.ledger.columns.generation[old.slot]), generation[old.slot],
-    )  # fmt: skip
+    hidden = int(tier.ledger.columns.generation[old.slot])
+    tier.ledger.columns.generation[old.slot] = generation[old.slot]
     assert engine.take() == [run(request)]
     tier.ledger.columns.generation[old.slot] = hidden
     for _ in range(2):
@@ -314,7 +330,8 @@ def test_a_chunk_stored_anew_elsewhere_does_not_end_with_its_old_slot(cache: Cac
 
 
 def test_what_was_there_before_this_engine_is_told_at_once_and_by_each(cache: Cache) -> None:
-    first, request = Engine(cache), request_of(3)
+    first = Engine(cache)
+    request = request_of(3)
     first.stored(request)
     second = Engine(cache)
     assert first.take() == second.take() == [run(request)]
@@ -323,8 +340,10 @@ def test_what_was_there_before_this_engine_is_told_at_once_and_by_each(cache: Ca
 
 
 def test_what_has_no_note_is_told_when_a_request_finds_it(cache: Cache) -> None:
-    engine, request = Engine(cache), request_of(3)
-    keys, root = engine.keys(request), engine.slots.namespace()
+    engine = Engine(cache)
+    request = request_of(3)
+    keys = engine.keys(request)
+    root = engine.slots.namespace()
     outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
     engine.commit(copies(keys, outcomes))  # by an engine without events
     engine.slots._ledger.columns.last_use[:3] -= 3_000_000_000  # some seconds ago
@@ -340,8 +359,11 @@ def test_what_has_no_note_is_told_when_a_request_finds_it(cache: Cache) -> None:
 
 def test_what_another_engine_loads_is_told_once_that_one_has_noted_it(cache: Cache) -> None:
     """From another machine: who loads it knows its tokens, and writes the note when it tells of it."""
-    loads, hears, request = Engine(cache), Engine(cache), request_of(2)
-    keys, root = loads.keys(request), loads.root
+    loads = Engine(cache)
+    hears = Engine(cache)
+    request = request_of(2)
+    keys = loads.keys(request)
+    root = loads.root
     loads.events.found(loads.form.notes(request, root), root, root, 0, keys)
     loads.commit(copies(keys, loads.slots.reserve(keys, namespace=root, start=0, parent=None)))
     assert hears.take() == []
@@ -352,15 +374,20 @@ def test_what_another_engine_loads_is_told_once_that_one_has_noted_it(cache: Cac
 def test_what_nobody_notes_is_not_looked_for_without_end(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, request, asked = Engine(cache), request_of(2), list[int]()
-    keys, read = engine.keys(request), engine.events._read
+    engine = Engine(cache)
+    request = request_of(2)
+    asked = list[int]()
+    keys = engine.keys(request)
+    read = engine.events._read
     engine.commit(copies(keys, engine.slots.reserve(keys, namespace=engine.root, start=0, parent=None)))
     monkeypatch.setattr(engine.events, "_read", lambda *of: (asked.append(1), read(*of))[1])
-    assert engine.take() == [] and asked
+    assert engine.take() == []
+    assert asked
     engine.slots._ledger.columns.last_use[:2] -= 3_000_000_000
     assert engine.take() == []
     asked.clear()
-    assert engine.take() == [] and not asked
+    assert engine.take() == []
+    assert not asked
 
 
 def test_what_was_told_after_a_restart_is_not_told_again_when_a_request_finds_it(cache: Cache) -> None:
@@ -374,17 +401,20 @@ def test_what_was_told_after_a_restart_is_not_told_again_when_a_request_finds_it
 
 def test_after_a_burst_the_thread_leaves_the_interpreter_to_the_engine_unless_it_ends(cache: Cache) -> None:
     events = Engine(cache).events
-    events._rested, began = time.thread_time() - 0.02, time.monotonic()
+    events._rested = time.thread_time() - 0.02
+    began = time.monotonic()
     events._rest()
     assert time.monotonic() - began >= 0.2
     events._ended.set()
-    events._rested, began = time.thread_time() - 100.0, time.monotonic()
+    events._rested = time.thread_time() - 100.0
+    began = time.monotonic()
     events._rest()
     assert time.monotonic() - began < 100.0
 
 
 def test_all_is_told_again_after_the_engine_cleared_its_blocks(cache: Cache) -> None:
-    engine, request = Engine(cache), request_of(2)
+    engine = Engine(cache)
+    request = request_of(2)
     engine.stored(request)
     assert engine.take() == [run(request)]
     engine.events._tiers[0].tell_again()
@@ -395,7 +425,8 @@ def test_all_is_told_again_after_the_engine_cleared_its_blocks(cache: Cache) -> 
 
 
 def test_other_weights_take_all_back(cache: Cache) -> None:
-    engine, request = Engine(cache), request_of(2)
+    engine = Engine(cache)
+    request = request_of(2)
     engine.stored(request)
     assert len(engine.take()) == 1
     root = engine.slots.namespace(salt="renewed")
@@ -407,10 +438,13 @@ def test_other_weights_take_all_back(cache: Cache) -> None:
 
 
 def test_what_is_noted_while_the_weights_change_is_not_told(cache: Cache) -> None:
-    engine, old, request = Engine(cache), request_of(2), request_of(1, 1)
+    engine = Engine(cache)
+    old = request_of(2)
+    request = request_of(1, 1)
     engine.stored(old)
     assert engine.take() == [run(old)]
-    root, renewed = engine.root, engine.slots.namespace(salt="renewed")
+    root = engine.root
+    renewed = engine.slots.namespace(salt="renewed")
     make = engine.form.notes(request, root)
 
     def changed_meanwhile(chunk: int) -> ChunkNote | None:
@@ -420,11 +454,14 @@ def test_what_is_noted_while_the_weights_change_is_not_told(cache: Cache) -> Non
 
     engine.events.found(changed_meanwhile, root, root, 0, engine.keys(request))
     engine.slots._ledger.session.write(lambda _: None)
-    assert engine.take() == [] and engine.events._roots == {renewed}
+    assert engine.take() == []
+    assert engine.events._roots == {renewed}
 
 
 def test_what_the_engine_had_seen_of_other_weights_is_told_when_they_come(cache: Cache) -> None:
-    engine, theirs, request = Engine(cache), Engine(cache), request_of(2)
+    engine = Engine(cache)
+    theirs = Engine(cache)
+    request = request_of(2)
     theirs.root = engine.slots.namespace(salt="next")
     theirs.stored(request, salt="next")
     assert engine.take() == []
@@ -436,8 +473,10 @@ def test_what_the_engine_had_seen_of_other_weights_is_told_when_they_come(cache:
 
 
 def test_a_request_whose_hashes_are_not_known_yet_is_left_out(cache: Cache) -> None:
-    engine, request = Engine(cache), request_of(2)
-    keys, root = [*engine.keys(request), bytes(32)], engine.slots.namespace()
+    engine = Engine(cache)
+    request = request_of(2)
+    keys = [*engine.keys(request), bytes(32)]
+    root = engine.slots.namespace()
     outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
     engine.events.note(engine.form.notes(request, root), root, root, 0, [*outcomes, Busy(bytes(32), 1)])
     engine.commit(copies(keys, outcomes))
@@ -468,7 +507,8 @@ def test_the_disk_is_told_too_and_its_notes_outlive_host_memory(shm_root: Path, 
 def test_notes_that_are_torn_or_cannot_be_written_cost_only_events(
     cache: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, request = Engine(cache), request_of(2)
+    engine = Engine(cache)
+    request = request_of(2)
     (copy, _) = engine.stored(request)
     notes = engine.slots.ledgers["host"].directory / "notes"
     with notes.open("r+b") as file:
@@ -479,14 +519,16 @@ def test_notes_that_are_torn_or_cannot_be_written_cost_only_events(
     notes.unlink()
     notes.mkdir()
     engine.stored(request_of(1, 5))
-    assert run(request_of(1, 5)) in engine.take() and "not reported to routers" in caplog.text
+    assert run(request_of(1, 5)) in engine.take()
+    assert "not reported to routers" in caplog.text
 
 
 def test_vllm_can_send_them_and_hashes_are_what_its_own_pool_sends(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
-    engine, request = Engine(cache), request_of(2)
+    engine = Engine(cache)
+    request = request_of(2)
     done = engine.reserved(request)
     engine.commit(done[:1])
     events = engine.take()
@@ -503,7 +545,9 @@ def test_vllm_can_send_them_and_hashes_are_what_its_own_pool_sends(
 
 
 def test_a_chunk_that_is_being_replaced_is_not_taken_for_the_next_one(cache: Cache) -> None:
-    engine, columns, told = Engine(cache), cache.slots._ledger.columns, list[KVCacheEvent]()
+    engine = Engine(cache)
+    columns = cache.slots._ledger.columns
+    told = list[KVCacheEvent]()
     engine.stored(request_of(1))
     published = columns.cells[0]
 
@@ -529,14 +573,16 @@ def test_what_is_gone_is_told_before_all_that_is_new_was_told(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
-    engine, requests = Engine(cache), [request_of(8, seed) for seed in range(8)]
+    engine = Engine(cache)
+    requests = [request_of(8, seed) for seed in range(8)]
     for request in requests:
         engine.stored(request)
     first = [name for event in engine.take() for name in event.block_hashes]
     assert len(first) == PIECE * BLOCKS  # one piece of them
     cache.clear()
     (removed,) = engine.take()
-    assert isinstance(removed, BlockRemoved) and sorted(removed.block_hashes) == sorted(first)
+    assert isinstance(removed, BlockRemoved)
+    assert sorted(removed.block_hashes) == sorted(first)
     assert engine.take() == []
 
 
@@ -564,7 +610,9 @@ def test_what_is_stored_again_during_a_large_clear_stays_told(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its old slot is seen to be free after its new one was told."""
-    engine, request, again = Engine(cache), request_of(8), request_of(1)
+    engine = Engine(cache)
+    request = request_of(8)
+    again = request_of(1)
     engine.stored(request)
     assert engine.take() == [run(request)]
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
@@ -576,21 +624,25 @@ def test_what_is_stored_again_during_a_large_clear_stays_told(
     cache.clear()
     (other,) = engine.stored(request_of(1, 1))
     (new,) = engine.stored(again)
-    assert other.slot == 0 and new.slot == 1  # the last of the first eight slots that are looked at
+    # the last of the first eight slots that are looked at
+    assert other.slot == 0
+    assert new.slot == 1
     held = set(request.block_hashes)
     for _ in range(20):
         events = engine.take()
         for event in events:
             change = held.update if isinstance(event, BlockStored) else held.difference_update
             change(event.block_hashes)
-    assert not events and held == {*again.block_hashes, *request_of(1, 1).block_hashes}
+    assert not events
+    assert held == {*again.block_hashes, *request_of(1, 1).block_hashes}
 
 
 def test_weights_that_change_during_a_large_clear_take_back_the_rest(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of the slots that were looked at before."""
-    engine, request = Engine(cache), request_of(8)
+    engine = Engine(cache)
+    request = request_of(8)
     done = engine.stored(request)
     assert engine.take() == [run(request)]
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
@@ -608,12 +660,15 @@ def test_a_slot_that_takes_another_chunk_before_its_turn_is_not_told_under_the_k
     """Another process has published the new generation, and the new key a moment later."""
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
     monkeypatch.setattr("pagoda.kv_events.tier_difference.PIECE", 8)
-    engine, request, columns = Engine(cache), request_of(12), cache.slots._ledger.columns
+    engine = Engine(cache)
+    request = request_of(12)
+    columns = cache.slots._ledger.columns
     engine.stored(request)
     (first,) = engine.take()
     (slot, *_) = (int(each) for each in engine.events._tiers[0]._chosen)
     key = columns.key_of(slot)
-    columns.last_use[slot], columns.generation[slot] = NOT_READY, 1000
+    columns.last_use[slot] = NOT_READY
+    columns.generation[slot] = 1000
     engine.slots.ledgers["host"].session.write(lambda _: None)  # as whoever publishes does
     read = engine.events._read
 
@@ -625,7 +680,8 @@ def test_a_slot_that_takes_another_chunk_before_its_turn_is_not_told_under_the_k
 
     monkeypatch.setattr(engine.events, "_read", completed_meanwhile)
     events = engine.take()
-    assert key in engine.keys(request) and len(first.block_hashes) == 8 * BLOCKS
+    assert key in engine.keys(request)
+    assert len(first.block_hashes) == 8 * BLOCKS
     assert sum(len(event.block_hashes) for event in events) == 3 * BLOCKS
     assert not engine.events._tiers[0]._held[slot]
 
@@ -635,10 +691,14 @@ def test_what_the_outlet_did_not_take_is_told_once_it_does(
 ) -> None:
     for name, value in {"_ROUND": 0.01, "_RETELL": 0.02}.items():
         monkeypatch.setattr(f"pagoda.kv_events.stored_events.{name}_SECONDS", value)
-    engine, first, second = Engine(cache), request_of(3), request_of(2, 1)
+    engine = Engine(cache)
+    first = request_of(3)
+    second = request_of(2, 1)
     engine.stored(first)
     assert engine.take() == [run(first)]
-    held, send, failures = set(run(first).block_hashes), engine.outlet.send, [0]
+    held = set(run(first).block_hashes)
+    send = engine.outlet.send
+    failures = [0]
 
     def sends(events: Sequence[KVCacheEvent]) -> None:
         if failures[0] < 3:
@@ -671,7 +731,9 @@ def test_what_the_outlet_did_not_take_is_told_once_it_does(
 def test_a_round_that_fails_forgets_no_other_weights_tenants_or_notes(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, request, theirs = Engine(cache), request_of(2), request_of(1, 1)
+    engine = Engine(cache)
+    request = request_of(2)
+    theirs = request_of(1, 1)
     engine.stored(request)
     assert engine.take() == [run(request)]
     send = engine.outlet.send
@@ -689,11 +751,13 @@ def test_a_round_that_fails_forgets_no_other_weights_tenants_or_notes(
 def test_what_a_round_that_fails_was_about_to_tell_is_told_although_nothing_changes(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    engine, request = Engine(cache), request_of(2)
+    engine = Engine(cache)
+    request = request_of(2)
     engine.stored(request)
     engine.slots._ledger.columns.last_use[:2] -= 3_000_000_000  # some seconds ago
     whose: object = engine.events if where == "_read" else engine.form
-    work, failures = getattr(whose, where), iter([MemoryError()])
+    work = getattr(whose, where)
+    failures = iter([MemoryError()])
 
     def fails_once(*of: object) -> object:
         for failure in failures:
@@ -702,7 +766,8 @@ def test_what_a_round_that_fails_was_about_to_tell_is_told_although_nothing_chan
 
     monkeypatch.setattr(whose, where, fails_once)
     engine.events.start()
-    until, told = time.monotonic() + 20.0, list[KVCacheEvent]()
+    until = time.monotonic() + 20.0
+    told = list[KVCacheEvent]()
     while not told:
         assert time.monotonic() < until, "not told"
         told += engine.outlet.take()
@@ -712,22 +777,27 @@ def test_what_a_round_that_fails_was_about_to_tell_is_told_although_nothing_chan
 
 
 def test_an_engine_that_ends_waits_for_no_events(cache: Cache) -> None:
-    engine, requests = Engine(cache), [request_of(8, seed) for seed in range(8)]
+    engine = Engine(cache)
+    requests = [request_of(8, seed) for seed in range(8)]
     for request in requests:
         engine.stored(request)
     engine.take()
     cache.clear()
     engine.events._ended.set()
-    assert not engine.events._round() and not engine.outlet.take()[1:]
+    assert not engine.events._round()
+    assert not engine.outlet.take()[1:]
 
 
 def test_a_request_that_cannot_be_noted_is_stored_all_the_same(
     cache: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, odd, other = Engine(cache), request_of(2), request_of(1, 1)
+    engine = Engine(cache)
+    odd = request_of(2)
+    other = request_of(1, 1)
     odd.all_token_ids._x[0] = 1 << 40
     engine.stored(odd)
-    assert engine.take() == [] and "routers do not hear of some chunks" in caplog.text
+    assert engine.take() == []
+    assert "routers do not hear of some chunks" in caplog.text
     engine.stored(other)
     assert engine.take() == [run(other)]
 
@@ -738,7 +808,8 @@ def test_of_many_chunks_those_used_last_are_told_first_and_then_the_others(
 ) -> None:
     monkeypatch.setattr("pagoda.kv_events.tier_difference._ROWS", rows)
     monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_CHOSEN", 5)
-    engine, requests = Engine(cache), [request_of(3, seed) for seed in range(4)]
+    engine = Engine(cache)
+    requests = [request_of(3, seed) for seed in range(4)]
     for request in requests:
         engine.stored(request)
     again = Engine(cache)  # after a restart
@@ -753,7 +824,8 @@ def test_what_is_used_meanwhile_does_not_wait_for_all_that_was_chosen_before(
 ) -> None:
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
     monkeypatch.setattr("pagoda.kv_events.tier_difference._CHOSEN_SECONDS", -1.0)
-    engine, new = Engine(cache), request_of(2, 9)
+    engine = Engine(cache)
+    new = request_of(2, 9)
     for seed in range(3):
         engine.stored(request_of(PIECE, seed))
     assert engine.take() == [run(request_of(PIECE, 2))]
@@ -762,7 +834,8 @@ def test_what_is_used_meanwhile_does_not_wait_for_all_that_was_chosen_before(
 
 
 def test_a_note_of_another_version_silences_no_other_chunk(cache: Cache) -> None:
-    engine, request = Engine(cache), request_of(3)
+    engine = Engine(cache)
+    request = request_of(3)
     done = engine.stored(request)
     ChunkNotes(engine.slots.ledgers["host"].directory).write(
         [(done[1].slot, done[1].key, b"another version")]
@@ -774,7 +847,8 @@ def test_a_note_of_another_version_silences_no_other_chunk(cache: Cache) -> None
     ("field", "value"), [("root", b"odd"), ("hashes", b""), ("hashes", b"short" * BLOCKS), ("tokens", b"odd")]
 )
 def test_a_note_of_odd_sizes_silences_no_other_chunk(cache: Cache, field: str, value: bytes) -> None:
-    engine, request = Engine(cache), request_of(3)
+    engine = Engine(cache)
+    request = request_of(3)
     done = engine.stored(request)
     note = engine.form.notes(request, engine.slots.namespace())(1)
     assert note is not None
@@ -788,28 +862,34 @@ def test_a_note_of_odd_sizes_silences_no_other_chunk(cache: Cache, field: str, v
 def test_so_many_notes_are_remembered_and_no_more(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of chunks that wait for their turn are beside the tier by then."""
     monkeypatch.setattr("pagoda.kv_events.stored_events._REMEMBERED", 5)
-    engine, requests = Engine(cache), [request_of(3, seed) for seed in range(4)]
+    engine = Engine(cache)
+    requests = [request_of(3, seed) for seed in range(4)]
     for request in requests:
         engine.stored(request)
     events = engine.events
-    assert len(events._fresh) == 5 and events._told_of == events._fresh.keys()
+    assert len(events._fresh) == 5
+    assert events._told_of == events._fresh.keys()
     told = [name for event in engine.take() for name in event.block_hashes]
     assert sorted(told) == sorted(name for request in requests for name in request.block_hashes)
 
 
 def test_only_the_note_of_the_same_chunk_is_erased(tmp_path: Path) -> None:
-    notes, (one, other) = ChunkNotes(tmp_path), (bytes([n]) * 32 for n in (1, 2))
+    notes = ChunkNotes(tmp_path)
+    (one, other) = (bytes([n]) * 32 for n in (1, 2))
     notes.write([(3, one, b"a note"), (5, other, b"another")])
     notes.erase([(3, other), (4, one), (5, other)])  # of which the first slot has taken another chunk since
-    assert notes.read([(3, one), (5, other)]) == [b"a note", None] and list(notes.places()) == [(3, one)]
+    assert notes.read([(3, one), (5, other)]) == [b"a note", None]
+    assert list(notes.places()) == [(3, one)]
 
 
 def test_a_clear_while_a_note_is_copied_leaves_no_tokens(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, request = Engine(cache), request_of(1)
+    engine = Engine(cache)
+    request = request_of(1)
     notes = engine.slots.ledgers["host"].directory / "notes"
-    keys, root = engine.keys(request), engine.slots.namespace()
+    keys = engine.keys(request)
+    root = engine.slots.namespace()
     outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
     engine.commit(copies(keys, outcomes))  # by an engine without events
     engine.events.found(engine.form.notes(request, root), root, root, 0, keys)
@@ -826,7 +906,8 @@ def test_a_clear_while_a_note_is_copied_leaves_no_tokens(
 
 
 def test_slots_of_tenants_that_came_and_went_are_told_of_the_one_that_comes(cache: Cache) -> None:
-    engine, theirs = Engine(cache), Engine(cache)
+    engine = Engine(cache)
+    theirs = Engine(cache)
     for turn in range(40):
         theirs.stored(request_of(2, turn), salt="tenant")
         assert engine.take() == []
@@ -843,7 +924,8 @@ def test_slots_of_tenants_that_came_and_went_are_told_of_the_one_that_comes(cach
 def test_a_router_that_comes_and_goes_keeps_no_other_from_hearing_all(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, port = Engine(cache), free_port()
+    engine = Engine(cache)
+    port = free_port()
     config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}")
     engine.events._outlet = EventOutlet(config)
     publisher = EventPublisherFactory.create(config)  # as vLLM's scheduler does after the connector
@@ -854,7 +936,8 @@ def test_a_router_that_comes_and_goes_keeps_no_other_from_hearing_all(
         heard.setsockopt(zmq.SUBSCRIBE, b"")
         heard.connect(f"tcp://127.0.0.1:{port}")
         engine.events.start()
-        until, cleared = time.monotonic() + 20.0, 0
+        until = time.monotonic() + 20.0
+        cleared = 0
         while cleared < 2:
             assert heard.poll(1000 * max(0.0, until - time.monotonic()))
             batch = msgspec.msgpack.decode(heard.recv_multipart()[2], type=KVEventBatch)
@@ -872,10 +955,13 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
     for name, value in {"_ROUND": 0.02, "_PAUSE": 0.02, "_RETELL": 0.05}.items():
         monkeypatch.setattr(f"pagoda.kv_events.stored_events.{name}_SECONDS", value)
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
-    engine, requests = Engine(cache), [request_of(8, seed) for seed in range(7)]
+    engine = Engine(cache)
+    requests = [request_of(8, seed) for seed in range(7)]
     for request in requests:
         engine.stored(request)
-    held, most, times = set[bytes](), 0, 0
+    held = set[bytes]()
+    most = 0
+    times = 0
     outlet = engine.events._outlet
     monkeypatch.setattr(outlet, "newcomers", lambda: True)
     monkeypatch.setattr(outlet, "report_all", lambda: iter([outlet.send([AllBlocksCleared()])]))
@@ -884,20 +970,24 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
     while time.monotonic() < until and (most < 56 * BLOCKS or times < 3):
         for event in engine.outlet.take():
             if isinstance(event, AllBlocksCleared):
-                held, times = set(), times + 1
+                held = set()
+                times = times + 1
             elif isinstance(event, BlockStored):
                 held |= set(event.block_hashes)
             most = max(most, len(held))
         time.sleep(0.01)
     engine.events.close()
-    assert most == 56 * BLOCKS and times >= 3
+    assert most == 56 * BLOCKS
+    assert times >= 3
 
 
 def test_the_tiers_are_told_again_when_the_engine_says_that_all_is_cleared(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It means its own memory, and routers forget the tiers too."""
-    engine, request, told = Engine(cache), request_of(3), list[KVCacheEvent]()
+    engine = Engine(cache)
+    request = request_of(3)
+    told = list[KVCacheEvent]()
     config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{free_port()}")
     engine.events._outlet = EventOutlet(config)
     publisher = EventPublisherFactory.create(config)
@@ -917,13 +1007,16 @@ def test_the_tiers_are_told_again_when_the_engine_says_that_all_is_cleared(
 
 def test_a_router_is_told_all_once_it_listens(cache: Cache) -> None:
     """A busy router connects, and subscribes much later: until then a publisher drops what it sends."""
-    engine, request, port = Engine(cache), request_of(3), free_port()
+    engine = Engine(cache)
+    request = request_of(3)
+    port = free_port()
     config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}")
     engine.events._outlet = EventOutlet(config)
     publisher = EventPublisherFactory.create(config)
     engine.events.start()
     engine.stored(request)
-    wanted, heard = set(run(request).block_hashes), set()
+    wanted = set(run(request).block_hashes)
+    heard = set()
     with zmq.Context.instance().socket(zmq.SUB) as router:
         router.connect(f"tcp://127.0.0.1:{port}")
         time.sleep(1.5)
@@ -944,7 +1037,8 @@ def test_a_router_is_told_all_once_it_listens(cache: Cache) -> None:
 
 def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
     """Block by block, of what is left of the events that passed, with numbers that rise over a restart."""
-    numbers, all_told = [], []
+    numbers = []
+    all_told = []
     config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="inproc://")
     for _ in range(2):
         config.endpoint = f"tcp://*:{free_port()}"
@@ -989,7 +1083,8 @@ def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
 
 def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart() -> None:
     """The first chunk by a request of text alone, or in a session, the others by one with an image behind it."""
-    groups, root = {0: BlockFacts(CHUNK, BLOCK, "full_attention")}, bytes(32)
+    groups = {0: BlockFacts(CHUNK, BLOCK, "full_attention")}
+    root = bytes(32)
     form = VLLMEventForm(groups, BLOCK)
     place = PlaceholderRange(offset=CHUNK + 2, length=BLOCK)
     image = MultiModalFeatureSpec(data=None, modality="image", identifier="an image", mm_position=place)
@@ -997,7 +1092,11 @@ def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart
     first, second = map(form.notes(request_of(2), root), range(2))
     of_session = form.notes(request_of(1, session_id="a session"), root)(0)
     first_of_whole, *others = map(form.notes(whole, root), range(3))
-    assert first and second and of_session and first_of_whole and all(others)
+    assert first
+    assert second
+    assert of_session
+    assert first_of_whole
+    assert all(others)
     for notes in ([first, *others], [of_session, second]):
         told = [len(form.stored(run, "CPU").block_hashes) for run in runs(notes, groups)]
         assert told == [BLOCKS, (len(notes) - 1) * BLOCKS]
@@ -1010,12 +1109,14 @@ def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart
 @pytest.mark.parametrize("numbers", ["0", "1"])
 def test_blocks_are_named_as_vllm_names_them(monkeypatch: pytest.MonkeyPatch, numbers: str) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", numbers)
-    form, request = VLLMEventForm(GROUPS, BLOCK), request_of(2)
+    form = VLLMEventForm(GROUPS, BLOCK)
+    request = request_of(2)
     note = form.notes(request, bytes(32), 0)(1)
     assert note is not None
     names = [maybe_convert_block_hash(one) for one in request.block_hashes]
     event = form.stored([note], "CPU")
-    assert event.block_hashes == names[BLOCKS:] and event.parent_block_hash == names[BLOCKS - 1]
+    assert event.block_hashes == names[BLOCKS:]
+    assert event.parent_block_hash == names[BLOCKS - 1]
     assert form.removed([note.hashes, note.hashes], "CPU", 0).block_hashes == names[BLOCKS:] * 2
     assert form.removed([], "CPU", 0).block_hashes == []
 
@@ -1026,8 +1127,11 @@ def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
     """A router that comes makes it tell everything, which takes a large engine seconds."""
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # one piece a round
     monkeypatch.setattr("pagoda.connectors.vllm.event_publisher._PIECE", 2)
-    engine, request, config = Engine(cache), request_of(1), KVEventsConfig(enable_kv_cache_events=True)
-    config.publisher, config.endpoint = "zmq", f"tcp://*:{free_port()}"
+    engine = Engine(cache)
+    request = request_of(1)
+    config = KVEventsConfig(enable_kv_cache_events=True)
+    config.publisher = "zmq"
+    config.endpoint = f"tcp://*:{free_port()}"
     engine.events._outlet = outlet = EventOutlet(config)
     publisher = EventPublisherFactory.create(config)
     assert isinstance(publisher, LivePublisher)
@@ -1039,7 +1143,8 @@ def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
     engine.stored(request)
     engine.events._full_report = outlet.report_all()
     engine.take()
-    assert isinstance(told.pop(0), AllBlocksCleared) and told.pop(2) == run(request)
+    assert isinstance(told.pop(0), AllBlocksCleared)
+    assert told.pop(2) == run(request)
     cache.clear()
     rounds = 1
     while not engine.events._round():
@@ -1047,7 +1152,8 @@ def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
         assert rounds < 100
     publisher.shutdown()
     names = [event.block_hashes for event in told if isinstance(event, BlockStored)]
-    assert names == [[name] for name in device.block_hashes] and told.index(gone(*request.block_hashes)) == 4
+    assert names == [[name] for name in device.block_hashes]
+    assert told.index(gone(*request.block_hashes)) == 4
 
 
 def test_chunks_of_each_group_of_a_hybrid_model_are_told_with_their_kind(
@@ -1056,7 +1162,8 @@ def test_chunks_of_each_group_of_a_hybrid_model_are_told_with_their_kind(
     """On the disk those of full attention alone: Dynamo reads no groups there, and the hashes are the same."""
     kinds = {0: ("full_attention", None), 2: ("sliding_window", 6), 3: ("mamba", None)}
     with cache_at(shm_root, tmp_path) as cache:
-        engine, request = Engine(cache, groups=HYBRID), request_of(3)
+        engine = Engine(cache, groups=HYBRID)
+        request = request_of(3)
         for group in HYBRID:
             engine.stored(request, group=group)
         assert cache.flush(10.0)
@@ -1081,7 +1188,8 @@ def test_chunks_of_each_group_of_a_hybrid_model_are_told_with_their_kind(
 
 
 def test_a_window_that_is_evicted_takes_no_credit_of_full_attention_away(cache: Cache) -> None:
-    engine, request = Engine(cache, groups=HYBRID), request_of(2)
+    engine = Engine(cache, groups=HYBRID)
+    request = request_of(2)
     full, window = (engine.stored(request, group=group) for group in (0, 2))
     assert {event.group_idx for event in engine.take()} == {0, 2}
     admin.remove(engine.slots.ledgers["host"], [copy.key for copy in (window[1], full[1])])
@@ -1094,7 +1202,8 @@ def test_a_window_that_is_evicted_takes_no_credit_of_full_attention_away(cache: 
 
 def test_a_window_that_goes_on_where_full_attention_ends_is_no_credit_of_full_attention(cache: Cache) -> None:
     """The hashes are the same, so a window's chunk may have a chunk of full attention as its parent by name."""
-    engine, request = Engine(cache, groups=HYBRID), request_of(2)
+    engine = Engine(cache, groups=HYBRID)
+    request = request_of(2)
     engine.stored(request_of(1))
     engine.commit(engine.reserved(request, first=1, group=2))
     told = sorted(engine.take(), key=lambda event: event.group_idx)
@@ -1114,7 +1223,8 @@ def test_a_window_that_goes_on_where_full_attention_ends_is_no_credit_of_full_at
 def test_a_block_of_several_hashes_is_named_by_the_last(cache: Cache) -> None:
     """Blocks of attention are as long as a state is large, and vLLM hashes shorter pieces."""
     groups = {1: BlockFacts(CHUNK, CHUNK, "full_attention")}
-    form, request = VLLMEventForm(groups, BLOCK), request_of(2)
+    form = VLLMEventForm(groups, BLOCK)
+    request = request_of(2)
     notes = [form.notes(request, bytes(32), 1)(chunk) for chunk in range(3)]
     assert notes[2] is None
     (only,) = runs([note for note in notes if note], groups)
@@ -1122,18 +1232,21 @@ def test_a_block_of_several_hashes_is_named_by_the_last(cache: Cache) -> None:
     assert event.block_hashes == request.block_hashes[BLOCKS - 1 :: BLOCKS]
     assert (event.block_size, event.group_idx, event.parent_block_hash) == (CHUNK, 1, None)
     second = notes[1]
-    assert second is not None and second.parent == request.block_hashes[BLOCKS - 1]
+    assert second is not None
+    assert second.parent == request.block_hashes[BLOCKS - 1]
 
 
 def test_a_long_chunk_has_a_note_too() -> None:
     """Of models with states a chunk is a block, of some 1,000 to 2,000 tokens."""
-    root, random = bytes(range(32)), np.random.default_rng(1)
+    root = bytes(range(32))
+    random = np.random.default_rng(1)
     often = 1 / np.arange(3, 150_003)  # as words in a text
     for tokens, share in ((1056, None), (1600, often / often.sum())):
         ids = random.choice(150_000, tokens, p=share).astype(np.int32).tobytes()
         note = ChunkNote(root, root, root, ids, group=1)
         kept = packed(note, MOST_NOTE_BYTES)
-        assert len(kept) <= MOST_NOTE_BYTES and unpacked(kept) == note
+        assert len(kept) <= MOST_NOTE_BYTES
+        assert unpacked(kept) == note
     huge = packed(ChunkNote(root, root, root, bytes(2 << 20)), MOST_NOTE_BYTES)
     for odd in (b"", b"\x78", kept[:-9], b"\x78" + kept[2:], huge):
         with pytest.raises(ValueError):
@@ -1177,7 +1290,8 @@ def test_two_engines_of_a_process_may_be_given_the_same_config() -> None:
         config.endpoint = f"tcp://*:{free_port()}"
         outlet = EventOutlet(config)
         publisher = EventPublisherFactory.create(config)
-        assert outlet._publisher is publisher and config.publisher == "zmq"
+        assert outlet._publisher is publisher
+        assert config.publisher == "zmq"
         publisher.shutdown()
 
 
@@ -1203,12 +1317,14 @@ def test_random_stores_and_evictions_leave_a_router_with_the_truth(
         monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
         monkeypatch.setattr("pagoda.kv_events.tier_difference._GONE_PIECE", 2)
     with cache_at(shm_root, tmp_path) as cache:
-        engine, held = Engine(cache), {"CPU": set[bytes](), "STORAGE": set[bytes]()}
+        engine = Engine(cache)
+        held = {"CPU": set[bytes](), "STORAGE": set[bytes]()}
         requests = [request_of(1 + seed % 5, seed) for seed in range(40)]
 
         def hear(events: Sequence[KVCacheEvent]) -> None:
             for event in events:
-                now, hashes = held[event.medium], set(event.block_hashes)
+                now = held[event.medium]
+                hashes = set(event.block_hashes)
                 if isinstance(event, BlockStored):
                     assert pieces or now.isdisjoint(hashes)
                     now |= hashes
@@ -1240,7 +1356,8 @@ def test_random_stores_and_evictions_leave_a_router_with_the_truth(
                 for request in requests
                 for n, key in enumerate(engine.keys(request))
             }
-            assert held[medium] == {name for key in there for name in named[key]} and len(there) > 10
+            assert held[medium] == {name for key in there for name in named[key]}
+            assert len(there) > 10
         assert AllBlocksCleared not in map(type, engine.take())
 
 

@@ -39,7 +39,8 @@ def server(llama: Path, logs: Path, own: Tiers) -> Iterator[Server]:
 
 def test_the_token_that_differs_is_named(server: Server, own: Tiers, tmp_path: Path) -> None:
     """Text, chat and a tenant's prompt that vLLM stored, each beside prompts that share its beginning."""
-    stored, told = plain_prompt(7000, _TOKENS), plain_prompt(7001, 4 * CHUNK + 1)
+    stored = plain_prompt(7000, _TOKENS)
+    told = plain_prompt(7001, 4 * CHUNK + 1)
     server.wait_up()
     _ask(server, "/v1/completions", prompt=words(stored))
     # shares two chunks and a half with it: not the nearest of most
@@ -61,7 +62,8 @@ def test_the_token_that_differs_is_named(server: Server, own: Tiers, tmp_path: P
             at // CHUNK,
             "absent",
         )
-        assert _near(said)["stored_id"] == stored[at] and _near(said)["tiers"][0] == "host"
+        assert _near(said)["stored_id"] == stored[at]
+        assert _near(said)["tiers"][0] == "host"
 
     chat = tmp_path / "messages.json"
     chat.write_text(json.dumps([{"role": "user", "content": words(_changed(told, 130))}]))
@@ -70,7 +72,8 @@ def test_the_token_that_differs_is_named(server: Server, own: Tiers, tmp_path: P
     code, shown, _ = run_here(
         "explain", str(own.host), "--text", words(_changed(stored, 200)), "--url", server.url
     )
-    assert code == 0 and "it differs at token 200:" in shown
+    assert code == 0
+    assert "it differs at token 200:" in shown
     assert max(map(len, shown.splitlines())) <= 80, shown
 
     # what another tenant stored: the field is named, the salt is not shown

@@ -77,7 +77,8 @@ def test_spoilt_on_disk(
 
 def test_disk_fails(pagoda: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk) -> None:
     """Every read of the disk is an I/O error, for a while."""
-    one, two = prompt(2100, 8 * CHUNK + 9), prompt(2101, 8 * CHUNK + 9)
+    one = prompt(2100, 8 * CHUNK + 9)
+    two = prompt(2101, 8 * CHUNK + 9)
     only_on_disk(one, two)
     before = failed_loads(pagoda)
     pagoda.call(fail_reads)
@@ -189,7 +190,8 @@ def abort_during_load(room: Room, one: list[int]) -> tuple[int, int, int, tuple[
     from vllm import SamplingParams
     from vllm.v1.request import RequestStatus
 
-    engine, scheduler = room.llm.llm_engine, room.scheduler
+    engine = room.llm.llm_engine
+    scheduler = room.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

@@ -43,10 +43,14 @@ class Rooms:
     def __init__(
         self, engine: Engine, plain: dict[str, Any], ours: dict[str, Any], right: list[Answer], exact: Any
     ) -> None:
-        self.engine, self.plain, self.ours, self.right = engine, plain, ours, right
+        self.engine = engine
+        self.plain = plain
+        self.ours = ours
+        self.right = right
         self.exact = exact  # the log probabilities of every word after EXACT, which is on the device
         extra = ours["kv_transfer_config"]["kv_connector_extra_config"]
-        self.host, self.disk = Path(extra["host_path"]), Path(extra["disk_path"])
+        self.host = Path(extra["host_path"])
+        self.disk = Path(extra["disk_path"])
 
     def same(self, answers: list[Answer]) -> list[Answer]:
         """Assert that this equals the answer of the engine without a connector."""
@@ -204,7 +208,9 @@ def test_nothing_stored_before_a_reset_hits_after_it(rooms: Rooms) -> None:
 
 def test_a_router_credits_what_the_engine_hits(rooms: Rooms, served: Callable[..., Any]) -> None:
     """The indexer is started after the engine's restart, so it knows only what is told then."""
-    ours, begun, port = prompt(79, 15 * CHUNK + 5), prompt(80, 3 * CHUNK), free_port()
+    ours = prompt(79, 15 * CHUNK + 5)
+    begun = prompt(80, 3 * CHUNK)
+    port = free_port()
     whole = 15 * CHUNK
     heard_at = rooms.ours | events_at(port)
     rooms.engine.call(hybrid.anew, heard_at, within=120.0)

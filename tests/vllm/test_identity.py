@@ -330,11 +330,13 @@ def test_the_namespace(llama: Path) -> None:
         4,
         "s",
     )
-    assert namespace.weights == weights_digest(config) and (namespace.layout, namespace.lora) == ("", "")
+    assert namespace.weights == weights_digest(config)
+    assert (namespace.layout, namespace.lora) == ("", "")
     config.model_config.revision = "v2"
     assert namespace_of(config, "fp8", 4, read_options({"salt": "s"}, 32)) == namespace
     given = namespace_of(config, "fp8", 4, read_options({"weights": "w"}, 32))
-    assert given.revision == "v2" and given.weights == weights_digest(config, "w")
+    assert given.revision == "v2"
+    assert given.weights == weights_digest(config, "w")
 
 
 # ---- plain values

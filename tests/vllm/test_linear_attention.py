@@ -29,9 +29,11 @@ class Linear:
     """
 
     def __init__(self, engine: Engine, ours: dict[str, Any]) -> None:
-        self.engine, self.ours = engine, ours
+        self.engine = engine
+        self.ours = ours
         extra = ours["kv_transfer_config"]["kv_connector_extra_config"]
-        self.host, self.disk = Path(extra["host_path"]), Path(extra["disk_path"])
+        self.host = Path(extra["host_path"])
+        self.disk = Path(extra["disk_path"])
         self.chunk = chunk = engine.call(hybrid.block_tokens)
         lengths = 1100, 7 * chunk, 3 * chunk + 1, chunk - 1
         self.prompts = [prompt(90 + number, length) for number, length in enumerate(lengths)]

@@ -84,7 +84,8 @@ def test_the_text_depends_on_the_image(seeing: Seeing) -> None:
 @pytest.mark.parametrize("name", ASKS)
 def test_the_same_text_from_host_memory(seeing: Seeing, name: str) -> None:
     answer = seeing.says(name)
-    assert answer.external == loadable(answer.prompt_tokens) and not answer.local
+    assert answer.external == loadable(answer.prompt_tokens)
+    assert not answer.local
 
 
 def test_the_same_text_from_the_disk_after_a_restart(seeing: Seeing) -> None:
@@ -101,11 +102,13 @@ def test_a_name_of_the_client_s_is_one_of_this_engine(seeing: Seeing) -> None:
     """The restarted engine may get another image under the same name."""
     (first,) = seeing.engine.call(see, [NAMED])
     (again,) = seeing.engine.call(see, [NAMED])
-    assert first.tokens == again.tokens and again.external == loadable(again.prompt_tokens)
+    assert first.tokens == again.tokens
+    assert again.external == loadable(again.prompt_tokens)
     seeing.engine.call(hybrid.anew, seeing.given, within=120.0)
     other = NAMED._replace(images=[4])
     (answer,) = seeing.engine.call(see, [other])
-    assert answer.external == BEFORE // CHUNK * CHUNK and answer.tokens != first.tokens
+    assert answer.external == BEFORE // CHUNK * CHUNK
+    assert answer.tokens != first.tokens
 
 
 # ---- inside the engine's process

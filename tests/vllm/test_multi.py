@@ -49,8 +49,10 @@ def pair(
     llama: Path, logs: Path, session_shm: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     """Starts both, as docs/how-to/vllm.md says; ours is the first in one and the last in the other."""
-    host, files = session_shm / "multi", tmp_path_factory.mktemp("multi")
-    ours, nixl = connector(host)["kv_transfer_config"], {"kv_connector": "NixlConnector"}
+    host = session_shm / "multi"
+    files = tmp_path_factory.mktemp("multi")
+    ours = connector(host)["kv_transfer_config"]
+    nixl = {"kv_connector": "NixlConnector"}
     third = {"kv_connector": "FailingLoads", "kv_connector_module_path": "tests.vllm.failing_loads"}
     third |= {"kv_connector_extra_config": {"shared_storage_path": str(files)}}  # type: ignore[dict-item]
     setups = {

@@ -26,7 +26,8 @@ from pagoda.layout import KVLayout
 from tests.vllm import stores
 from tests.vllm.models import prompt
 
-BLOCK, CHUNK = 32, 64
+BLOCK = 32
+CHUNK = 64
 LAYOUT = KVLayout.opaque(CHUNK, 8192, "multimodal")
 TOKENS = 10 * CHUNK + 5
 IMAGE_AT = 4 * CHUNK + 10
@@ -105,7 +106,8 @@ def schedule(shm_root: Path) -> Iterator[Schedule]:
 
 def test_another_image_is_another_prompt(schedule: Schedule) -> None:
     """Chunks before the image are shared; those with it and after it belong to it."""
-    tokens, keys = prompt(6000, TOKENS), {}
+    tokens = prompt(6000, TOKENS)
+    keys = {}
     before = IMAGE_AT // CHUNK * CHUNK
     for image, expected in [("a", 0), ("b", before), (None, before)]:
         request = schedule.request(tokens, image)
@@ -143,12 +145,14 @@ def test_only_names_by_content_are_names_elsewhere(
 ) -> None:
     """The same name may be another image in another engine, or after a restart: what is before it is shared."""
     caplog.set_level(logging.INFO, logger="pagoda")
-    tokens, before = prompt(6001, TOKENS), IMAGE_AT // CHUNK * CHUNK
+    tokens = prompt(6001, TOKENS)
+    before = IMAGE_AT // CHUNK * CHUNK
     with (
         closing(Schedule(shm_root / "host", hashed)) as one,
         closing(Schedule(shm_root / "host", hashed)) as other,
     ):
-        first, second = one.request(tokens, name), other.request(tokens, name)
+        first = one.request(tokens, name)
+        second = other.request(tokens, name)
         assert one.hit(first) == 0
         assert len(one.store(first)) == 10
         assert one.hit(one.request(tokens, name)) == 10 * CHUNK

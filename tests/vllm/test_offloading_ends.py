@@ -51,7 +51,10 @@ from tests.vllm.halves import (
     wait_until,
 )
 
-HIT, MISS, RETRY, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY, LookupResult.HIT_PENDING
+HIT = LookupResult.HIT
+MISS = LookupResult.MISS
+RETRY = LookupResult.RETRY
+PENDING = LookupResult.HIT_PENDING
 NEEDED = WINDOW // CHUNK
 
 
@@ -62,7 +65,8 @@ def test_an_answer_that_does_not_come_is_a_miss(host: Path) -> None:
     halves = Halves(config_of(host, deadline_seconds=0.3))
     try:
         halves.store_prompt("p", 2)
-        context, wanted = halves.request("asks", "p", 2), keys("p", FULL, 2)
+        context = halves.request("asks", "p", 2)
+        wanted = keys("p", FULL, 2)
         with gate_taken(halves.slots._ledger):
             assert halves.answers(context, wanted) == [MISS, MISS]
         assert halves.answers(context, wanted) == [MISS, MISS]  # the earlier answer remains valid
@@ -75,15 +79,18 @@ def test_an_answer_that_does_not_come_is_a_miss(host: Path) -> None:
 
 
 def test_a_look_that_hangs_is_a_miss_and_counted(host: Path) -> None:
-    halves, go_on = Halves(config_of(host, deadline_seconds=0.3)), threading.Event()
+    halves = Halves(config_of(host, deadline_seconds=0.3))
+    go_on = threading.Event()
     try:
         halves.store_prompt("p", 2)
         halves.manager._questions._answers.submit(go_on.wait, 30)
-        context, wanted = halves.request("asks", "p", 2), keys("p", FULL, 2)
+        context = halves.request("asks", "p", 2)
+        wanted = keys("p", FULL, 2)
         assert halves.answers(context, wanted) == [MISS, MISS]
         assert not go_on.is_set()
         stats = halves.manager.get_stats()
-        assert stats is not None and stats.reduce()["vllm:pagoda_late_lookups"] == 2
+        assert stats is not None
+        assert stats.reduce()["vllm:pagoda_late_lookups"] == 2
         go_on.set()  # later chunks are not held
         wait_until(
             lambda: (
@@ -105,7 +112,8 @@ def test_a_store_that_finds_no_slot_in_time_is_refused_and_counted(
         output = halves.manager.prepare_store(keys("p", FULL, 2), context)
     assert list(output.keys_to_store) == []
     stats = halves.manager.get_stats()
-    assert stats is not None and stats.reduce()["vllm:pagoda_refused_chunks"] == 2
+    assert stats is not None
+    assert stats.reduce()["vllm:pagoda_refused_chunks"] == 2
     assert halves.manager.get_stats() is None
 
 
@@ -126,7 +134,8 @@ def test_requests_of_one_step_wait_for_slots_once(halves: Halves, monkeypatch: p
             assert not halves.manager.prepare_store(keys(f"p{number}", FULL, 2), context).keys_to_store
         assert tried == [2]
         stats = halves.manager.get_stats()
-        assert stats is not None and stats.reduce()["vllm:pagoda_refused_chunks"] == 16
+        assert stats is not None
+        assert stats.reduce()["vllm:pagoda_refused_chunks"] == 16
         halves.manager.on_schedule_end(NO_STEP)
         assert not halves.manager.prepare_store(keys("p0", FULL, 2), contexts[0]).keys_to_store
         assert tried == [2, 2]
@@ -138,7 +147,8 @@ def test_requests_of_one_step_wait_for_slots_once(halves: Halves, monkeypatch: p
 @contextmanager
 def _two_stores_of_which_one_waits(halves: Halves) -> Iterator[tuple[ReqContext, list[bytes], Other]]:
     """Two jobs are submitted; the second does not begin before another process releases the ledger."""
-    context, wanted = halves.request("stores", "p", 8), keys("p", FULL, 8)
+    context = halves.request("stores", "p", 8)
+    wanted = keys("p", FULL, 8)
     outputs = [halves.manager.prepare_store(wanted[at : at + 4], context) for at in (0, 4)]
     with gate_taken(halves.slots._ledger) as other:
         for job, output in enumerate(outputs, 1):
@@ -182,7 +192,8 @@ def test_what_a_request_was_told_stands_while_it_asks(
     """However long a step takes: answers that ran out one after another would never all be there at once."""
     monkeypatch.setattr(lookup_table, "_MISS_SECONDS", -1.0)
     halves.store_prompt("p", 2)
-    context, wanted = halves.request("asks", "p", 4), keys("p", FULL, 4)
+    context = halves.request("asks", "p", 4)
+    wanted = keys("p", FULL, 4)
     for _ in range(3):
         assert halves.answers(context, wanted) == [HIT, HIT, MISS, MISS]
 
@@ -279,7 +290,8 @@ def test_a_request_whose_load_failed_is_offered_nothing_again(halves: Halves) ->
     assert halves.answers(one, wanted) == [MISS] * 3
     assert halves.answers(two, wanted) == [HIT] * 3
     stats = halves.manager.get_stats()
-    assert stats is not None and stats.reduce()["vllm:pagoda_failed_loads"] == 1
+    assert stats is not None
+    assert stats.reduce()["vllm:pagoda_failed_loads"] == 1
     blocks = {FULL: list(range(20, 24))}
     # it is stored all the same
     assert halves.store(one, keys("p", FULL, 5)[3:], blocks) == keys("p", FULL, 5)[3:]
@@ -325,7 +337,8 @@ def test_a_reset_forgets_what_was_stored_and_what_is_being_computed(halves: Halv
 
 def test_what_ended_before_a_version_was_named_is_not_stored_under_its_name(halves: Halves) -> None:
     """vLLM stores the last chunks of a request with the step after its end: of the weights that computed it."""
-    ended, waits = halves.request("ended", "p", 4), halves.request("waits", "q", 4)
+    ended = halves.request("ended", "p", 4)
+    waits = halves.request("waits", "q", 4)
     request = SimpleNamespace(request_id="ended", mm_features=[], prompt_embeds=None, cache_salt=None,
                               all_token_ids=[], block_hashes=[])  # fmt: skip
     halves.manager.request_ended(request, CHUNK)
@@ -336,7 +349,8 @@ def test_what_ended_before_a_version_was_named_is_not_stored_under_its_name(halv
 
 def test_a_reset_while_chunks_are_stored_and_loaded_ends_well(halves: Halves) -> None:
     halves.store_prompt("p", 3)
-    loads, stores = halves.request("loads", "p", 3), halves.request("stores", "q", 3)
+    loads = halves.request("loads", "p", 3)
+    stores = halves.request("stores", "q", 3)
     assert halves.hit(loads, "p", 3) == 3
     loaded = halves.begin_load(loads, {FULL: keys("p", FULL, 3)}, {FULL: list(range(100, 106))})
     kept = halves.bytes_of(range(1, 7))
@@ -344,7 +358,8 @@ def test_a_reset_while_chunks_are_stored_and_loaded_ends_well(halves: Halves) ->
     halves.manager.reset_cache()  # vLLM says nothing more of these two
     halves.run(loaded)
     assert torch.equal(halves.bytes_of(range(100, 106)), kept)
-    after, wanted = halves.request("after", "q", 3), keys("q", FULL, 3)
+    after = halves.request("after", "q", 3)
+    wanted = keys("q", FULL, 3)
     assert halves.answers(after, wanted) == [MISS] * 3
     assert halves.store(after, wanted, {FULL: list(range(30, 36))}) == wanted
 

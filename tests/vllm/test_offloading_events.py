@@ -69,7 +69,8 @@ def test_routers_hear_of_what_earlier_engines_and_other_processes_did(
     shm_root: Path, tmp_path: Path, router: Router
 ) -> None:
     config = config_of(shm_root, tmp_path)
-    halves, everywhere = Halves(config, outlet=router.outlet), {("CPU", FULL): 3, ("CPU", SLIDING): 3}
+    halves = Halves(config, outlet=router.outlet)
+    everywhere = {("CPU", FULL): 3, ("CPU", SLIDING): 3}
     everywhere |= {("STORAGE", FULL): 3, ("STORAGE", SLIDING): 0}
     halves.store_prompt("p", 3)
     router.credits("p", everywhere)
@@ -97,7 +98,8 @@ def test_routers_hear_of_what_a_request_loads_and_that_other_weights_end_it(
     config: Config, router: Router
 ) -> None:
     """The chunks are those of an engine without events, so nothing is known of them but what the request says."""
-    silent, halves = Halves(config), Halves(config, outlet=router.outlet)
+    silent = Halves(config)
+    halves = Halves(config, outlet=router.outlet)
     silent.store_prompt("p", 3)
     context = halves.request("loads", "p", 3)
     assert halves.hit(context, "p", 3) == 3
@@ -151,16 +153,15 @@ def test_of_a_request_with_a_salt_no_tokens_are_told_or_kept(config: Config, rou
     router.credits("p", {("CPU", FULL): 1})
     assert [list(event.token_ids) for event in router.stored] == [[]]
     kept = (halves.slots.ledgers["host"].directory / "notes").read_bytes()
-    assert (
-        keys("p", FULL, 1)[0][:-4] in kept
-        and torch.arange(4, dtype=torch.int32).numpy().tobytes() not in kept
-    )
+    assert keys("p", FULL, 1)[0][:-4] in kept
+    assert torch.arange(4, dtype=torch.int32).numpy().tobytes() not in kept
     halves.close()
 
 
 def test_a_request_that_cannot_be_told_is_stored_all_the_same(config: Config, router: Router) -> None:
     halves = Halves(config, outlet=router.outlet)
-    context, odd = halves.request("stores", "p", 2), vllm_request("stores", "p", 2)
+    context = halves.request("stores", "p", 2)
+    odd = vllm_request("stores", "p", 2)
     odd.all_token_ids[0] = 1 << 40
     halves.manager.request_arrived(odd)
     assert halves.store(context, keys("p", FULL, 2), {FULL: [1, 2, 3, 4]}) == keys("p", FULL, 2)

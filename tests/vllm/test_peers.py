@@ -70,7 +70,8 @@ def second(
 ) -> Iterator[Second]:  # fmt: skip
     """The second machine. Its engine has no prefix cache on the device: all that hits comes through the connector."""
     home = tmp_path_factory.mktemp("second")
-    tiers, log = Tiers(session_shm / "second", home / "disk"), logs / "second.log"
+    tiers = Tiers(session_shm / "second", home / "disk")
+    log = logs / "second.log"
     with proxy_to(first.port) as cable:
         url = f"http://127.0.0.1:{cable.port}?password_file={first.root / 'token'}"
         (home / "pagoda.toml").write_text(
@@ -126,19 +127,22 @@ def test_the_second_machine_loads_what_the_first_has_computed(
     cold = pagoda.call(with_logprobs, one)
     stores.wait_ready(tiers.host, 9)
     tokens, logprobs = loads(one)
-    assert tokens == cold[0] and logprobs == pytest.approx(cold[1], abs=1e-4)
+    assert tokens == cold[0]
+    assert logprobs == pytest.approx(cold[1], abs=1e-4)
 
     # what the machine got it keeps, and says where it came from
     stores.wait_ready(second.tiers.host, 9)
     hits = second.hits("peers")
     _, loaded, _ = second.says(one)
-    assert loaded == loadable(len(one)) and second.hits("peers") == hits
+    assert loaded == loadable(len(one))
+    assert second.hits("peers") == hits
     metrics = second.engine.get("/metrics")
     assert counter(metrics, "hit_tokens_peers") == hits > 0
     assert counter(metrics, "hit_tokens_host") == second.hits("host") > 0 == second.hits("remote")
 
     source = re.search(r'^vllm:prompt_tokens_cached_by_source_total{.*"p2p".*} (\S+)$', metrics, re.MULTILINE)
-    assert source is not None and float(source[1]) == hits
+    assert source is not None
+    assert float(source[1]) == hits
 
     opened = [line for line in second.log.read_text().splitlines() if "PagodaKV opened" in line]
     assert len(opened) == 1, opened
@@ -162,7 +166,8 @@ def test_these_tests_can_fail(
     tiers: Tiers, second: Second, loads: Loads, plain: Plain, stored: Callable[..., None]
 ) -> None:
     """Another tenant's prompt is not loaded, and were other bytes loaded than those computed, the text would differ."""
-    one, other = plain_prompt(8010, 6 * CHUNK + 3), plain_prompt(8011, 6 * CHUNK + 3)
+    one = plain_prompt(8010, 6 * CHUNK + 3)
+    other = plain_prompt(8011, 6 * CHUNK + 3)
     stored(one, other)
     loads(other)  # the connections are there
     tokens, loaded, _ = second.says(one, cache_salt="a tenant's salt")
@@ -203,7 +208,8 @@ def test_the_neighbour_ends_in_the_middle_of_a_load(
     loads(other)  # the connections are there
     second.empty()
     failed = counter(second.engine.get("/metrics"), "failed_loads")
-    second.cable.down, before = _SLOW, second.cable.down_bytes
+    second.cable.down = _SLOW
+    before = second.cable.down_bytes
     with ThreadPoolExecutor(1) as threads:
         asked = [threads.submit(second.says, one)]
 
@@ -232,7 +238,8 @@ def test_the_head_of_a_prompt_is_loaded_while_the_neighbour_computes_its_tail(
     pagoda: Engine, tiers: Tiers, second: Second, loads: Loads, plain: Plain, same: Same, stored: object
 ) -> None:
     """The first engine is held between two steps of a long prompt; then it goes on."""
-    loads_of_others, one = plain_prompt(8200, 2 * CHUNK + 1), plain_prompt(8201, 1500)
+    loads_of_others = plain_prompt(8200, 2 * CHUNK + 1)
+    one = plain_prompt(8201, 1500)
     same(pagoda, loads_of_others)
     stores.wait_ready(tiers.host, 2)
     loads(loads_of_others)  # the connections are there
@@ -245,7 +252,8 @@ def test_the_head_of_a_prompt_is_loaded_while_the_neighbour_computes_its_tail(
         second.empty()
         before = second.hits("peers")
         tokens, loaded, _ = second.says(one)
-        assert (tokens,) == plain.says(one)[0] and loaded <= head
+        assert (tokens,) == plain.says(one)[0]
+        assert loaded <= head
         return loaded == head and second.hits("peers") - before == head
 
     stores.wait_until(head_is_loaded, "the head from the neighbour")

@@ -75,7 +75,9 @@ def test_vllm_does_not_replace_the_connector(
         )
     VllmConfig(kv_transfer_config=transfer_config(multi))
     theirs = VllmConfig(cache_config=CacheConfig(kv_offloading_size=4.0)).kv_transfer_config
-    assert theirs is not None and theirs.kv_connector == replaced  # without us it is vLLM's affair
+    # without us it is vLLM's affair
+    assert theirs is not None
+    assert theirs.kv_connector == replaced
 
 
 def test_vllm_does_not_replace_the_connector_where_the_plugin_is_not_loaded(
@@ -100,7 +102,8 @@ def test_stats_of_a_connector_below_multi_connector_are_read() -> None:
 
     register()
     stats = MultiConnector.build_kv_connector_stats({"PagodaConnector": {"lookups": 3}})
-    assert stats is not None and stats.reduce() == {"PagodaConnector": {"lookups": 3}}
+    assert stats is not None
+    assert stats.reduce() == {"PagodaConnector": {"lookups": 3}}
 
 
 def test_an_engine_with_multi_connector(

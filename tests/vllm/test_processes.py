@@ -54,10 +54,8 @@ def test_engines_come_and_go(
 ) -> None:  # fmt: skip
     """One life of a machine: two engines share; one is killed as it stores, its successor as it loads; a reboot;
     and weights that are changed in memory."""
-    ours, theirs = (
-        [prompt(3000 + i, 9 * CHUNK + 5) for i in range(3)],
-        [prompt(3010 + i, 700) for i in range(3)],
-    )
+    ours = [prompt(3000 + i, 9 * CHUNK + 5) for i in range(3)]
+    theirs = [prompt(3010 + i, 700) for i in range(3)]
     stored(*ours)
 
     second = start("second")
@@ -141,7 +139,8 @@ def keeps_to_itself(changed: Engine, pagoda: Engine, same: Same, one: list[int])
     changed.call(other_weights)
     (other,) = changed.say(one)
     (with_checkpoint,) = same(pagoda, one)
-    assert other.external == 0 and other.tokens != with_checkpoint.tokens
+    assert other.external == 0
+    assert other.tokens != with_checkpoint.tokens
 
     def hits_its_own() -> bool:
         changed.reset()

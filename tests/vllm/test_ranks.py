@@ -31,7 +31,8 @@ def ranks(
     llama: Path, logs: Path, session_shm: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ranks]:
     """Starts it."""
-    host, disk = session_shm / "ranks", tmp_path_factory.mktemp("ranks") / "disk"
+    host = session_shm / "ranks"
+    disk = tmp_path_factory.mktemp("ranks") / "disk"
     how = options(llama, tensor_parallel_size=2) | connector(host, disk)
     engine = Engine("ranks", logs / "ranks.log", **how)
     yield Ranks(engine.wait_up(), host, disk)
@@ -98,7 +99,8 @@ def test_computing_is_faster_than_a_slow_disk(ranks: Ranks, same: Same) -> None:
     same(ranks.engine, one, max_tokens=1)
     stores.wait_ready(ranks.disk, before + 8)
     speeds = ranks.engine.call(rates)
-    assert speeds["prefill_tokens_per_second"] > 0 and speeds["disk_bytes_per_second"] > 0
+    assert speeds["prefill_tokens_per_second"] > 0
+    assert speeds["disk_bytes_per_second"] > 0
     for slow in (True, False):
         stores.clear(ranks.host)
         ranks.engine.reset()
@@ -167,7 +169,9 @@ def watch_blocks(worker: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     half = get_kv_transfer_group()._worker  # type: ignore[attr-defined]
-    load, save, half.blocks = half.load, half.save, []
+    load = half.load
+    save = half.save
+    half.blocks = []
 
     def loading(meta: Any) -> None:
         half.blocks += [block for one in meta.loads for block in one.blocks]
@@ -177,7 +181,8 @@ def watch_blocks(worker: Any) -> None:
         half.blocks += [block for one in meta.saves for block in one.blocks]
         save(meta)
 
-    half.load, half.save = loading, saving
+    half.load = loading
+    half.save = saving
 
 
 def bytes_of_blocks(worker: Any) -> list[bytes]:
@@ -204,7 +209,8 @@ def test_each_rank_loads_its_heads_of_what_other_ranks_stored(
     stores_it: int, loads_it: int, sizes: dict[int, Engine], session_shm: Path, same: Same
 ) -> None:
     """Byte for byte: texts may differ by the order of sums."""
-    one, host = prompt(4300 + stores_it, 6 * CHUNK + 1), session_shm / "sizes"
+    one = prompt(4300 + stores_it, 6 * CHUNK + 1)
+    host = session_shm / "sizes"
     seen = {}
     before = stores.ready(host)
     for ranks in (stores_it, loads_it):
@@ -215,9 +221,9 @@ def test_each_rank_loads_its_heads_of_what_other_ranks_stored(
     assert answer.external == 6 * CHUNK
     assert stores.ready(host) == before + 6  # nothing was stored again
     (whole,) = seen[1]
-    assert (
-        len(whole) == models.KV_HEADS and len(set(whole)) == models.KV_HEADS
-    )  # heads of other ranks are noticed
+    # heads of other ranks are noticed
+    assert len(whole) == models.KV_HEADS
+    assert len(set(whole)) == models.KV_HEADS
     assert [len(head) for head in whole] == [6 * CHUNK_BYTES // models.KV_HEADS] * models.KV_HEADS
     assert [head for rank in seen[2] for head in rank] == whole
     with stores.ledger_of(host) as ledger:

@@ -18,7 +18,8 @@ def test_a_line_a_request(llama: Path, session_shm: Path, logs: Path, tmp_path: 
         **options(llama),
         **connector(session_shm / "rec", record=str(trace)),
     )
-    one, other = prompt(900, 5 * CHUNK + 7), prompt(901, 700)
+    one = prompt(900, 5 * CHUNK + 7)
+    other = prompt(901, 700)
     engine.say(one)
     engine.say(one)
     engine.reset()

@@ -64,14 +64,16 @@ def test_hashes_name_what_is_before_the_first_embedding(
     tokens: list[int], embeddings: set[int], named: int | None
 ) -> None:
     request = Request("r", tokens, SamplingParams(), None, **mixed(tokens, embeddings))
-    assert named_tokens(request) == named and not is_of_embeddings(request)
+    assert named_tokens(request) == named
+    assert not is_of_embeddings(request)
     assert reads_nothing(request) == (named == 0)
 
 
 def test_the_hash_does_not_tell_an_embedding_from_token_0() -> None:
     """If this fails, vLLM's hashes have become better, and mixed prompts could be cached whole."""
     init_none_hash(sha256)
-    tokens, hashes = zero_at(37), []
+    tokens = zero_at(37)
+    hashes = []
     for embeddings in (set[int](), {37}):
         hasher = get_request_block_hasher(BLOCK, sha256)
         more = mixed(tokens, embeddings)
@@ -125,7 +127,8 @@ def test_a_hybrid_model_caches_up_to_the_first_embedding(tmp_path: Path, shm_roo
         context = both.request("stores", "p", 4)
         request = offloading.vllm_request("stores", "p", 4)
         tokens = [7] * (4 * size)
-        request.prompt_embeds, request.prompt_token_ids = ROWS, tokens
+        request.prompt_embeds = ROWS
+        request.prompt_token_ids = tokens
         request.prompt_is_token_ids = [at < 2 * size for at in range(4 * size)]
         both.manager.request_arrived(request)
         assert both.store(context, wanted, blocks) == [*wanted[:2], *wanted[4:6]]
@@ -159,7 +162,8 @@ UNASKED: dict[str, Any] = {
 @pytest.mark.parametrize("why", UNASKED)
 def test_a_request_that_may_not_read_is_no_miss(plain: Halves, why: str) -> None:
     """It is counted by a reason of its own, and is in no rate."""
-    tokens, table = prompt(1, TOKENS), list(range(TOKENS // BLOCK))
+    tokens = prompt(1, TOKENS)
+    table = list(range(TOKENS // BLOCK))
     more = dict(UNASKED[why])
     hasher = get_request_block_hasher(BLOCK, sha256)
     request = Request("r", tokens, more.pop("sampling_params"), None, block_hasher=hasher, **more)
@@ -175,7 +179,8 @@ def test_a_request_that_may_not_read_is_no_miss(plain: Halves, why: str) -> None
 
 
 def test_a_request_with_a_limit_asks_for_no_more(plain: Halves) -> None:
-    tokens, table = prompt(1, TOKENS), list(range(TOKENS // BLOCK))
+    tokens = prompt(1, TOKENS)
+    table = list(range(TOKENS // BLOCK))
     plain.stored(tokens, "stores", table)
     params = SamplingParams(extra_args={"kv_transfer_params": {"max_load_tokens": 2 * CHUNK}})
     hasher = get_request_block_hasher(BLOCK, sha256)

@@ -50,7 +50,10 @@ from tests.ledger.support import gate_taken
 from tests.thread_limits import no_threads
 from tests.vllm import models, patience
 
-BLOCK, CHUNK, PAGE, BLOCKS = 4, 16, 2048, 256
+BLOCK = 4
+CHUNK = 16
+PAGE = 2048
+BLOCKS = 256
 LAYOUT = KVLayout.opaque(CHUNK, CHUNK // BLOCK * PAGE, "tests of the connector")
 NAMESPACE = Namespace("a-model")
 
@@ -166,7 +169,9 @@ def fill(memory: torch.Tensor, table: list[int], salt: int) -> None:
 def test_a_step_that_breaks_off_stores_nothing(halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM saves on the way out of a forward that raised: a signal in the middle of it, no memory."""
     connector: Any = object.__new__(PagodaConnector)
-    connector._worker, connector._scheduler, connector._connector_metadata = halves.worker, None, None
+    connector._worker = halves.worker
+    connector._scheduler = None
+    connector._connector_metadata = None
     monkeypatch.setattr(mixin, "get_kv_transfer_group", lambda: connector)
     monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
 
@@ -213,7 +218,8 @@ def test_after_a_step_that_was_lost_nothing_is_stored(halves: Halves, how: str) 
 @pytest.mark.parametrize("version", ["", "a-run/step-1"])
 def test_what_is_loaded_is_what_was_saved(halves: Halves, version: str) -> None:
     halves.scheduler._take_version(version, True)
-    there, here = list(range(10, 18)), list(range(100, 108))
+    there = list(range(10, 18))
+    here = list(range(100, 108))
     fill(halves.memory, there, 3)
     halves.stored(tokens(2), "first", there)
     request = halves.request([*tokens(2), 1, 2, 3], "second")
@@ -252,7 +258,8 @@ def test_a_load_that_cannot_begin_is_told_as_failed(halves: Halves) -> None:
     assert halves.worker.take_bad_blocks() == set(far)
     meta = halves.worker.take_meta()
     # told apart from those of another connector's loads
-    assert meta is not None and meta.bad_blocks == set(far)
+    assert meta is not None
+    assert meta.bad_blocks == set(far)
     halves.scheduler.take_output(
         KVConnectorOutput(finished_recving={"second"}, kv_connector_worker_meta=meta)
     )
@@ -264,7 +271,8 @@ def test_a_save_that_cannot_be_copied_is_given_up(halves: Halves) -> None:
     assert halves.asked(request) == 0
     halves.saved(halves.step([1, 2, 3, BLOCKS], first=CHUNK))
     stats = halves.worker.stats.take()
-    assert stats is not None and stats.data["refused_chunks"] == 1
+    assert stats is not None
+    assert stats.data["refused_chunks"] == 1
     halves.stored(tokens(1), "again", [1, 2, 3, 4])
     assert halves.asked(halves.request(tokens(2), "third")) == CHUNK
 
@@ -277,7 +285,8 @@ def test_the_saves_of_a_step_are_one_commit_and_fail_alone(
     requests = [halves.request(tokens(1, seed), name) for seed, name in enumerate(names)]
     assert [halves.asked(request) for request in requests] == [0, 0, 0]
     rows = {"first": [1, 2, 3, 4], "second": [5, 6, 7, BLOCKS], "third": [8, 9, 10, 11]}
-    commits, commit = list[int](), halves.worker._slots._ledger.commit
+    commits = list[int]()
+    commit = halves.worker._slots._ledger.commit
 
     def counted(reserved: Any, *rest: Any, **options: Any) -> Any:
         commits.append(len(reserved))
@@ -287,7 +296,8 @@ def test_the_saves_of_a_step_are_one_commit_and_fail_alone(
     halves.saved(halves.step(rows, **dict.fromkeys(names, CHUNK)))
     assert commits == [2]
     stats = halves.worker.stats.take()
-    assert stats is not None and (stats.data["saved_chunks"], stats.data["refused_chunks"]) == (2, 1)
+    assert stats is not None
+    assert (stats.data["saved_chunks"], stats.data["refused_chunks"]) == (2, 1)
     again = [halves.request([*tokens(1, seed), 1], f"again {seed}") for seed in range(3)]
     assert [halves.asked(request) for request in again] == [CHUNK, 0, CHUNK]
 
@@ -317,7 +327,8 @@ def test_who_waits_for_anothers_load_asks_anew_when_it_fails(halves: Halves) -> 
     halves.worker.load(halves.step([]))
     wait_until(lambda: bool(halves.worker.finished_loads(True)))
     meta = halves.worker.take_meta()
-    assert meta is not None and meta.failed == {"first"}
+    assert meta is not None
+    assert meta.failed == {"first"}
     halves.scheduler.take_output(KVConnectorOutput(finished_recving={"first"}, kv_connector_worker_meta=meta))
     assert halves.asked(second) == 0
 
@@ -387,7 +398,8 @@ def test_look_ups_that_hang_keep_no_request(halves: Halves, monkeypatch: pytest.
 
 def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:
     """Behind threads that are busy: requests that end keep their tokens alive no longer than that."""
-    go_on, look_ups = threading.Event(), halves.scheduler._lookups
+    go_on = threading.Event()
+    look_ups = halves.scheduler._lookups
     requests = [halves.request(tokens(1, seed), f"ends {seed}") for seed in range(20)]
     assert all(halves.asked(request) == 0 for request in requests)
     busy = [look_ups._threads.submit(go_on.wait, 60.0) for _ in range(2)]
@@ -430,11 +442,9 @@ def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
     request = halves.request(tokens(1), "late")
     assert halves.asked(request) == 0
     tracked = halves.scheduler._tracked["late"]
-    meta, output = (
-        PagodaMetadata(0, 1),
-        SimpleNamespace(
-            kv_connector_block_state=KVConnectorBlockState({"late"}, lambda _: (list(range(4)),), {})
-        ),
+    meta = PagodaMetadata(0, 1)
+    output = SimpleNamespace(
+        kv_connector_block_state=KVConnectorBlockState({"late"}, lambda _: (list(range(4)),), {})
     )
     halves.scheduler._patience = 0.0
     halves.scheduler._save(tracked, CHUNK, output, meta)
@@ -444,9 +454,11 @@ def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
 
 def test_what_was_refused_for_want_of_time_is_saved_in_a_later_step(halves: Halves) -> None:
     """Another process has the lock for a moment, while answers are computed, which must not wait for it."""
-    request, table = halves.request(tokens(2), "late"), list(range(8))
+    request = halves.request(tokens(2), "late")
+    table = list(range(8))
     assert halves.asked(request) == 0
-    locked, go_on = threading.Event(), threading.Event()
+    locked = threading.Event()
+    go_on = threading.Event()
 
     def hold(_: object) -> None:
         locked.set()
@@ -495,7 +507,9 @@ def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(on_device: Halv
         halves.scheduler.take_output(KVConnectorOutput(kv_connector_worker_meta=halves.worker.take_meta()))
     assert halves.asked(halves.request([*tokens(5), 1], "next")) == 5 * CHUNK
     stats = halves.worker.stats.take()
-    assert stats is not None and stats.data["saved_chunks"] == 5 and "refused_chunks" not in stats.data
+    assert stats is not None
+    assert stats.data["saved_chunks"] == 5
+    assert "refused_chunks" not in stats.data
 
 
 @pytest.mark.parametrize("told_first", [True, False])
@@ -517,7 +531,8 @@ def test_what_had_no_room_when_its_request_ended_is_counted(on_device: Halves, t
     for call in calls if told_first else reversed(calls):
         call()
     stats = halves.scheduler.stats.take()
-    assert stats is not None and stats.data["unsaved_chunks"] == 3
+    assert stats is not None
+    assert stats.data["unsaved_chunks"] == 3
     assert halves.cache.stats()["drops"] == {"queue_full": 3}
     assert halves.asked(halves.request([*tokens(5), 1], "next")) == 2 * CHUNK
 
@@ -691,7 +706,8 @@ def test_after_a_reset_nothing_that_was_stored_before_hits(halves: Halves) -> No
 def test_what_waits_when_a_version_is_taken_begins_again(halves: Halves) -> None:
     """Its look-up had the answer of other weights; it hits and stores what belongs to those of now."""
     halves.stored(tokens(2), "before", list(range(8)))
-    waits, stored = halves.request([*tokens(2), 1], "waits"), halves.request(tokens(1, seed=1), "stored")
+    waits = halves.request([*tokens(2), 1], "waits")
+    stored = halves.request(tokens(1, seed=1), "stored")
     assert (halves.asked(waits), halves.asked(stored)) == (2 * CHUNK, 0)
     halves.scheduler.weights.changed()
     assert (halves.asked(waits), halves.asked(stored)) == (0, 0)
@@ -730,7 +746,8 @@ def test_a_slot_that_was_given_up_meanwhile_is_not_written(halves: Halves) -> No
     halves.saved(meta)
     assert (slots.view(copy.slot) == 9).all()
     told = halves.worker.take_meta()
-    assert told is not None and told.unsaved == {reserved}
+    assert told is not None
+    assert told.unsaved == {reserved}
 
 
 def test_each_rank_has_its_own_pages_in_a_chunk(shm_root: Path) -> None:
@@ -739,7 +756,8 @@ def test_each_rank_has_its_own_pages_in_a_chunk(shm_root: Path) -> None:
     other = PagodaWorker(halves.options, None, None)
     other.open_cache(halves.seen._replace(planes=[memory], part=1), NAMESPACE)
     both = {halves.worker: halves.memory, other: memory}
-    there, here = list(range(8)), list(range(100, 108))
+    there = list(range(8))
+    here = list(range(100, 108))
     first = halves.request(tokens(2), "first")
     assert halves.asked(first) == 0
     meta = halves.step(there, first=2 * CHUNK)
@@ -755,7 +773,8 @@ def test_each_rank_has_its_own_pages_in_a_chunk(shm_root: Path) -> None:
     for worker, its in both.items():
         worker.load(meta)
         wait_until(lambda worker=worker: bool(worker.finished_loads(True)))
-        assert not worker.take_bad_blocks() and torch.equal(its[here], its[there])
+        assert not worker.take_bad_blocks()
+        assert torch.equal(its[here], its[there])
     assert not torch.equal(halves.memory[here], memory[here])
     other.shutdown()
     halves.close()
@@ -840,7 +859,8 @@ def test_who_loads_nothing_tells_routers_nothing_and_leaves_notes_for_who_does(s
     heard: list[object] = []
     wait_until(lambda: heard.extend(outlets["kv_consumer"].take()) or heard)  # type: ignore[func-returns-value]
     (event,) = heard
-    assert isinstance(event, BlockStored) and list(event.token_ids) == tokens(2)
+    assert isinstance(event, BlockStored)
+    assert list(event.token_ids) == tokens(2)
     assert outlets["kv_producer"].take() == []
     consumer.close()
     assert "pagoda-events" not in [thread.name for thread in threading.enumerate()], (
@@ -852,7 +872,9 @@ def test_who_loads_nothing_tells_routers_nothing_and_leaves_notes_for_who_does(s
 def test_routers_hear_of_what_an_engine_loads_and_that_other_weights_end_it(shm_root: Path) -> None:
     """The chunks are those of an engine without events, so nothing is known of them but what the request says."""
     outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
-    silent, halves, table = Halves(shm_root), Halves(shm_root, outlet=outlet), list(range(8))
+    silent = Halves(shm_root)
+    halves = Halves(shm_root, outlet=outlet)
+    table = list(range(8))
     silent.stored(tokens(2), "first", table)
     request = halves.request([*tokens(2), 1], "second")
     assert halves.asked(request) == 2 * CHUNK
@@ -862,8 +884,10 @@ def test_routers_hear_of_what_an_engine_loads_and_that_other_weights_end_it(shm_
     halves.scheduler.weights.changed()
     wait_until(lambda: heard.extend(outlet.take()) or len(heard) > 1)  # type: ignore[func-returns-value]
     stored, removed = heard
-    assert isinstance(stored, BlockStored) and list(stored.token_ids) == tokens(2)
-    assert isinstance(removed, BlockRemoved) and removed.block_hashes == stored.block_hashes
+    assert isinstance(stored, BlockStored)
+    assert list(stored.token_ids) == tokens(2)
+    assert isinstance(removed, BlockRemoved)
+    assert removed.block_hashes == stored.block_hashes
     silent.close(), halves.close()
 
 
@@ -879,8 +903,10 @@ def test_routers_hear_of_weights_that_another_process_has_changed_while_the_engi
 ) -> None:
     """What is stored with the new ones is told, and a request from before brings nothing of the old ones back."""
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # whole ones, as requests have them
-    outlet, held = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null")), set[Any]()
-    halves, table = Halves(shm_root, outlet=outlet), list(range(16))
+    outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+    held = set[Any]()
+    halves = Halves(shm_root, outlet=outlet)
+    table = list(range(16))
     halves.stored(tokens(2), "first", table)
     adapted = LoRARequest("an-adapter", 3, str(models.make_lora(shm_root / "adapter", 3)))
     for seed, more in enumerate(({"lora_request": adapted}, {"cache_salt": "a tenant"}), 1):
@@ -907,8 +933,10 @@ def test_routers_hear_of_weights_that_another_process_has_changed_while_the_engi
 def test_routers_hear_nothing_of_an_engine_that_sleeps_and_all_once_its_weights_are_known_to_be_the_same(
     shm_root: Path,
 ) -> None:
-    outlet, held = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null")), set[Any]()
-    halves, weights = Halves(shm_root, outlet=outlet), ["the same"]
+    outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+    held = set[Any]()
+    halves = Halves(shm_root, outlet=outlet)
+    weights = ["the same"]
     halves.stored(tokens(2), "first", list(range(8)))
     wait_until(lambda: credited(outlet, held) == 2 * CHUNK // BLOCK)
     executor = SimpleNamespace(collective_rpc=lambda _: weights, sleeping_tags=set())
@@ -922,8 +950,11 @@ def test_routers_hear_nothing_of_an_engine_that_sleeps_and_all_once_its_weights_
 
 def test_routers_hear_that_another_adapter_has_taken_a_name(shm_root: Path) -> None:
     """Blocks are named by an adapter's name. A request of the old one that still runs brings nothing back."""
-    outlet, heard = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null")), list[Any]()
-    halves, table, held = Halves(shm_root, outlet=outlet), list(range(16)), set[Any]()
+    outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+    heard = list[Any]()
+    halves = Halves(shm_root, outlet=outlet)
+    table = list(range(16))
+    held = set[Any]()
 
     def blocks() -> int:
         for event in (events := outlet.take()):
@@ -958,13 +989,16 @@ def test_a_request_that_is_named_while_the_weights_change_brings_nothing_back(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # whole ones, as requests have them
-    outlet, held = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null")), set[Any]()
-    halves, table = Halves(shm_root, outlet=outlet), list(range(8))
+    outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+    held = set[Any]()
+    halves = Halves(shm_root, outlet=outlet)
+    table = list(range(8))
     halves.stored(tokens(2), "first", table)
     wait_until(lambda: credited(outlet, held) == 2 * CHUNK // BLOCK)
     whose = halves.cache.slots if moment == "between its names" else halves.cache
     name = "namespace" if moment == "between its names" else "lookup"
-    call, asked = getattr(whose, name), threading.Event()
+    call = getattr(whose, name)
+    asked = threading.Event()
 
     def changed_then(*args: Any, **named: Any) -> Any:
         if threading.current_thread().name.startswith("pagoda-look") and not asked.is_set():
@@ -1015,7 +1049,8 @@ def test_what_is_computed_after_a_failed_load_of_another_connector_is_not_stored
     shm_root: Path, early: bool
 ) -> None:
     """With asynchronous scheduling vLLM goes on from a token that it does not keep, and its own cache has that KV."""
-    halves, table = Halves(shm_root, schedules_early=early), list(range(8))
+    halves = Halves(shm_root, schedules_early=early)
+    table = list(range(8))
 
     def saved_after(seed: int, ours: set[int], all_bad: set[int]) -> int:
         """Let another connector load within a step; return how much of a request that comes after it is saved."""

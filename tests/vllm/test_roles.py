@@ -39,7 +39,8 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(
     lora_options: dict[str, Any],
     logs: Path,
 ) -> None:
-    known, fresh = prompt(8100, 700), prompt(8101, 700)
+    known = prompt(8100, 700)
+    fresh = prompt(8101, 700)
     stored(known)
     before = stores.ready(tiers.host)
     engine = Engine(role, logs / f"{role}.log", **lora_options, **with_role(role, tiers))
@@ -70,7 +71,8 @@ def test_a_request_says_how_much_is_loaded(pagoda: Engine, same: Same, stored: S
 
 def test_a_request_says_how_much_is_stored(pagoda: Engine, tiers: Tiers, same: Same, stored: Stored) -> None:
     stored(prompt(8120, 100))
-    none, some = prompt(8121, 700), prompt(8122, 700)
+    none = prompt(8121, 700)
+    some = prompt(8122, 700)
     before = stores.ready(tiers.host)
     external(pagoda, same, some, transfer={"max_offload_tokens": 3 * CHUNK + 1})
     stores.wait_ready(tiers.host, before + 3)

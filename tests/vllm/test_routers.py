@@ -49,7 +49,8 @@ from tests.vllm.routers import SECONDS, Indexer, Service, events_at, notes_in
 
 @pytest.fixture
 def tiers(session_shm: Path, tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    host, disk = session_shm / "routers", tmp_path / "disk"
+    host = session_shm / "routers"
+    disk = tmp_path / "disk"
     yield host, disk
     shutil.rmtree(host, ignore_errors=True)
 
@@ -79,7 +80,8 @@ def test_a_router_credits_what_an_engine_hits(
     ports = {1: free_port(), 2: free_port()}
     engines = {number: start(f"routed-{number}", port) for number, port in ports.items()}
     indexer = served(Indexer, ports)
-    ours, theirs = prompt(7000, 1024), prompt(7001, 512 + 5)
+    ours = prompt(7000, 1024)
+    theirs = prompt(7001, 512 + 5)
     whole = {id(text): len(text) // CHUNK * CHUNK for text in (ours, theirs)}
     engines[1].wait_up().say(ours)
     engines[2].wait_up().say(theirs)
@@ -137,7 +139,9 @@ def test_a_router_credits_a_cache_that_publishes_by_itself(
     tiers: tuple[Path, Path], served: Callable[..., Any]
 ) -> None:
     """Engines without events of their own: vLLM's decoder reads the messages, and the indexer believes them."""
-    port, first, second = free_port(), kit.prompt(6, 1), kit.prompt(4, 2)
+    port = free_port()
+    first = kit.prompt(6, 1)
+    second = kit.prompt(4, 2)
     indexer = served(Indexer, {1: port}, kit.CHUNK)
     heard = zmq.Context.instance().socket(zmq.SUB)
     heard.subscribe(b"")
@@ -213,13 +217,15 @@ def test_a_conversation_that_returns_is_sent_to_the_machine_with_its_disk(
 def test_after_random_stores_evictions_and_kills_the_router_has_the_ledgers_view(
     served: Callable[..., Any], session_shm: Path, tmp_path: Path
 ) -> None:
-    host, disk = session_shm / "lives", tmp_path / "disk"
+    host = session_shm / "lives"
+    disk = tmp_path / "disk"
     ports = {1: free_port(), 2: free_port()}
     indexer = served(Indexer, ports)
     random = Random(11)
 
     FORKS.set_forkserver_preload(["tests.vllm.test_routers"])
-    calm, rest = tmp_path / "calm", tmp_path / "rest"
+    calm = tmp_path / "calm"
+    rest = tmp_path / "rest"
 
     def life(number: int) -> Any:
         up = tmp_path / f"up-{random.random()}"
@@ -243,7 +249,8 @@ def test_after_random_stores_evictions_and_kills_the_router_has_the_ledgers_view
         """How much of each prompt the ledgers hold: in host memory, and anywhere."""
         with cache_at(host, disk) as cache:
             assert cache.slots is not None
-            root, found = cache.slots.namespace(), []
+            root = cache.slots.namespace()
+            found = []
             there = {
                 name: {row.key for row in admin.list_chunks(one)} for name, one in cache.slots.ledgers.items()
             }
@@ -300,7 +307,8 @@ def live(port: int, host: Path, disk: Path, up: Path, calm: Path, rest: Path) ->
             time.sleep(random.uniform(0, 0.02))
             if rest.exists():
                 continue
-            request, root = request_of(random.randrange(PROMPTS)), slots.namespace()
+            request = request_of(random.randrange(PROMPTS))
+            root = slots.namespace()
             keys = derive_keys(request.block_hashes, root)
             outcomes = slots.reserve(keys, namespace=root, start=0, parent=None)
             events.note(form.notes(request, root), root, root, 0, outcomes)

@@ -115,7 +115,8 @@ def test_adapters(
     pagoda: Engine, same: Same, stored: Callable[..., None], adapters: list[tuple[str, int, str]]
 ) -> None:
     """What an adapter computed is for that adapter only."""
-    one, (first, second) = prompt(800, 5 * CHUNK + 9), adapters
+    one = prompt(800, 5 * CHUNK + 9)
+    (first, second) = adapters
     stored(one, lora=first)
     (with_first,) = same(pagoda, one, lora=first)
     assert with_first.external == loadable(len(one))
@@ -133,7 +134,9 @@ def test_adapter_with_new_files(
     adapters: list[tuple[str, int, str]], tmp_path: Path,
 ) -> None:  # fmt: skip
     """An adapter is trained on and put in the same place by the same name: it gets nothing of what it was."""
-    one, place, (first, second) = prompt(850, 5 * CHUNK + 9), tmp_path / "adapter", adapters
+    one = prompt(850, 5 * CHUNK + 9)
+    place = tmp_path / "adapter"
+    (first, second) = adapters
     shutil.copytree(first[2], place)
     (before,) = pagoda.say(one, lora=("trained", 11, str(place)))
     assert [before.tokens] == plain.says(one, lora=first)
@@ -154,7 +157,9 @@ def test_adapter_whose_files_change_before_its_first_request(
     adapters: list[tuple[str, int, str]], tmp_path: Path,
 ) -> None:  # fmt: skip
     """A server loads it, training goes on and writes the next one in its place, and only then a request comes."""
-    one, place, (first, second) = prompt(860, 5 * CHUNK + 9), tmp_path / "adapter", adapters
+    one = prompt(860, 5 * CHUNK + 9)
+    place = tmp_path / "adapter"
+    (first, second) = adapters
     shutil.copytree(first[2], place)
     assert pagoda.call(load_adapter, ("early", 21, str(place)))
     shutil.rmtree(place)
@@ -163,7 +168,8 @@ def test_adapter_whose_files_change_before_its_first_request(
     assert [early.tokens] == plain.says(one, lora=first)
     pagoda.reset()
     (late,) = pagoda.say(one, lora=("early", 22, str(place)))
-    assert [late.tokens] == plain.says(one, lora=second) and late.external == 0
+    assert [late.tokens] == plain.says(one, lora=second)
+    assert late.external == 0
     stores.wait_ready(tiers.host, 5)
 
 

@@ -36,7 +36,9 @@ def test_a_plane_row_is_a_block_of_all_layers_and_nothing_else(llama: Path, layo
     config = engine_config(llama, layout)
     cache_config, kv_caches = allocate(config, make_layers(config))
     seen = see(config, cache_config, kv_caches)
-    assert seen.num_blocks == 6 and seen.block_tokens == BLOCK and sum(seen.page_bytes) == 4 * PAGE
+    assert seen.num_blocks == 6
+    assert seen.block_tokens == BLOCK
+    assert sum(seen.page_bytes) == 4 * PAGE
     assert len(seen.planes) == (1 if layout.startswith("B") else 4)
     assert (seen.parts, seen.part, seen.writes, seen.on_cpu) == (1, 0, True, True)
     assert all(plane.dtype == torch.int8 and plane.stride(1) == 1 for plane in seen.planes)
@@ -71,13 +73,15 @@ def test_kernel_blocks_are_joined_to_the_blocks_of_the_engine(llama: Path, layou
     split = see(config, *allocate(config, specs, kernel_block_size=32))
     whole = see(config, *allocate(config, specs))
     assert split.page_bytes == whole.page_bytes == (4 * PAGE,) * 4
-    assert split.num_blocks == 6 and split.block_tokens == 128
+    assert split.num_blocks == 6
+    assert split.block_tokens == 128
     assert split.description != whole.description, "the bytes inside lie otherwise"
     cache_config, kv_caches = allocate(config, specs, kernel_block_size=32)
     seen = see(config, cache_config, kv_caches)
     next(iter(kv_caches.values()))[4:8].copy_(torch.ones(4, 2, 32, 128))
     assert seen.planes[0][1].all()  # 1.0 in bfloat16 has no byte of zeros
-    assert not seen.planes[0][0].any() and not seen.planes[0][2].any()
+    assert not seen.planes[0][0].any()
+    assert not seen.planes[0][2].any()
 
 
 def test_kernel_blocks_between_other_layers_are_refused(llama: Path) -> None:
@@ -154,13 +158,18 @@ def test_planes_keep_apart_whatever_the_strides() -> None:
 
     from pagoda.connectors.vllm.page_geometry import Page, check_apart
 
-    draw, refused = random.Random(7), 0
+    draw = random.Random(7)
+    refused = 0
     for _ in range(3000):
-        buffer, pages, marks, clash = torch.zeros(400, dtype=torch.int8), [], set(), False
+        buffer = torch.zeros(400, dtype=torch.int8)
+        pages = []
+        marks = set()
+        clash = False
         stride = draw.choice((20, 40))
         for number in range(draw.randint(2, 3)):
             stride = stride if draw.random() < 0.8 else draw.choice((20, 40))
-            size, start = draw.randint(4, 12), draw.randrange(0, 120, 4)
+            size = draw.randint(4, 12)
+            start = draw.randrange(0, 120, 4)
             plane = buffer.as_strided((4, size), (stride, 1), start)
             pages.append(
                 Page(plane.data_ptr(), stride, size, 1, "", plane, buffer.data_ptr(), (f"layer {number}",))
@@ -220,7 +229,9 @@ def test_a_chunk_of_single_heads_is_the_same_for_any_number_of_ranks(
     from pagoda.layout import KVLayout
 
     monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
-    draw, slot, table = torch.Generator().manual_seed(1), np.zeros(1 << 20, np.uint8), [3, 1]
+    draw = torch.Generator().manual_seed(1)
+    slot = np.zeros(1 << 20, np.uint8)
+    table = [3, 1]
     model = [
         torch.randn(2, 2, BLOCK, 128, generator=draw).bfloat16() for _ in range(4)
     ]  # [blocks, heads, ...]
@@ -302,14 +313,13 @@ def test_the_description_tells_formats_apart_and_nothing_else(llama: Path) -> No
         )
 
     base = described()
-    assert described(num_blocks=9) == base and described(max_model_len=2048) == base
+    assert described(num_blocks=9) == base
+    assert described(max_model_len=2048) == base
     others = [described(layout) for layout in DENSE[1:]] + [described(block_size=64), described(kv_heads=4)]
     assert len({base, *others}) == 1 + len(others)
     import vllm
 
     facts = json.loads(base)
-    assert (
-        facts["machine"]["vllm"] == ".".join(vllm.__version__.split(".")[:2])
-        and facts["machine"]["device"][0] == "cpu"
-    )
+    assert facts["machine"]["vllm"] == ".".join(vllm.__version__.split(".")[:2])
+    assert facts["machine"]["device"][0] == "cpu"
     assert not re.search(r"0x[0-9a-f]{6}|cuda:\d", base)

@@ -21,7 +21,9 @@ from tests.vllm.conftest import Plain, Same, Tiers
 from tests.vllm.engines import CHUNK, Engine, connector, loadable
 from tests.vllm.models import prompt
 
-_START_SECONDS, _CALL_SECONDS, _END_SECONDS = 150.0, 60.0, 60.0
+_START_SECONDS = 150.0
+_CALL_SECONDS = 60.0
+_END_SECONDS = 60.0
 
 
 class Server:
@@ -39,7 +41,8 @@ class Server:
         self.url = f"http://127.0.0.1:{free_port()}"
         self._log = log
         given = connector(*tiers, **extra)["kv_transfer_config"]["kv_connector_extra_config"]
-        model, rest = options["model"], {name: one for name, one in options.items() if name != "model"}
+        model = options["model"]
+        rest = {name: one for name, one in options.items() if name != "model"}
         rest |= {"host": "127.0.0.1", "port": self.url.rsplit(":", 1)[1], "served_model_name": "tiny"}
         command = [
             *(str(Path(sys.executable).with_name("pagoda")), "vllm", *_flags(given)),
@@ -154,7 +157,8 @@ def test_server(
     server: Server, pagoda: Engine, plain: Plain, tiers: Tiers, same: Same, stored: Callable[..., None]
 ) -> None:
     """It hits what another engine stored, and another what it stored; it shows what it does, and ends cleanly."""
-    ours, theirs = prompt(5000, 9 * CHUNK + 3), prompt(5001, 9 * CHUNK + 3)
+    ours = prompt(5000, 9 * CHUNK + 3)
+    theirs = prompt(5001, 9 * CHUNK + 3)
     stored(ours)
     server.wait_up()
 

@@ -92,13 +92,17 @@ def test_counts_add_up_and_are_taken_once() -> None:
     stats.count("lookups", 1)
     stats.count("refused_chunks", 0)
     taken = stats.take()
-    assert taken is not None and taken.data == {"lookups": 3, "load_seconds": 0.25}
-    assert stats.is_empty() and stats.take() is None
+    assert taken is not None
+    assert taken.data == {"lookups": 3, "load_seconds": 0.25}
+    assert stats.is_empty()
+    assert stats.take() is None
     stats.count("lookups", 5)
     assert taken.data["lookups"] == 3  # a returned object is not changed any more
-    assert taken.aggregate(stats) is taken and taken.data["lookups"] == 8
+    assert taken.aggregate(stats) is taken
+    assert taken.data["lookups"] == 8
     stats.reset()
-    assert stats.is_empty() and not taken.is_empty()
+    assert stats.is_empty()
+    assert not taken.is_empty()
 
 
 def test_what_is_no_count_is_left_out() -> None:
@@ -119,7 +123,8 @@ def test_threads_lose_no_count() -> None:
 
 
 def _count_by_threads() -> None:
-    stats, taken = PagodaStats(), PagodaStats()
+    stats = PagodaStats()
+    taken = PagodaStats()
 
     def count() -> None:
         for _ in range(50_000):
@@ -136,8 +141,10 @@ def _count_by_threads() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_halves_are_added_whoever_has_something_to_tell(ranks: int, config: object) -> None:
-    prom, line = KVConnectorProm(config, LABELS, ENGINES), KVConnectorLogging(config.kv_transfer_config)
-    bytes_all, lookups = 0, 0
+    prom = KVConnectorProm(config, LABELS, ENGINES)
+    line = KVConnectorLogging(config.kv_transfer_config)
+    bytes_all = 0
+    lookups = 0
     for step in range(12):  # each may be silent in any step
         workers = [counted(loaded_bytes=100 + rank) if (step + rank) % 3 else None for rank in range(ranks)]
         scheduler = (None, PagodaStats(), counted(lookups=1))[step % 4 % 3]
@@ -203,7 +210,8 @@ def test_counts_of_another_version_do_no_harm(config: object) -> None:
     )
     metrics.observe({"lookups": 2, "unheard_of": 5, "saved_chunks": -1})
     metrics.observe({"lookups": 2}, engine_idx=7)
-    assert value("lookups") == 2 and value("saved_chunks") == 0
+    assert value("lookups") == 2
+    assert value("saved_chunks") == 0
     assert counted(unheard_of=5).reduce() == {"unheard_of": 5}
 
 
@@ -223,7 +231,8 @@ def test_counts_of_a_model_of_either_kind(config: SimpleNamespace, below: bool, 
     register()
     offloaded = OffloadingConnectorStats()
     offloaded.increase_counter("vllm:pagoda_refused_chunks", 3)
-    metrics, line = KVConnectorProm(config, LABELS, ENGINES), KVConnectorLogging(config.kv_transfer_config)
+    metrics = KVConnectorProm(config, LABELS, ENGINES)
+    line = KVConnectorLogging(config.kv_transfer_config)
     said: list[str] = []
     for counts in (counted(lookups=7), offloaded):
         sent = {"PagodaConnector": counts.to_dict()} if below else counts.to_dict()

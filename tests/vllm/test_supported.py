@@ -281,9 +281,8 @@ def test_a_plain_installation_brings_a_version_that_is_accepted() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/vllm-versions.md").read_text()
     for major, minor in TESTED:
         assert f"\n| {major}.{minor} | " in page
-        assert needed.specifier.contains(f"{major}.{minor}.0") and needed.specifier.contains(
-            f"{major}.{minor}.7"
-        )
+        assert needed.specifier.contains(f"{major}.{minor}.0")
+        assert needed.specifier.contains(f"{major}.{minor}.7")
     (oldest_major, oldest), (major, newest) = min(TESTED), max(TESTED)
     assert not needed.specifier.contains(f"{major}.{newest + 1}.0")
     assert not needed.specifier.contains(f"{oldest_major}.{oldest - 1}.9")

@@ -28,7 +28,8 @@ from tests.vllm.models import prompt
 USERS = {"host_path", "host_size", "disk_path", "disk_size", "remote", "peers"}
 MODELS: dict[str, Callable[..., Path]] = {"plain": models.make_llama, "hybrid": hybrid.make_gemma}
 MLP = 6144  # a token takes long, its KV is small: as with a real model, loading is much faster
-TOKENS, ROUNDS = 640, 5
+TOKENS = 640
+ROUNDS = 5
 PROMPTS = [prompt(9100 + number, TOKENS) for number in range(3)]
 WANTED = (TOKENS - 1) // engines.BLOCK * engines.BLOCK
 PATIENT_SECONDS = 90.0  # of one prompt, which may be computed several times meanwhile
@@ -53,7 +54,8 @@ def machine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, session_shm: Path, logs: Path
 ) -> Iterator[Machine]:
     """The engine, with host memory, disk and Redis."""
-    kind, home = request.param, tmp_path_factory.mktemp(request.param)
+    kind = request.param
+    home = tmp_path_factory.mktemp(request.param)
     given = options(MODELS[kind](home / "model", mlp=MLP), max_model_len=1024, num_gpu_blocks_override=160)
     tiers = Tiers(session_shm / f"users-{kind}", home / "disk")
     with redis_server() as redis:
@@ -124,7 +126,9 @@ def all_hit(machine: Machine, kind: str, cleared: list[Path], counts_in: Path) -
     On a busy machine a look-up or a load may be too late, and a chunk not yet written: then it is asked again. It must
     not be refused as slower than computing, unless it was, and then the log has both speeds.
     """
-    seconds, refused, asked = list[float](), 0, 0
+    seconds = list[float]()
+    refused = 0
+    asked = 0
     for one, text in [*zip(PROMPTS, machine.texts, strict=True)] * ROUNDS:
         until = time.monotonic() + PATIENT_SECONDS
         while True:
@@ -165,7 +169,8 @@ def watch(room: Room) -> None:
     from pagoda.connectors.vllm.prefill_steps import prompt_step_of
 
     executor = room.llm.llm_engine.engine_core.engine_core.model_executor
-    execute, rows = executor.execute_model, room.kept.setdefault("steps", [])
+    execute = executor.execute_model
+    rows = room.kept.setdefault("steps", [])
 
     def timed_step(output: Any, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()

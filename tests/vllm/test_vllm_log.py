@@ -25,7 +25,9 @@ def test_the_opening_block_stands_in_the_log_of_an_engine(pagoda: Engine, tiers:
         block, ("opened", "tiers: host ", "found: host ", "where: host ", "look: "), strict=True
     ):
         assert word in line, block
-    assert str(tiers.host) in block[3] and str(tiers.disk) in block[3] and "pagoda explain" in block[4]
+    assert str(tiers.host) in block[3]
+    assert str(tiers.disk) in block[3]
+    assert "pagoda explain" in block[4]
 
 
 def test_what_else_decides_the_keys_is_said_where_it_is_not_the_default(
@@ -63,30 +65,41 @@ def test_options_of_blending_are_named_as_doing_nothing_here(
     log_choices(config, kv)
     (line,) = [line for line in caplog.messages if "blended" in line]
     assert "blend_recompute (environment PAGODA_BLEND_RECOMPUTE)" in line
-    assert "blend_min_tokens (argument blend_min_tokens)" in line and "vLLM counts prefixes only" in line
+    assert "blend_min_tokens (argument blend_min_tokens)" in line
+    assert "vLLM counts prefixes only" in line
 
 
 def test_loggers_that_somebody_configured_are_left_alone() -> None:
-    ours, theirs = logging.getLogger("pagoda"), logging.getLogger("vllm")
+    ours = logging.getLogger("pagoda")
+    theirs = logging.getLogger("vllm")
     root = logging.root
     before = (ours.handlers[:], ours.level, theirs.handlers[:], theirs.level, root.handlers[:])
-    mine, vllms = logging.NullHandler(), logging.NullHandler()
+    mine = logging.NullHandler()
+    vllms = logging.NullHandler()
     try:
-        theirs.handlers[:], theirs.level = [vllms], logging.DEBUG
-        ours.handlers[:], ours.level, root.handlers[:] = [mine], logging.NOTSET, []
+        theirs.handlers[:] = [vllms]
+        theirs.level = logging.DEBUG
+        ours.handlers[:] = [mine]
+        ours.level = logging.NOTSET
+        root.handlers[:] = []
         join_vllm_log()
-        assert ours.handlers == [mine] and ours.level == logging.NOTSET
+        assert ours.handlers == [mine]
+        assert ours.level == logging.NOTSET
         ours.handlers[:] = []
         root.handlers[:] = [
             mine
         ]  # a program that has configured logging: its level counts, and each line comes once
         join_vllm_log()
-        assert ours.handlers == [] and ours.level == logging.NOTSET
+        assert ours.handlers == []
+        assert ours.level == logging.NOTSET
         root.handlers[:] = []
         for _ in range(2):
             join_vllm_log()
-            assert ours.handlers == [vllms] and ours.level == logging.DEBUG
+            assert ours.handlers == [vllms]
+            assert ours.level == logging.DEBUG
     finally:
-        ours.handlers[:], theirs.handlers[:], root.handlers[:] = before[0], before[2], before[4]
+        ours.handlers[:] = before[0]
+        theirs.handlers[:] = before[2]
+        root.handlers[:] = before[4]
         ours.setLevel(before[1])
         theirs.setLevel(before[3])

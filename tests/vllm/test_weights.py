@@ -44,7 +44,8 @@ def test_engines_share_by_run_and_version(fleet: Fleet, given: dict[str, Any]) -
     two.call(weights.become, 1, "step-1")
     assert hit(two, ours) == first
     extra = given["kv_transfer_config"]["kv_connector_extra_config"]
-    host, disk = Path(extra["host_path"]), Path(extra["disk_path"])
+    host = Path(extra["host_path"])
+    disk = Path(extra["disk_path"])
     stores.wait_until(lambda: stores.keys(host) <= stores.keys(disk), "all on the disk")
     stores.clear(host)
     assert hit(two, ours) == first

@@ -93,7 +93,8 @@ def named_while_one_is_stored(room: Room, prompt: list[int], step: int, version:
     """Update and name the weights while the chunks of a request that has ended are not committed yet."""
     from pagoda.cache.host_slots import HostSlots
 
-    commit, gate = HostSlots.commit, threading.Event()
+    commit = HostSlots.commit
+    gate = threading.Event()
 
     def late(self: HostSlots, *args: Any, **kwargs: Any) -> Any:
         assert gate.wait(60)
@@ -160,7 +161,8 @@ def _loading(room: Room, prompt: list[int]) -> Iterator[None]:
 
     from pagoda.transfer.pages_kv import PagesKV
 
-    from_slots, gate = PagesKV.from_slots, threading.Event()
+    from_slots = PagesKV.from_slots
+    gate = threading.Event()
 
     def late(self: PagesKV, *args: Any) -> None:
         assert gate.wait(60)

@@ -112,7 +112,8 @@ def policy_named(policy: str | SelectionPolicy) -> SelectionPolicy:
 
 
 def _check_policy(policy: SelectionPolicy) -> None:
-    name, layer = getattr(policy, "name", None), getattr(policy, "layer", None)
+    name = getattr(policy, "name", None)
+    layer = getattr(policy, "layer", None)
     if isinstance(policy, type) or not callable(getattr(policy, "choose", None)) or not isinstance(name, str):
         raise ValueError(
             f"policy is {policy!r}: one of {', '.join(POLICIES)}, or an object with name, layer and choose"

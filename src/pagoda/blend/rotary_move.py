@@ -31,7 +31,8 @@ class RotaryMove:
         if not shift:
             return
         angles = self._frequencies.to(keys.device) * float(shift)
-        cos, sin = torch.cat([angles.cos()] * 2), torch.cat([angles.sin()] * 2)
+        cos = torch.cat([angles.cos()] * 2)
+        sin = torch.cat([angles.sin()] * 2)
         rotated = keys[..., : self.rotary.dims]
         exact = rotated.float()
         first, second = exact.chunk(2, dim=-1)

@@ -45,7 +45,8 @@ class AdmissionControl:
     def prefetch(self, request: RequestState) -> Future[Hit] | None:
         """Begin to load into the host tier what the device lacks."""
         self._rehash_if_changed(request)
-        keys, device = request.matchable_keys(), len(self._device_path(request))
+        keys = request.matchable_keys()
+        device = len(self._device_path(request))
         if self._lower_tiers.paused:
             return None
         host = len(self._lower_tiers.match_host(keys[device:], device).slots)
@@ -95,9 +96,11 @@ class AdmissionControl:
         """Return how many new blocks the request needs after `device` hits, and how many it could use now."""
         most = least = blocks_for(most_tokens, request.block_tokens) - device
         if chunk_tokens is not None:
-            chunk, keys = blocks_for(chunk_tokens, request.block_tokens), request.matchable_keys()[device:]
+            chunk = blocks_for(chunk_tokens, request.block_tokens)
+            keys = request.matchable_keys()[device:]
             found = len(self._lower_tiers.match_host(keys, device, touch=False).slots)
-            least, most = min(least, chunk), min(most, found + chunk)
+            least = min(least, chunk)
+            most = min(most, found + chunk)
         return least, most
 
     def _try_admit(
@@ -142,13 +145,16 @@ class AdmissionControl:
 
     def _plan_load(self, request: RequestState) -> Plan | None:
         """Plan to load the blocks after the path from the host, as far as the host has and holds them."""
-        keys, device, parent = request.matchable_keys(), request.num_in_tree, request.last_node
+        keys = request.matchable_keys()
+        device = request.num_in_tree
+        parent = request.last_node
         if device == len(keys) or self._lower_tiers.paused:
             return None
         match = self._lower_tiers.match_host(keys[device:], device)
         stop = min(device + len(match.slots), len(request.table))
         count = max(0, request.align_to_items(stop) - device)
-        reason, held = match.reason, 0
+        reason = match.reason
+        held = 0
         if self._tree.child(parent, keys[device]) is not None:
             count = 0  # the path was cut before an item: the tree has these keys, and must not get them twice
         if 0 < count * request.block_tokens < self._lower_tiers.min_hit_tokens:
@@ -160,14 +166,17 @@ class AdmissionControl:
             self._lower_tiers.count_request(request, len(keys) - device, held, reason)
         if not held:
             return None
-        stop, ticket = device + held, self._moves.new_ticket()
+        stop = device + held
+        ticket = self._moves.new_ticket()
         depends_on = parent.ticket if parent is not None and parent.place is Place.TO_DEVICE else 0
         blocks = request.table[device:stop]
         nodes = self._tree.insert_loading(keys[device:stop], request.root, parent, blocks, ticket)
         self._tree.lock(nodes[-1])
         self._allocator.unlock(parent)
-        request.last_node, request.num_in_tree = nodes[-1], stop
-        slots, generations = match.slots[:held], match.generations[:held]
+        request.last_node = nodes[-1]
+        request.num_in_tree = stop
+        slots = match.slots[:held]
+        generations = match.generations[:held]
         plan = self._moves.plan_load(
             LoadMove(ticket, nodes, slots, generations, request.request_id, depends_on)
         )
@@ -185,5 +194,6 @@ class AdmissionControl:
         counts["asked_tokens"] += request.num_tokens
         for tier, tokens in by_tier.items():
             counts[f"hit_tokens_{tier if tier in ('device', 'host') else 'storage'}"] += tokens
-        table, waits = list(request.table), frozenset(request.waits)
+        table = list(request.table)
+        waits = frozenset(request.waits)
         return Admitted(table, request.num_in_tree, request.computed_tokens, by_tier, plan, waits)

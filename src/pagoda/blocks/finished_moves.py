@@ -59,7 +59,8 @@ class Completion:
     def _settle_if_complete(self, move: StoreMove | LoadMove) -> Settled:
         if any(rank not in move.reports for rank in range(self._ranks) if rank not in self._lost):
             return Settled(ended=False)
-        free, good = self._allocator.pool.free, min(move.reports.values())
+        free = self._allocator.pool.free
+        good = min(move.reports.values())
         if isinstance(move, StoreMove):
             self._finish_store(move, good)
             settled = Settled()
@@ -73,7 +74,8 @@ class Completion:
     # ---- to the host
 
     def _finish_store(self, move: StoreMove, good: int) -> None:
-        evicting, stored = move.evicting(), self._moves.finish_store(move, good)
+        evicting = move.evicting()
+        stored = self._moves.finish_store(move, good)
         self._allocator.counts["demoted_blocks"] += stored
         self._allocator.counts["dropped_blocks"] += max(0, len(evicting) - stored)
         self._allocator.pool.release(self._tree.remove_evicted(evicting))
@@ -117,14 +119,16 @@ class Completion:
         """Return the longest run of at most `right` blocks that does not end inside a multimodal item of a request."""
         if right == len(move.nodes):
             return right
-        first, at = move.nodes[right], move.nodes[right].position
+        first = move.nodes[right]
+        at = move.nodes[right].position
         whole = min((r.align_to_items(at) for r in self._sharers(move, first)), default=at)
         return max(0, right - (at - whole))
 
     def _truncate(self, move: LoadMove, right: int) -> tuple[list[str], dict[str, int]]:
         """Remove the nodes from `right` on, which were not loaded: one request gets their blocks, others wait again."""
         missing = move.nodes[right:]
-        first, at = missing[0], missing[0].position
+        first = missing[0]
+        at = missing[0].position
         sharing = self._sharers(move, first)
         successor = _successor(sharing, move, missing)
         others = [request for request in sharing if request is not successor]
@@ -146,7 +150,8 @@ class Completion:
         if first.parent is not None:
             self._tree.lock(first.parent)
         self._allocator.unlock(request.last_node)
-        request.last_node, request.num_in_tree = first.parent, first.position
+        request.last_node = first.parent
+        request.num_in_tree = first.position
         request.computed_tokens = first.position * request.block_tokens
 
     def _cancel_dependents(self, missing: list[Node]) -> None:
@@ -182,7 +187,8 @@ class Completion:
         for store in self._moves.stores():
             self._allocator.pool.release(self._tree.remove_evicted(store.evicting()))
             self._allocator.unlock(store.lock)
-            store.lock, store.cancelled = None, True
+            store.lock = None
+            store.cancelled = True
         return [request.request_id for request in rolled]
 
     def abandon_all(self) -> None:

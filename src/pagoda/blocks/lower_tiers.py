@@ -72,7 +72,8 @@ class LowerTiers:
         """Hold the first `count` chunks of a match; returns how many are held, cut by `whole` to a usable run."""
         if self.slots is None:
             return 0
-        slots, generations = match.slots[:count], match.generations[:count]
+        slots = match.slots[:count]
+        generations = match.generations[:count]
         held = self.slots.hold(slots, generations)
         count = max(0, whole(held.index(False) if False in held else len(held)))
         rest = [i for i in range(count, len(held)) if held[i]]
@@ -123,7 +124,8 @@ class LowerTiers:
 
     def by_tier(self, request: RequestState, blocks: int) -> dict[str, int]:
         """Return the tokens of `blocks` blocks in host slots, by the tier that had them before the prefetch."""
-        rest, tokens = blocks * request.block_tokens, dict[str, int]()
+        rest = blocks * request.block_tokens
+        tokens = dict[str, int]()
         if request.fetch is not None and request.fetch.done() and not request.fetch.cancelled():
             for tier, brought in request.fetch.result().by_tier.items():
                 if tier in self._lower:
@@ -135,7 +137,8 @@ class LowerTiers:
     def count_request(self, request: RequestState, wanted: int, held: int, reason: Reason | None) -> None:
         """Count a request for `wanted` blocks, of which `held` are held, in the cache's counters."""
         if self.slots is not None:
-            tokens, by_tier = wanted * request.block_tokens, self.by_tier(request, held)
+            tokens = wanted * request.block_tokens
+            by_tier = self.by_tier(request, held)
             self.slots.count_request(tokens, by_tier, reason, request.root)
             if self.slots.is_recording:
                 self.slots.record_request(request.keys, request.num_tokens)

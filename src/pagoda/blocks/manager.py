@@ -94,7 +94,9 @@ class BlockManager:
         self._write_back = write_back
         self._lower_tiers = LowerTiers(cache)
         self._allocator = allocator = BlockAllocator(num_blocks, self._lower_tiers)
-        self._pool, self._tree, self._moves = allocator.pool, allocator.tree, allocator.moves
+        self._pool = allocator.pool
+        self._tree = allocator.tree
+        self._moves = allocator.moves
         self._requests = allocator.requests
         self._admission = AdmissionControl(allocator, prefix_caching)
         self._completion = Completion(allocator, ranks)
@@ -216,7 +218,8 @@ class BlockManager:
         if request.stale or not self.prefix_caching:
             return
         for i in range(request.num_in_tree, min(num_tokens // self.block_tokens, len(request.keys))):
-            key, last_node = request.keys[i], request.last_node
+            key = request.keys[i]
+            last_node = request.last_node
             node = self._tree.child(last_node, key)
             if node is None:
                 node = self._tree.insert(key, request.root, last_node, request.table[i])
@@ -228,7 +231,8 @@ class BlockManager:
                 self._tree.lock(node)
                 self._allocator.unlock(last_node)
                 request.duplicates.append(request.table[i])
-            request.last_node, request.num_in_tree = node, i + 1
+            request.last_node = node
+            request.num_in_tree = i + 1
 
     # ---- the end
 
@@ -524,7 +528,9 @@ def _gauges(state: BlockAllocator) -> dict[str, int]:
 
 def _check(state: BlockAllocator, pinned: Sequence[Node]) -> None:
     """Raise AssertionError unless each block is in one place, each lock has an owner and all counts agree."""
-    pool, tree, moves = state.pool, state.tree, state.moves
+    pool = state.pool
+    tree = state.tree
+    moves = state.moves
     pool.check()
     tree.check()
     gauges = _gauges(state)
@@ -537,7 +543,8 @@ def _check(state: BlockAllocator, pinned: Sequence[Node]) -> None:
     assert evicting == tree.evicting, f"{tree.evicting} being evicted counted, {evicting} found"
     _check_locks(state, pinned)
     for request in state.requests.values():
-        shared, counted = len(list(upward(request.last_node))), request.num_in_tree
+        shared = len(list(upward(request.last_node)))
+        counted = request.num_in_tree
         assert shared == counted, f"{counted} blocks in the tree, a path of {shared}"
 
 

@@ -77,7 +77,8 @@ class RequestState:
 
     def rehash(self, root: bytes) -> None:
         """Hash all blocks again, under another root."""
-        self.root, self._chain = root, KeyChain(root, self.block_tokens)
+        self.root = root
+        self._chain = KeyChain(root, self.block_tokens)
         self.keys = self._chain.extend(np.array(self._ids, np.int32), self.items)
         del self.keys[self._most_keys :]
 

@@ -79,7 +79,8 @@ class Tree:
     def path(self, keys: Sequence[bytes]) -> list[Node]:
         """Return the leading run of nodes, whatever their place. Changes nothing."""
         path: list[Node] = []
-        parent, evicting = None, self.evicting
+        parent = None
+        evicting = self.evicting
         for node in map(self.nodes.get, keys):
             # a node whose parent was evicted earlier cannot be reached
             if node is None or (evicting and node.place is Place.TO_HOST and node.parent is not parent):
@@ -129,7 +130,8 @@ class Tree:
     def finish_loading(self, nodes: Iterable[Node]) -> None:
         """Note that the KV of loading nodes is complete."""
         for node in nodes:
-            node.place, node.ticket = Place.DEVICE, 0
+            node.place = Place.DEVICE
+            node.ticket = 0
             self.loading -= 1
             self.on_device += 1
             self._add_candidate(node)
@@ -179,7 +181,8 @@ class Tree:
         Leaf-first LRU; the heap has stale entries, which are skipped (as in vLLM's and SGLang's radix caches).
         """
         chosen: list[Node] = []
-        heap, pop = self._heap, heapq.heappop
+        heap = self._heap
+        pop = heapq.heappop
         while len(chosen) < count and heap:
             _, entry, node = pop(heap)
             if node.entry != entry:
@@ -207,7 +210,8 @@ class Tree:
         """Remove nodes that were being evicted; returns their blocks."""
         blocks: list[int] = []
         for node in nodes:
-            node.place, node.ticket = Place.FREED, 0
+            node.place = Place.FREED
+            node.ticket = 0
             self.evicting -= 1
             if self.nodes.get(node.key) is node:
                 del self.nodes[node.key]
@@ -255,7 +259,8 @@ class Tree:
 
     def _unlink(self, node: Node) -> None:
         self._drop_candidate(node)
-        node.place, node.ticket = Place.FREED, 0
+        node.place = Place.FREED
+        node.ticket = 0
         del self.nodes[node.key]
         self._child_removed(node)
 
@@ -291,14 +296,16 @@ class Tree:
     def check(self) -> None:
         """Raise AssertionError, with the numbers, unless all counters and entries agree with the nodes."""
         nodes = list(self.nodes.values())
-        children, locked_children = Counter[Node](), Counter[Node]()
+        children = Counter[Node]()
+        locked_children = Counter[Node]()
         for node in nodes:
             if (parent := node.parent) is not None and node.place is not Place.TO_HOST:
                 assert self.nodes.get(parent.key) is parent, "a node whose parent is not in the tree"
                 children[parent] += 1
                 locked_children[parent] += bool(node.locks)
         for node in nodes:
-            kept, locks = children[node], locked_children[node]
+            kept = children[node]
+            locks = locked_children[node]
             assert node.children == kept, f"{node.children} children counted, {kept} found"
             assert node.locks >= locks, f"{node.locks} locks, {locks} locked children"
             assert node.place is not Place.TO_HOST or not node.locks, "a node that is being evicted is locked"

@@ -22,7 +22,8 @@ def append_lines(path: Path, lines: Sequence[bytes]) -> tuple[int, OSError | Non
     Cuts off a partial line of a killed process, and leaves none. Safe beside other processes and threads that
     do the same; with no lines, it only repairs the file.
     """
-    count, locked = 0, False
+    count = 0
+    locked = False
     try:
         # a pipe without a reader must not block the thread
         with opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK) as fd:

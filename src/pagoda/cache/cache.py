@@ -168,7 +168,8 @@ class Cache:
         quality: list[QualityState],
         weights_of: Cache | None,
     ) -> None:
-        config, layout = self.config, self.layout
+        config = self.config
+        layout = self.layout
         late: LateTier | None = None
         if stack is None:
             stack, late = open_tiers(config, layout, clock)
@@ -339,7 +340,8 @@ class Cache:
     def _store_call(self, tokens: TokenIds | None, kv: Transfer, options: CallOptions) -> Call[Stored]:
         transfer = CheckedTransfer(kv, self.layout)
         request = self._checked(tokens, options, CallKind.STORE)
-        store, counters = StoreCall(self._resources, request, transfer), self._resources.counters
+        store = StoreCall(self._resources, request, transfer)
+        counters = self._resources.counters
         return Call("store", store.run, store.miss, request.deadline, counters)
 
     def _lookup_call(self, tokens: TokenIds | None, counted: bool, options: CallOptions) -> Call[Hit]:
@@ -378,7 +380,8 @@ class Cache:
             deadline_seconds=self.config.deadline_seconds, bounded=kind is not CallKind.STORE, clock=resources.clock,
         )  # fmt: skip
         if kind is not None and resources.recorder is not None:
-            keys, first = [*request.head, *request.keys], request.first - len(request.head)
+            keys = [*request.head, *request.keys]
+            first = request.first - len(request.head)
             num_tokens = request.length_tokens - first * request.chunk_tokens
             resources.recorder.note(kind, keys, first, num_tokens, counted=counted)
         if kind is not None and resources.events is not None:
@@ -423,7 +426,8 @@ class Cache:
 
         Raises StoreError if a tier's ledger cannot be changed, ValueError for wrong use.
         """
-        everything, names = tokens is None and options.get("keys") is None, options.get("tiers")
+        everything = tokens is None and options.get("keys") is None
+        names = options.get("tiers")
         keys = None if everything else self._checked(tokens, options).keys
         tiers = self._tiers if names is None else self._tiers.only(names)
         return {tier: admin.unpin(ledger, keys, owner) for tier, ledger in tiers.ledgers()}
@@ -505,7 +509,8 @@ class Cache:
         from pagoda.kv_events.stored_events import MEDIA
 
         # not `self`: the publisher must not keep a dropped cache alive
-        resources, weights = self._resources, self._weights
+        resources = self._resources
+        weights = self._weights
         ledgers = {name: ledger for name, ledger in self._tiers.ledgers() if name in MEDIA}
         if resources.closed:
             raise ClosedError("the cache is closed")
@@ -570,7 +575,8 @@ class Cache:
         resources = self._resources
         if resources.closed:
             raise ClosedError("the cache is closed")
-        tiers, failed = dict[str, dict[str, int]](), dict[str, str]()
+        tiers = dict[str, dict[str, int]]()
+        failed = dict[str, str]()
         for tier in self._tiers.all:
             try:
                 tiers[tier.name] = dict(tier.stats())
@@ -581,7 +587,8 @@ class Cache:
         for name, numbers in tiers.items():
             if name != resources.counts_in:  # `counters` have those of that tier
                 dropped.update(numbers)
-        recorder, host = resources.recorder, self._tiers.host
+        recorder = resources.recorder
+        host = self._tiers.host
         stats: CacheStats = {
             "name": self.name,
             "tiers": tiers,

@@ -94,7 +94,8 @@ class CacheRequest(NamedTuple):
     def hit(self, by_tier: Mapping[str, int], reason: Reason | None = None, detail: str = "") -> Hit:
         """Return the answer: leading chunks by tier, and the reason why not more."""
         tokens = {tier: chunks * self.chunk_tokens for tier, chunks in by_tier.items() if chunks}
-        start, served = self.first * self.chunk_tokens, sum(tokens.values())
+        start = self.first * self.chunk_tokens
+        served = sum(tokens.values())
         mask = np.zeros(self.length_tokens, np.bool_)
         mask[start : start + served] = True
         return Hit(served, tokens, mask, reason, detail, start, self.namespace.approximate)
@@ -127,7 +128,9 @@ def build_request(
         raise ValueError(
             f"{', '.join(options.keys() - _OPTIONS)}: no such option; there are {', '.join(sorted(_OPTIONS))}"
         )
-    keys, items, chunk_tokens = options.get("keys"), options.get("items", ()), layout.chunk_tokens
+    keys = options.get("keys")
+    items = options.get("items", ())
+    chunk_tokens = layout.chunk_tokens
     if (names := options.get("tiers")) is not None:
         tiers = tiers.only(names)
     if tokens is None and keys is None:
@@ -135,7 +138,8 @@ def build_request(
     ids = None if tokens is None else as_token_ids(tokens)
     origin, given = (0, None) if keys is None else _given_keys(keys, chunk_tokens)
     length = len(ids) if ids is not None else (origin + len(given or ())) * chunk_tokens
-    start_tokens, mask = options.get("start_tokens", 0), options.get("mask")
+    start_tokens = options.get("start_tokens", 0)
+    mask = options.get("mask")
     begin = start_tokens if mask is None else _mask_start(mask, length, start_tokens)
     if begin < 0 or begin % chunk_tokens:
         raise ValueError(
@@ -157,7 +161,8 @@ def build_request(
         )
     skip = first - origin
     parent = given[skip - 1] if 0 < skip <= len(given) else None
-    head, asked = given[:skip], given[skip:]
+    head = given[:skip]
+    asked = given[skip:]
     patience = deadline_seconds
     limits: list[float] = []
     if (seconds := options.get("deadline_seconds")) is not None:

@@ -26,8 +26,11 @@ def log_opened(namespace: Namespace, layout: KVLayout, tiers: TierStack, deadlin
     """Log which tiers a cache has, their sizes, what they contain already, and where to look. Five lines, once."""
     if not log.isEnabledFor(logging.INFO):
         return
-    tokens, ledgers = layout.chunk_tokens, dict(tiers.ledgers())
-    sizes, found, places = [], [], []
+    tokens = layout.chunk_tokens
+    ledgers = dict(tiers.ledgers())
+    sizes = []
+    found = []
+    places = []
     fields: list[dict[str, object]] = []
     for tier in tiers.all:
         ledger = ledgers.get(tier.name)
@@ -36,7 +39,8 @@ def log_opened(namespace: Namespace, layout: KVLayout, tiers: TierStack, deadlin
             sizes.append(f"{tier.name} shared")
             fields.append({"tier": tier.name, "place": place})
         else:
-            place, slots = str(ledger.directory), ledger.space.most_slots()
+            place = str(ledger.directory)
+            slots = ledger.space.most_slots()
             size_bytes = slots * (ledger.slot_bytes or layout.slot_bytes)  # private memory has no slab file
             chunks = _found(ledger, deadline_seconds)
             sizes.append(f"{tier.name} {format_size(size_bytes)} = {slots * tokens:,} tokens")

@@ -62,7 +62,8 @@ class CacheCounters:
         if reason is Reason.NOT_ASKED:
             return self._count_unasked(num_tokens, namespace)
         if hit_tokens:
-            counts["hits"], counts["hit_tokens"] = 1, hit_tokens
+            counts["hits"] = 1
+            counts["hit_tokens"] = hit_tokens
             if self._approximate:
                 counts["approximate_hit_tokens"] = hit_tokens
             for tier, tokens in by_tier.items():
@@ -88,7 +89,8 @@ class CacheCounters:
         counts = {"loaded_chunks": chunks, "loaded_bytes": nbytes}
         for tier, spent in seconds.items():
             kind = tier if tier in TIER_KINDS else "remote"
-            bucket, total = _BUCKETS[kind][bisect_left(LOAD_SECONDS, spent)], _MICROSECONDS[kind]
+            bucket = _BUCKETS[kind][bisect_left(LOAD_SECONDS, spent)]
+            total = _MICROSECONDS[kind]
             counts[bucket] = counts.get(bucket, 0) + 1
             counts[total] = counts.get(total, 0) + int(spent * 1e6)
         return counts

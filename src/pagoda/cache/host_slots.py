@@ -40,8 +40,10 @@ class HostSlots:
     """
 
     def __init__(self, resources: Resources, weights: PresentWeights, host: HostTier) -> None:
-        self._resources, self._weights = resources, weights
-        self._host, self._ledger = host, host.ledger
+        self._resources = resources
+        self._weights = weights
+        self._host = host
+        self._ledger = host.ledger
 
     @property
     def count(self) -> int:
@@ -89,7 +91,8 @@ class HostSlots:
         Without `touch`, neither recency nor leases change. Counts no hit: call `count_request` for that.
         """
 
-        nothing, lease = (np.empty(0, np.int64), np.empty(0, np.uint64)), LEASE_SECONDS if touch else 0.0
+        nothing = (np.empty(0, np.int64), np.empty(0, np.uint64))
+        lease = LEASE_SECONDS if touch else 0.0
         return self._run(
             "find",
             lambda deadline: self._ledger.match_prefix(
@@ -211,7 +214,8 @@ class HostSlots:
             # lower tiers, which get only chunks that have a slot here
             admit_all = bool(self._weights.scope()[1].written)
             while (at := len(made)) < len(keys):
-                window, before = keys[at : at + self._ledger.window], keys[at - 1] if at else parent
+                window = keys[at : at + self._ledger.window]
+                before = keys[at - 1] if at else parent
                 made.extend(self._ledger.reserve(
                     window, namespace=namespace, start=start + at, parent=before,
                     tokens=chunk_tokens, parts=parts, stamp=one, admit_all=admit_all,

@@ -111,7 +111,8 @@ class LateTier:
     def _run(self, admit: Callable[[Tier], None], compare_root: Callable[[str], str | None]) -> None:
         compare_root(self.name)  # the root may be readable, though the tier cannot be opened
         pause = _FIRST_PAUSE_SECONDS
-        opening, self._opening = self._opening, None
+        opening = self._opening
+        self._opening = None
         while True:
             if opening is None:
                 self._ending.wait(pause)

@@ -110,7 +110,8 @@ class LoadCost:
     @contextmanager
     def measured(self, tier: str) -> Iterator[LoadMeasurement]:
         """Measure a load from `tier`; loads at the same time share its time. The block sets how many bytes arrived."""
-        load, times = LoadMeasurement(), self._times.setdefault(tier, _SharedTime())
+        load = LoadMeasurement()
+        times = self._times.setdefault(tier, _SharedTime())
         with self._lock:
             began = times.now()
             times.running.add(load)
@@ -141,7 +142,8 @@ class LoadCost:
         if tokens <= 0 or seconds <= 0:
             return
         with self._lock:
-            now, speed = self._clock.monotonic_ns(), self._speeds.read(self._prefill)
+            now = self._clock.monotonic_ns()
+            speed = self._speeds.read(self._prefill)
             if 2 * tokens >= max(speed.amounts, default=0) or not 0 <= now - speed.measured_ns < _SMALL_NS:
                 speed.add(tokens, seconds, now)
                 self._speeds.write(self._prefill, speed)
@@ -209,7 +211,8 @@ class LoadCost:
 
     def _figures(self, tier: str) -> str:
         """Return both speeds as text. The speed of the tier is also in tokens, which is what is compared."""
-        prefill, rate = self._speeds.read(self._prefill).rate, self._speeds.read(tier).rate
+        prefill = self._speeds.read(self._prefill).rate
+        rate = self._speeds.read(tier).rate
         tokens = rate / self._bytes_per_token
         return f"prefill {prefill:,.0f} tokens/s, {tier} {_bytes_text(rate)}/s ({tokens:,.0f} tokens/s)"
 
@@ -240,7 +243,8 @@ class Speed:
         self.rates = [*self.rates, amount / seconds][-_LAST:]
         self.amounts = [*self.amounts, amount][-_LAST:]
         self.rate = _median(self.rates, self.amounts)
-        self.number, self.measured_ns = self.number + 1, now
+        self.number = self.number + 1
+        self.measured_ns = now
 
 
 class SpeedTable:
@@ -272,7 +276,8 @@ class SpeedTable:
         row = bytes(self._page[at : at + _USED_BYTES])
         _, number, measured_ns, slow, *values = _ROW.unpack_from(row)
         first = _LAST - min(number, _LAST)
-        rates, amounts = values[first:_LAST], values[_LAST + first :]
+        rates = values[first:_LAST]
+        amounts = values[_LAST + first :]
         speed = Speed(rates, amounts, number, measured_ns, slow, _median(rates, amounts))
         self._known[name] = at, row, speed
         return speed
@@ -313,7 +318,8 @@ def _bytes_text(rate: float) -> str:
 
 def _median(rates: Sequence[float], amounts: Sequence[float]) -> float:
     """Return the median of the rates, weighted by the amounts; 0 if there is none."""
-    passed, half = 0.0, sum(amounts) / 2
+    passed = 0.0
+    half = sum(amounts) / 2
     for rate, amount in sorted(zip(rates, amounts, strict=True)):
         passed += amount
         if passed > half:

@@ -39,7 +39,8 @@ def run_lookup(
     """
     hit = expected_hit(resources, request)
     if counted:
-        tokens, root = len(hit.mask) - hit.start_tokens, request.namespace.root
+        tokens = len(hit.mask) - hit.start_tokens
+        root = request.namespace.root
         resources.counters.count_request(tokens, hit.by_tier, hit.reason, root)
     if hit.reason is Reason.NOT_WORTH_IT:
         measure_again(resources, request, hit)
@@ -65,13 +66,15 @@ def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
         return request.hit_without_chunks()
     tiers = request.tiers
     match = match_prefix(request, stamp=tiers.host.ledger.stamp() if tiers.host is not None else None)
-    by_tier, load_cost = match.by_tier, resources.load_cost
+    by_tier = match.by_tier
+    load_cost = resources.load_cost
     slow = [tier for tier, chunks in by_tier.items() if chunks and not load_cost.is_worth_loading(tier)]
     # in practice tiers do not alternate in one prompt: only chunks above the first slow tier are served
     if slow:
         above = tiers.names[: tiers.names.index(slow[0])]
         by_tier = {tier: by_tier[tier] for tier in above}
-    total, minimum = sum(by_tier.values()) * request.chunk_tokens, resources.config.min_hit_tokens
+    total = sum(by_tier.values()) * request.chunk_tokens
+    minimum = resources.config.min_hit_tokens
     if total and total < minimum:
         return request.miss(Reason.BELOW_MINIMUM, f"{total} of {minimum} tokens")
     if slow:
@@ -83,7 +86,9 @@ def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
 
 def match_prefix(request: CacheRequest, *, stamp: int | None, touch: bool = True) -> TiersMatch:
     """Find the leading run through all tiers; lease what the host tier has of it, unless `touch` is False."""
-    root, tiers, deadline = request.namespace.root, request.tiers, request.deadline
+    root = request.namespace.root
+    tiers = request.tiers
+    deadline = request.deadline
 
     def find_in_host(host: HostTier, at: int) -> tuple[int, Reason | None]:
         match = host.ledger.match_prefix(
@@ -111,7 +116,8 @@ def match_tiers(finders: Mapping[str, Callable[[int], tuple[int, Reason | None]]
 
     A finder returns how many chunks its tier has from an index on, and the reason why not more, if the tier knows it.
     """
-    at, by_tier = 0, dict.fromkeys(finders, 0)
+    at = 0
+    by_tier = dict.fromkeys(finders, 0)
     reason: Reason | None = None
     lacking: set[str] = set()  # tiers known not to have the next chunk
     while at < chunks and len(lacking) < len(finders):
@@ -120,7 +126,9 @@ def match_tiers(finders: Mapping[str, Callable[[int], tuple[int, Reason | None]]
                 continue
             count, why = find(at)
             if count:
-                at, reason, lacking = at + count, None, set()
+                at = at + count
+                reason = None
+                lacking = set()
                 by_tier[tier] += count
             if why is not None and reason not in UNANSWERED:
                 reason = why

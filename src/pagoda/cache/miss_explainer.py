@@ -83,7 +83,9 @@ class MissExplainer:
             return Explanation(hint)
         if hint is not None and hint in _SEEN_BY_HOST:
             return Explanation(hint, _SEEN_BY_HOST[hint])
-        key, chosen, deadline = request.keys[index], request.tiers, request.deadline
+        key = request.keys[index]
+        chosen = request.tiers
+        deadline = request.deadline
         resting = [tier for tier in chosen.lower if tier.resting]
         if resting:
             refusal = resting[0].refusal if isinstance(resting[0], RemoteTier) else None

@@ -38,7 +38,9 @@ _HEAD = Struct("<8sQ")  # magic, checksum of everything after it
 # tokens per chunk, number of keys, number of tokens, time (Unix), root of the namespace
 _BODY = Struct("<IIId32s")
 _MAGIC = b"PAGODAP1"
-_LEAST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20  # size of each of the two files
+# size of each of the two files
+_LEAST_BYTES = 1 << 20
+_MOST_BYTES = 64 << 20
 _open_private = partial(os.open, mode=0o600)
 _PAUSE_SECONDS = 0.1  # between two rounds of the thread
 _REMEMBERED = 1024  # the last prompts of this process, which are not written again
@@ -59,9 +61,11 @@ class PromptLog:
 
     def __init__(self, ledger: Ledger, chunk_tokens: int, clock: Clock) -> None:
         """Append to the log beside `ledger`; each of its files has room for about as many tokens as the ledger."""
-        self._ledger, self._path = ledger, ledger.directory / PROMPTS
+        self._ledger = ledger
+        self._path = ledger.directory / PROMPTS
         self._most_bytes = min(max(4 * ledger.slots * chunk_tokens, _LEAST_BYTES), _MOST_BYTES)
-        self._clock, self._lines = clock, RateLimitedLog(clock)
+        self._clock = clock
+        self._lines = RateLimitedLog(clock)
         # the last key of each; changed by single calls of built-in functions
         self._recent: dict[bytes, None] = {}
         self._inode = 0  # the file that has them
@@ -83,7 +87,8 @@ class PromptLog:
         is stored in parts is logged a few times, not with each part). Skips a prompt that is longer than the log. Never
         raises.
         """
-        size, latest = KEY_BYTES * len(keys) + tokens.nbytes, keys[4 * len(keys) // 5 :]
+        size = KEY_BYTES * len(keys) + tokens.nbytes
+        latest = keys[4 * len(keys) // 5 :]
         known = not self._waiting.keys().isdisjoint(latest) or self._is_written(latest)
         if not keys or known or size > self._most_bytes:
             return
@@ -99,7 +104,9 @@ class PromptLog:
         """Write the waiting prompts. Never raises: a failure is a rate-limited log line."""
         with self._writing:
             with self._lock:
-                prompts, self._waiting, self._waiting_bytes = [*self._waiting.values()], {}, 0
+                prompts = [*self._waiting.values()]
+                self._waiting = {}
+                self._waiting_bytes = 0
             try:
                 while prompts:
                     self._write(prompts)

@@ -193,9 +193,13 @@ class Recorder:
     def _write(self) -> None:
         """Write the requests among the noted calls; the thread survives every error."""
         with self._lock:
-            calls, self._calls, self._keys = self._calls, deque(), 0
-            too_many, self._too_many = self._too_many, 0
-        lines, written = list[bytes](), 0
+            calls = self._calls
+            self._calls = deque()
+            self._keys = 0
+            too_many = self._too_many
+            self._too_many = 0
+        lines = list[bytes]()
+        written = 0
         failure: Exception | None = None
         try:
             lines = [self._line(call) for call in calls if self._detector.is_request(call)]
@@ -305,7 +309,8 @@ class _KnownRequest:
     """A request that was recorded, as far as its prompt and answer are known."""
 
     def __init__(self, call: RecordedCall) -> None:
-        self.first, self._ids = call.first, _ids(call.keys)
+        self.first = call.first
+        self._ids = _ids(call.keys)
         self.begun_ms = self.last_ms = call.at_ms
         self.looked_up = call.kind is CallKind.LOOKUP  # and not retrieved or stored yet
         self.stored = call.kind in (CallKind.STORE, CallKind.RESERVE)  # and never read

@@ -29,7 +29,8 @@ class RequestEvents:
     ) -> None:
         """Begin to report by `publisher`, which is closed with this. `scope`: that of the cache's `PresentWeights`."""
         self.endpoint = publisher.endpoint
-        self._publisher, self._scope = publisher, scope
+        self._publisher = publisher
+        self._scope = scope
         facts = BlockFacts(chunk_tokens, chunk_tokens)
         form = ChunkEventForm(facts)
         self._stored: StoredEvents | None = StoredEvents(
@@ -47,12 +48,14 @@ class RequestEvents:
 
         `version`: the version of the weights, if the request named one.
         """
-        stored, keys = self._stored, [*request.head, *request.keys]
+        stored = self._stored
+        keys = [*request.head, *request.keys]
         whole = len(keys) == request.first + len(request.keys)
         if stored is None or request.tokens is None or request.items or not whole:
             return
         # read first: the weights may change before the next line
-        space, present = request.namespace, self._scope()[0].root
+        space = request.namespace
+        present = self._scope()[0].root
         if self._scope(space.lora, space.salt, version, space.numerics)[0].root == space.root:
             stored.found(partial(_note_of, request, keys), space.root, present, 0, keys)
 
@@ -70,7 +73,8 @@ class RequestEvents:
 def _note_of(request: CacheRequest, keys: list[bytes], chunk: int) -> ChunkNote:
     """Return the note of one chunk; the note of a tenant's chunk has no tokens and no salt."""
     assert request.tokens is not None
-    size, namespace = request.chunk_tokens, request.namespace
+    size = request.chunk_tokens
+    namespace = request.namespace
     tokens = b"" if namespace.salt else request.tokens[chunk * size : (chunk + 1) * size].tobytes()
     parent = keys[chunk - 1] if chunk else b""
     return ChunkNote(namespace.root, parent, keys[chunk], tokens, lora_name=namespace.lora or None)

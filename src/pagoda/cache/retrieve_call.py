@@ -50,9 +50,11 @@ def measure_again(resources: Resources, request: CacheRequest, hit: Hit) -> None
     No request waits for the measurement, which loads some of the chunks that the request did not get into the host
     tier.
     """
-    lower, host = request.tiers.lower, resources.tiers.host
+    lower = request.tiers.lower
+    host = resources.tiers.host
     if host is not None:
-        at, cost = hit.num_tokens // request.chunk_tokens, resources.load_cost
+        at = hit.num_tokens // request.chunk_tokens
+        cost = resources.load_cost
         if chunks := next(filter(None, (cost.take_probe(tier.name) for tier in lower)), 0):
             few = request._replace(
                 tiers=TierStack(host, lower), deadline=Deadline(resources.config.deadline_seconds),
@@ -70,10 +72,14 @@ class RetrieveCall:
     def __init__(
         self, resources: Resources, request: CacheRequest, kv: CheckedTransfer | None, counted: bool
     ) -> None:
-        self._resources, self._request, self._kv, self._counted = resources, request, kv, counted
+        self._resources = resources
+        self._request = request
+        self._kv = kv
+        self._counted = counted
         # otherwise the caller has chosen, by a lookup or a prefetch
         self._chooses = kv is not None and counted
-        self._tiers, self._deadline = request.tiers, request.deadline
+        self._tiers = request.tiers
+        self._deadline = request.deadline
         self._stamp = 0  # the stamp of the run in the host tier
         self._end = len(request.keys)
         self._stamps: dict[str, int | None] = {}  # and in each lower tier
@@ -95,14 +101,19 @@ class RetrieveCall:
 
     def run(self) -> Hit:
         """Serve as many leading chunks as the deadline allows."""
-        request, resources, host, kv = self._request, self._resources, self._tiers.host, self._kv
-        hit, loads = self._refusal(), dict[str, int]()
+        request = self._request
+        resources = self._resources
+        host = self._tiers.host
+        kv = self._kv
+        hit = self._refusal()
+        loads = dict[str, int]()
         if hit is None:
             if host is not None and kv is not None and kv.device_index is not None:
                 host.use_device(kv.device_index)  # before the first copy
             with nullcontext() if host is None else host.copying():
                 if host is not None:
-                    self._stamp, self._prefetch_slots = host.ledger.stamp(), host.ledger.slots // 2
+                    self._stamp = host.ledger.stamp()
+                    self._prefetch_slots = host.ledger.slots // 2
                 self._serve()
             chunks = self._by_tier[host.name] if host is not None and kv is not None else 0
             nbytes = chunks * resources.layout.chunk_bytes
@@ -124,7 +135,9 @@ class RetrieveCall:
 
     def _refusal(self) -> Hit | None:
         """Return the answer of a retrieve that need not begin; None if it must begin."""
-        request, resources, host = self._request, self._resources, self._tiers.host
+        request = self._request
+        resources = self._resources
+        host = self._tiers.host
         if not request.keys:
             return request.hit_without_chunks()
         if resources.closed:
@@ -149,7 +162,8 @@ class RetrieveCall:
                 self._serve_from_host(self._tiers.host)
                 if self._done == self._end or self._reason is not None:
                     break
-            before, busy = self._done, self._hint is Reason.BUSY
+            before = self._done
+            busy = self._hint is Reason.BUSY
             tier: Tier | None = None
             if not busy or self._polls % _TRY_EVERY == 0 or self._bypasses_writer():
                 tier, found = self._choose_lower_tier()
@@ -164,7 +178,8 @@ class RetrieveCall:
 
     def _lease_all(self) -> None:
         """Let all leases of a prefetch end together: if the head's lease ended first, it would be evicted first."""
-        host, keys = self._tiers.host, self._request.keys[: self._done]
+        host = self._tiers.host
+        keys = self._request.keys[: self._done]
         if host is not None and keys:
             host.ledger.match_prefix(
                 keys,
@@ -187,7 +202,8 @@ class RetrieveCall:
             lease_seconds=LEASE_SECONDS,
             deadline_seconds=self._deadline.remaining(),
         )
-        self._hint, first = match.reason, self._done
+        self._hint = match.reason
+        first = self._done
         # All at once: in windows, the first layer would be complete only after the last window.
         at_once = self._kv is not None and self._kv.at_once
         step = max(1, len(match.slots) if at_once else _COPY_BYTES // host.slot_bytes)
@@ -195,8 +211,10 @@ class RetrieveCall:
             if self._reason is None:
                 self._copy_from_host(host, match.slots[i : i + step], match.generations[i : i + step])
         if len(match.slots) and self._tiers.written:
-            request, where = self._request, (match.slots, match.generations)
-            refs, left_out = partial(refs_in_slots, request, first, *where), self._tiers.left_out
+            request = self._request
+            where = (match.slots, match.generations)
+            refs = partial(refs_in_slots, request, first, *where)
+            left_out = self._tiers.left_out
             access = Access(request.namespace.root, refs, len(match.slots), where, left_out=left_out)
             for queue in self._resources.writeback:
                 queue.note_access(access)
@@ -263,7 +281,10 @@ class RetrieveCall:
 
     def _load(self, tier: Tier, stop: int) -> bool:
         """Load chunks [done, stop) from `tier`; return whether another call is storing the next one."""
-        host, request, before, began = self._tiers.host, self._request, self._done, time.perf_counter()
+        host = self._tiers.host
+        request = self._request
+        before = self._done
+        began = time.perf_counter()
         destination: LoadDestination
         if host is None or self._full or self._bypasses_writer():
             destination = StagingDestination(self._resources.load_staging, self._deadline)
@@ -293,7 +314,8 @@ class RetrieveCall:
 
     def _note_served(self, tier: Tier, begin: int, committed: Sequence[Reserved]) -> None:
         """Note for the other tiers what `tier` served from `begin` on; the `committed` chunks are in host slots."""
-        request, end = self._request, self._done
+        request = self._request
+        end = self._done
         where = {item.key: (item.slot, item.generation) for item in committed}
 
         def refs() -> list[ChunkRef]:
@@ -311,10 +333,14 @@ class RetrieveCall:
         self._by_tier[tier] += count
         if count:
             self._deadline.progress()
-            self._busy_since, self._pause, self._rounds, self._polls = None, _PAUSE_SECONDS[0], 0, 0
+            self._busy_since = None
+            self._pause = _PAUSE_SECONDS[0]
+            self._rounds = 0
+            self._polls = 0
 
     def _stop(self, reason: Reason, detail: str = "") -> None:
-        self._reason, self._detail = reason, detail
+        self._reason = reason
+        self._detail = detail
 
     def _bypasses_writer(self) -> bool:
         """Whether another call has been storing the next chunk for so long that this call loads it itself."""
@@ -342,7 +368,8 @@ class RetrieveCall:
 
     def _probe_writer(self) -> None:
         """Reserve the next chunk, which reclaims it if the process that is storing it is dead."""
-        host, at = self._tiers.host, self._done
+        host = self._tiers.host
+        at = self._done
         assert host is not None
         probe = HostDestination(host, self._request, self._stamp, LEASE_SECONDS)
         buffers = probe.reserve(at, at + 1, False)
@@ -387,8 +414,12 @@ class LoadPipeline:
         kv: CheckedTransfer | None,
         served: Callable[[int, str], None],
     ) -> None:
-        self._tier, self._destination, self._kv, self._served = tier, destination, kv, served
-        self._request, self._deadline = request, request.deadline
+        self._tier = tier
+        self._destination = destination
+        self._kv = kv
+        self._served = served
+        self._request = request
+        self._deadline = request.deadline
         self._done = 0
         self._end: _PipelineEnd | None = None
         self._flights: deque[_LoadInFlight] = deque()  # kept until their buffers are settled or released
@@ -401,13 +432,16 @@ class LoadPipeline:
         the tier is still reading is settled when its I/O has ended.
         """
         self._done = asked = begin
-        more, most, flights = True, self._destination.most, self._flights
+        more = True
+        most = self._destination.most
+        flights = self._flights
         try:
             while self._end is None:
                 if more and asked < stop and len(flights) <= most // 2:
                     under_way = len(flights)
                     self._start_loads(asked, min(stop, asked + most - under_way))
-                    more, asked = len(flights) > under_way, asked + len(flights) - under_way
+                    more = len(flights) > under_way
+                    asked = asked + len(flights) - under_way
                 if not flights or not self._wait_for_next():
                     break
         finally:
@@ -425,9 +459,12 @@ class LoadPipeline:
                 self._stop(Reason.DEADLINE, "no staging buffer was released in time")
             if not buffers:
                 return
-            request, payloads = self._request, [buffer.payload for buffer in buffers]
-            keys, left = request.keys[begin : begin + len(buffers)], self._deadline.remaining()
-            start, root = request.position_of(begin), request.namespace.root
+            request = self._request
+            payloads = [buffer.payload for buffer in buffers]
+            keys = request.keys[begin : begin + len(buffers)]
+            left = self._deadline.remaining()
+            start = request.position_of(begin)
+            root = request.namespace.root
             asked = True
             futures = self._tier.load(keys, payloads, start=start, namespace=root, deadline_seconds=left)
             self._flights.extend([_LoadInFlight(*pair) for pair in zip(buffers, futures, strict=True)])
@@ -501,14 +538,18 @@ class HostDestination:
 
     def __init__(self, host: HostTier, request: CacheRequest, stamp: int, lease_seconds: float) -> None:
         """`lease_seconds`: how long chunks are leased, and admitted against the host's policy; 0: no lease."""
-        self._host, self._request, self._deadline = host, request, request.deadline
-        self._stamp, self._lease_seconds = stamp, lease_seconds
+        self._host = host
+        self._request = request
+        self._deadline = request.deadline
+        self._stamp = stamp
+        self._lease_seconds = lease_seconds
         self.most = max(1, min(host.ledger.window, (512 << 20) // host.slot_bytes, 64))
         self.stopped: Present | Busy | Refused | None = None  # why no more slots were reserved
 
     def reserve(self, begin: int, end: int, may_wait: bool) -> list[LoadBuffer]:
         """Reserve slots for the leading chunks that need one; `stopped` is the first other outcome."""
-        ledger, request = self._host.ledger, self._request
+        ledger = self._host.ledger
+        request = self._request
         self.stopped = None
         outcomes = ledger.reserve(
             request.keys[begin:end],

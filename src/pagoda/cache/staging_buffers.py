@@ -75,11 +75,13 @@ class StagedChunk:
         self, staging: StagingPool, buffer: Bytes, tiers: int, still_valid: Callable[[], bool]
     ) -> None:  # fmt: skip
         """`still_valid`: whether the chunk may still be stored: it was not cleared."""
-        self.buffer, self.still_valid = buffer, still_valid
+        self.buffer = buffer
+        self.still_valid = still_valid
         self._staging = staging
         self._lock = threading.Lock()
         self._left = tiers
-        self._ok, self._releasable = False, True
+        self._ok = False
+        self._releasable = True
         self._reason: Reason | None = None  # why the first tier that did not store it refused
 
     def finish(self, done: Done, unread: bool = True) -> None:

@@ -26,7 +26,10 @@ from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes
 
 _MOMENT_SECONDS = 0.05  # the longest total wait for buffers, for chunks that the host's policy refuses
-_LEFT, _NEW, _PRESENT = 0, 1, 2  # the states of a chunk
+# the states of a chunk
+_LEFT = 0
+_NEW = 1
+_PRESENT = 2
 # Reasons after which lower tiers are not tried: every tier refuses the key of another tenant's chunk.
 _NOTHING_LEFT = (None, Reason.NOT_ADMITTED, Reason.OTHER_NAMESPACE)
 
@@ -41,9 +44,13 @@ class StoreCall:
 
     def __init__(self, resources: Resources, request: CacheRequest, kv: CheckedTransfer) -> None:
         self._resources = resources
-        self._host, self._lower = request.tiers.host, request.tiers.written
-        self._request, self._kv, self._deadline = request, kv, request.deadline
-        self._queues, self._staging = resources.writeback, resources.store_staging
+        self._host = request.tiers.host
+        self._lower = request.tiers.written
+        self._request = request
+        self._kv = kv
+        self._deadline = request.deadline
+        self._queues = resources.writeback
+        self._staging = resources.store_staging
         # Whether chunks without a host slot are written to lower tiers; if not, the host's policy must refuse nothing.
         overflows = self._host is None or resources.config.write_policy != "selective"
         self._overflows = overflows and bool(self._lower)
@@ -60,7 +67,8 @@ class StoreCall:
             return self.miss(Reason.CLOSED)
         if not self._request.keys:
             return Stored(0, 0, 0, 0)
-        host, request = self._host, self._request
+        host = self._host
+        request = self._request
         if request.namespace.root not in self._resources.registered:
             self._resources.register(request.namespace)
         if host is not None and self._kv.device_index is not None:
@@ -71,9 +79,12 @@ class StoreCall:
             reason = self._store_below() if host is None else self._store(host)
             if self._sent:
                 reason = self._collect_refused() or reason
-        prompts, tokens, text_alone = self._resources.prompt_log, request.tokens, not request.items
+        prompts = self._resources.prompt_log
+        tokens = request.tokens
+        text_alone = not request.items
         if prompts is not None and tokens is not None and text_alone and len(request.head) == request.first:
-            keys, kept = [*request.head, *request.keys], self._fate.find(_LEFT)
+            keys = [*request.head, *request.keys]
+            kept = self._fate.find(_LEFT)
             if kept >= 0:  # not all chunks were stored: log the prompt up to the first one that was not
                 keys = keys[: request.first + kept] if kept else []
                 tokens = tokens[: len(keys) * request.chunk_tokens]
@@ -109,7 +120,8 @@ class StoreCall:
 
     def _store_in_host(self, host: HostTier) -> Reason | None:
         """Copy what the host tier lacks into its slots, up to the first refusal; return its reason."""
-        request, ledger = self._request, host.ledger
+        request = self._request
+        ledger = host.ledger
         at = max(0, self._fate.find(_LEFT))
         have = ledger.match_prefix(
             request.keys[at:], start=request.position_of(at), namespace=request.namespace.root, stamp=self._stamp,
@@ -182,10 +194,12 @@ class StoreCall:
 
     def _store_through_staging(self, patience: Deadline) -> Reason | None:
         """Enqueue the rest for the lower tiers; wait for buffers while `patience` lasts. Return why it ended early."""
-        request, begin = self._request, self._fate.find(_LEFT)
+        request = self._request
+        begin = self._fate.find(_LEFT)
         if begin < 0 or not self._lower:
             return None if begin < 0 else Reason.TIER_SKIPPED
-        tiers, clears = request.tiers, request.tiers.last_clears()
+        tiers = request.tiers
+        clears = request.tiers.last_clears()
         self._not_cleared = lambda: tiers.last_clears() == clears
         ends = {  # up to where each tier takes the run: the chunks it has, and then those that its policy admits
             tier.name: tier.find(
@@ -194,7 +208,8 @@ class StoreCall:
             )
             for tier in self._lower
         }  # fmt: skip
-        have, refusing = max(begin, min(ends.values())), set[str]()
+        have = max(begin, min(ends.values()))
+        refusing = set[str]()
         self._note_present_below(begin, have)
         for i in range(have, len(request.keys)):
             if self._fate[i] != _LEFT:
@@ -217,10 +232,13 @@ class StoreCall:
 
     def _admit_ahead(self, index: int, ends: dict[str, int], refusing: set[str]) -> None:
         """Ask each tier, before anything is copied for it, how far it admits the run from its head on."""
-        request, root = self._request, self._request.namespace.root
+        request = self._request
+        root = self._request.namespace.root
         for tier in self._lower:
             while (end := ends[tier.name]) <= index and tier.name not in refusing:
-                keys, start, stamp = request.keys[end:], request.first + end, self._stamps[tier.name]
+                keys = request.keys[end:]
+                start = request.first + end
+                stamp = self._stamps[tier.name]
                 count, refuses = tier.admit(keys, namespace=root, start=start, stamp=stamp)
                 ends[tier.name] += count
                 if refuses:
@@ -235,14 +253,16 @@ class StoreCall:
             def refs() -> list[ChunkRef]:
                 return [chunk_ref(request, i) for i in range(begin, end)]
 
-            root, left_out = request.namespace.root, request.tiers.left_out
+            root = request.namespace.root
+            left_out = request.tiers.left_out
             access = Access(root, refs, end - begin, asked=False, left_out=left_out)
             for queue in self._queues:
                 queue.note_access(access)
 
     def _stage(self, index: int, buffer: Bytes, stamps: Mapping[str, int | None]) -> None:
         """Copy one chunk into a buffer and enqueue it for the tiers in `stamps`."""
-        request, filled = self._request, False
+        request = self._request
+        filled = False
         try:
             self._kv.to_slots(request.starts(index, index + 1), [buffer])
             filled = True

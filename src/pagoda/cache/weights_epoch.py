@@ -57,7 +57,8 @@ class PresentWeights:
         adapters, and is called once for each. `of`: the weights of another cache of the same model, over tiers with the
         same roots: a change reported to one of the two is valid for both.
         """
-        self._resources, self._measure = resources, measure
+        self._resources = resources
+        self._measure = measure
         if of is None:
             self._epoch = WeightsEpoch(
                 resources.config.roots(), namespace.model, namespace.weights_epoch, resources.left_out()

@@ -77,7 +77,8 @@ def chunk_ref(
     request: CacheRequest, index: int, slot: int = -1, generation: int = 0, staged: StagedChunk | None = None
 ) -> ChunkRef:
     """Return the chunk request.keys[index] and where its bytes are. Without a place it is only a name to touch."""
-    key, parent = request.keys[index], request.parent_of(index)
+    key = request.keys[index]
+    parent = request.parent_of(index)
     return ChunkRef(key, request.first + index, parent, slot, generation, staged)
 
 
@@ -280,7 +281,8 @@ class WriteBackQueue:
         with self._changed:
             self._due = 0.0
             accesses_done = self._wait_for(lambda: not (self._accesses or self._working), timeout)
-            dirty, self._dirty = self._dirty, {}
+            dirty = self._dirty
+            self._dirty = {}
         for batch in _regroup(dirty.values()):
             self._put(batch)
         with self._changed:
@@ -396,7 +398,8 @@ class WriteBackQueue:
                 left = self._to_write(batch)
                 left = self._admitted(batch, left)
             while left:
-                piece, left = left[: self._piece], left[self._piece :]
+                piece = left[: self._piece]
+                left = left[self._piece :]
                 self._send(batch, piece)
         except Exception as error:  # noqa: BLE001  # a boundary: the thread continues after any error
             self._counters.warn(log, Reason.IO_ERROR, f"chunks were not written: {error}", error)
@@ -422,7 +425,8 @@ class WriteBackQueue:
         if not batch.asked or not lacking:
             return lacking
         assert self._host is not None  # the chunks are in its slots
-        ledger, where = self._host.ledger, columns_of(lacking)
+        ledger = self._host.ledger
+        where = columns_of(lacking)
         wanted = ledger.still_valid(*where) & ~self._is_known(*where)
         lacking = list(compress(lacking, wanted.tolist()))
         if self._policy == "selective":
@@ -436,9 +440,11 @@ class WriteBackQueue:
         """Return those of these chunks that the tier's policy admits: no chunk after a refused one."""
         admitted: list[ChunkRef] = []
         for run in runs(refs, len(refs), follows):
-            at, refusing = 0, False
+            at = 0
+            refusing = False
             while at < len(run) and not refusing:
-                keys, start = [ref.key for ref in run[at:]], run[at].position
+                keys = [ref.key for ref in run[at:]]
+                start = run[at].position
                 count, refusing = self.tier.admit(
                     keys, namespace=batch.namespace, start=start, stamp=batch.stamp
                 )
@@ -472,7 +478,8 @@ class WriteBackQueue:
         """Keep the slots of these chunks from eviction while they are written; return their old and new lease ends."""
         if self._host is None or refs[0].staged is not None:
             return [None] * len(refs)
-        ledger, (slots, generations) = self._host.ledger, columns_of(refs)
+        ledger = self._host.ledger
+        (slots, generations) = columns_of(refs)
         before = ledger.columns.lease_until[slots].tolist()
         ledger.lease(slots, generations, _LEASE_SECONDS)
         return list(zip(before, ledger.columns.lease_until[slots].tolist(), strict=True))
@@ -483,7 +490,8 @@ class WriteBackQueue:
         if host is None or piece[0].staged is not None:
             staged = [(ref.staged.buffer, ref.staged.still_valid) for ref in piece if ref.staged is not None]
         else:
-            views, valid = host.slab.views([ref.slot for ref in piece]), host.ledger.is_valid
+            views = host.slab.views([ref.slot for ref in piece])
+            valid = host.ledger.is_valid
             staged = [
                 (view, partial(valid, ref.slot, ref.generation))
                 for ref, view in zip(piece, views, strict=True)
@@ -535,7 +543,8 @@ class WriteBackQueue:
 
 def _continues(batch: _WriteBatch, following: _WriteBatch) -> bool:
     """Whether two batches in staging buffers are of one run, so that they can be handed over as one."""
-    first, last = following.refs[0], batch.refs[-1]
+    first = following.refs[0]
+    last = batch.refs[-1]
     same = (batch.namespace, batch.stamp) == (following.namespace, following.stamp)
     return same and first.staged is not None and last.staged is not None and follows(first, last)
 

@@ -32,7 +32,9 @@ from typing import cast
 
 from pagoda.cli.text_tables import printable
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
+FAILED = 1
+USAGE = 2
+INTERRUPTED = 130
 
 
 class UsageError(Exception):

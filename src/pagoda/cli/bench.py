@@ -26,7 +26,8 @@ def bench(
         seconds: About how long the measurement takes.
         chunk_size: The size of a chunk, such as 32MiB.
     """
-    loaded, chunk_bytes = configured(config), _chunk_bytes(chunk_size)
+    loaded = configured(config)
+    chunk_bytes = _chunk_bytes(chunk_size)
     tiers = [tier for tier in ("host", "disk") if getattr(loaded, f"{tier}_bytes")]
     if not tiers:
         raise UsageError("host_size and disk_size are 0: set one, to have a tier to measure")
@@ -65,7 +66,8 @@ def _measured(
     figures = []
     with printing.progress(quiet) as bars:
         for tier in tiers:
-            task, began = bars.add_task(f"measuring {tier}", total=seconds), time.monotonic()
+            task = bars.add_task(f"measuring {tier}", total=seconds)
+            began = time.monotonic()
 
             def tick(task: int = task, began: float = began) -> None:
                 done = min(seconds, time.monotonic() - began)

@@ -102,8 +102,10 @@ def disk_figures(config: Config, chunk_bytes: int, seconds: float, tick: Step) -
 def _host_turns(tier: HostTier, layout: KVLayout, seconds: float, tick: Step) -> list[Figure]:
     namespace = Namespace("pagoda bench")
     tier.register(namespace)
-    size, slots = layout.chunk_bytes, _slots(layout.chunk_bytes)
-    source, target = _filled(size), _filled(size)
+    size = layout.chunk_bytes
+    slots = _slots(layout.chunk_bytes)
+    source = _filled(size)
+    target = _filled(size)
     # shared anonymous memory consists of the same pages as /dev/shm, without a ledger
     room = np.frombuffer(mmap.mmap(-1, slots * size), np.uint8).reshape(slots, size)
     np.copyto(room, 1)
@@ -138,7 +140,8 @@ def _host_turns(tier: HostTier, layout: KVLayout, seconds: float, tick: Step) ->
         if len(match.slots) < len(keys) or not tier.ledger.still_valid(match.slots, match.generations).all():
             raise FailedError("the host tier lost a chunk while it was measured")
 
-    writes, reads = Figure("host_write", 1), Figure("host_read", 1)
+    writes = Figure("host_write", 1)
+    reads = Figure("host_read", 1)
     _take_turns(writes, reads, slots // _TURNS_AROUND * size, (copy_in, write, copy_out, read), seconds, tick)
     return [writes, reads]
 
@@ -178,7 +181,8 @@ def _disk_turns(
     def bare_read(number: int) -> None:
         os.preadv(limit, [buffers[number].data], number * slot_bytes)
 
-    writes, reads = Figure("disk_write", config.io_threads), Figure("disk_read", config.io_threads)
+    writes = Figure("disk_write", config.io_threads)
+    reads = Figure("disk_read", config.io_threads)
     with Pool(config.io_threads, "pagoda-measure") as pool:
 
         def at_once(move: Callable[[int], None]) -> Step:
@@ -242,7 +246,8 @@ def _place(parent: Path, need_bytes: int) -> Iterator[Path]:
 def _limit_file(root: Path, nbytes: int, direct: bool | None) -> Iterator[int]:
     """Open a preallocated file for plain I/O; it bypasses the page cache if the file system can do that."""
     path = root / ".limit"
-    flags, bypass = os.O_RDWR | os.O_CREAT, 0 if direct is False else os.O_DIRECT
+    flags = os.O_RDWR | os.O_CREAT
+    bypass = 0 if direct is False else os.O_DIRECT
     try:
         fd = os.open(path, flags | bypass, 0o600)
     except OSError:

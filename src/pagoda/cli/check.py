@@ -99,8 +99,10 @@ def _judged(store: Path, read: bool, drop: bool, show: Callable[..., None]) -> S
     verdict = StoreCheck(store)
     try:
         with attached(store) as ledger:
-            verdict.tier, found = ledger.tier, admin.check(ledger)
-            verdict.gauges, verdict.unreachable = found.gauges, found.unreachable
+            verdict.tier = ledger.tier
+            found = admin.check(ledger)
+            verdict.gauges = found.gauges
+            verdict.unreachable = found.unreachable
             verdict.stale_hints = found.stale_hints
             if read and ledger.kind == "file":
                 verdict.read_chunks, damaged = _read_all(ledger, show)
@@ -109,7 +111,8 @@ def _judged(store: Path, read: bool, drop: bool, show: Callable[..., None]) -> S
                     removed = ledger.remove_exact(row.key, row.slot, row.generation, Reason.FAILED_CHECK)
                     verdict.dropped += removed
     except PagodaError as trouble:
-        verdict.trouble, verdict.corrupt = str(trouble), isinstance(trouble, LedgerCorrupt)
+        verdict.trouble = str(trouble)
+        verdict.corrupt = isinstance(trouble, LedgerCorrupt)
     return verdict
 
 
@@ -118,7 +121,9 @@ def _read_all(ledger: Ledger, show: Callable[..., None]) -> tuple[int, list[Chun
     from pagoda.ledger import admin
     from pagoda.slab.file import FileSlab
 
-    total, read, damaged = admin.gauges(ledger)["ready"], 0, []
+    total = admin.gauges(ledger)["ready"]
+    read = 0
+    damaged = []
     with closing(ledger.open_slab(lambda file: FileSlab(file, ledger.slots, ledger.slot_bytes))) as slab:
         for row, sound in _verified(ledger, slab):
             read += 1
@@ -137,7 +142,8 @@ def _verified(ledger: Ledger, slab: FileSlab) -> Iterator[tuple[ChunkRow, bool]]
     from pagoda.slab.file import aligned
 
     room = aligned(ledger.slot_bytes)
-    page, payload = room[:HEADER_BYTES], room[HEADER_BYTES:]
+    page = room[:HEADER_BYTES]
+    payload = room[HEADER_BYTES:]
     for row in admin.list_chunks(ledger):
         expected = Expected(
             store_id=ledger.store_id,

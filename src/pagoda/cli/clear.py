@@ -46,7 +46,8 @@ def clear(
     left: list[str] = []
     if local:
         left = [spec.redacted for spec in (*remotes, *withheld)]
-        remotes, withheld = (), {}
+        remotes = ()
+        withheld = {}
     known = _known(directories)
     broken = {} if everything else censuses(remotes, known)[1]
     broken |= {spec.redacted: why for spec, why in withheld.items()}
@@ -78,7 +79,8 @@ def clear(
 
 def _print(cleared: list[ClearedStore], left: list[str], broken: dict[str, str], as_json: bool) -> None:
     if as_json:
-        number, gone = sum(store.chunks for store in cleared), [store._asdict() for store in cleared]
+        number = sum(store.chunks for store in cleared)
+        gone = [store._asdict() for store in cleared]
         printing.print_json({"cleared": number, "stores": gone, "left": left, "failed": broken})
     else:
         printing.print_table("", ("tier", "chunks cleared", "directory"), cleared)

@@ -247,7 +247,8 @@ def _troubles(config: Config) -> list[str]:
     from pagoda.config.sizes import nearest_existing
     from pagoda.errors import StoreError
 
-    found, shown = [], printing.size
+    found = []
+    shown = printing.size
     for tier, root in config.roots().items():
         place = nearest_existing(root)
         if not os.access(place, os.W_OK):
@@ -259,7 +260,8 @@ def _troubles(config: Config) -> list[str]:
         except StoreError as refusal:
             found.append(f"{tier}_path: {refusal}")
         room = os.statvfs(place)
-        wanted, held = getattr(config, f"{tier}_bytes"), room.f_blocks * room.f_frsize
+        wanted = getattr(config, f"{tier}_bytes")
+        held = room.f_blocks * room.f_frsize
         if wanted > held > 0:  # a tmpfs without a limit says 0
             text = f"{tier}_size = {shown(wanted)}: {place} holds only {shown(held)}; write a smaller size"
             found.append(text)

@@ -33,10 +33,13 @@ Salt: TypeAlias = Annotated[str | None, Option(help="Only engines with the same 
 
 def with_config_options(function: _Function) -> _Function:
     """Replace a command's last parameter `**options` by one option for each option of Config. Changes `function`."""
-    hints, own = get_type_hints(Config), inspect.signature(function, eval_str=True)
-    keyword, added = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=None), []
+    hints = get_type_hints(Config)
+    own = inspect.signature(function, eval_str=True)
+    keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=None)
+    added = []
     for option in fields(Config):
-        kind, shown = hints[option.name], Option(help=option.metadata["help"])
+        kind = hints[option.name]
+        shown = Option(help=option.metadata["help"])
         wanted = keyword(
             option.name, annotation=Annotated[bool | None if kind is bool else str | None, shown]
         )

@@ -97,7 +97,9 @@ def _print(found: PromptExplanation, asked_tokens: int) -> None:
 
 def in_words(found: PromptExplanation) -> list[str]:
     """Return lines that say which chunk of a namespace is the first miss, why, and which token differs."""
-    answer, size, lines = found.answers[-1], found.chunk_tokens, list[str]()
+    answer = found.answers[-1]
+    size = found.chunk_tokens
+    lines = list[str]()
     if (chunk := answer.chunk) is not None:
         first = f"chunk {chunk} (tokens {chunk * size:,} to {(chunk + 1) * size - 1:,})"
         lines.append(f"the first chunk that is not served: {first}")

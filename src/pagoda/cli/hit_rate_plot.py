@@ -44,8 +44,10 @@ def save_png(path: Path, cells: Sequence[Cell], bound: float, title: str, chunk_
     axes = figure.subplots()
     unit, scale = ("GiB", chunk_bytes / 2**30) if chunk_bytes else ("chunks", 1)
     for name in dict.fromkeys(cell.policy for cell in cells):
-        mine, bounds = [cell for cell in cells if cell.policy == name], name == OPTIMUM
-        x, y = [cell.chunks * scale for cell in mine], [100 * cell.hit_rate for cell in mine]
+        mine = [cell for cell in cells if cell.policy == name]
+        bounds = name == OPTIMUM
+        x = [cell.chunks * scale for cell in mine]
+        y = [100 * cell.hit_rate for cell in mine]
         axes.plot(x, y, "o--" if bounds else "o-", c="gray" if bounds else None, ms=4, label=name)
     axes.axhline(100 * bound, color="lightgray", zorder=0, label="infinite")
     axes.set(xscale="log", xlabel=unit, ylabel="% of chunks served", ylim=(0, None), title=title)

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from pagoda.cli import UsageError
 from pagoda.cli.known_models import model_of
 
-HOST_GBPS, DISK_GBPS = 25.0, 6.0
+HOST_GBPS = 25.0
+DISK_GBPS = 6.0
 """The assumed speeds without a measurement: a GPU in a PCIe 4 x16 slot, an NVMe SSD in PCIe 4 x4. 10^9 bytes."""
 TFLOPS = 400.0
 """The assumed engine: one H100 at 40 % of its data sheet's speed for bfloat16."""
@@ -47,7 +48,8 @@ def speeds_of(
         sources[name] = "given" if given else f"{measured}" if name in known else "assumed"
         return given or known.get(name, assumed)
 
-    host_gbps, disk_gbps = chosen("host", host, HOST_GBPS), chosen("disk", disk, DISK_GBPS)
+    host_gbps = chosen("host", host, HOST_GBPS)
+    disk_gbps = chosen("disk", disk, DISK_GBPS)
     if prefill or model is None:
         return Speeds(host_gbps, disk_gbps, prefill, {**sources, "prefill": "given"})
     computed = TFLOPS * 1e12 / (2e9 * model_of(model).active)  # two operations per parameter and token

@@ -34,7 +34,8 @@ class Listed(NamedTuple):
 
     def as_json(self) -> dict[str, object]:
         """Return the chunk as plain values."""
-        row, fields = self.row._asdict(), self.namespace.fields if self.namespace else {}
+        row = self.row._asdict()
+        fields = self.namespace.fields if self.namespace else {}
         names = {"key": row.pop("key").hex(), "namespace": row.pop("namespace_root").hex()}
         return {"tier": self.tier, **names, "model": fields.get("model", ""), **row}
 

@@ -44,7 +44,8 @@ class NearestPrompt:
     def difference(self) -> str:
         """Return in a few words where ours differs."""
         if self.token is not None:
-            here, there = self.token_id, self.stored_id
+            here = self.token_id
+            there = self.stored_id
             return f"it differs at token {self.token:,}: {here} here, {there} in the nearest prompt"
         if self.stored_id is None and self.token_id is not None:
             return f"the nearest prompt is its beginning and ends after token {self.same_tokens - 1:,}"

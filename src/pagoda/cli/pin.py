@@ -42,7 +42,8 @@ def pin(
     """Protect the stored chunks of a prompt from eviction: at most a quarter of a tier, until `pagoda unpin`."""
     from pagoda.cli.prompt_explanation import prompt_of
 
-    ids, broken = read_tokens(tokens), dict[str, str]()
+    ids = read_tokens(tokens)
+    broken = dict[str, str]()
     with stores.all_attached(directory, config, broken) as tiers:
         prompt = prompt_of(ids, tiers, [], stores.configured(config))
         roots = list(stores.chosen(prompt.known, model, namespace, broken))
@@ -70,7 +71,8 @@ def unpin(
     from pagoda.cli.prompt_explanation import prompt_of
     from pagoda.ledger import admin
 
-    ids, broken = None if tokens is None else read_tokens(tokens), dict[str, str]()
+    ids = None if tokens is None else read_tokens(tokens)
+    broken = dict[str, str]()
     with stores.all_attached(directory, config, broken) as tiers:
         keys: Sequence[bytes] | None = None
         if ids is not None:
@@ -100,5 +102,6 @@ def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> PinnedPr
         chunks = admin.pin(ledger, prompt.keys[root][: len(run.slots)], owner)
     except ValueError as trouble:
         raise UsageError(f"--owner {owner!r}: {trouble}") from None
-    size, model = prompt.chunk_tokens[root], stores.label(prompt.known[root].fields)
+    size = prompt.chunk_tokens[root]
+    model = stores.label(prompt.known[root].fields)
     return PinnedPrefix(ledger.tier, root, model, chunks * size)

@@ -221,7 +221,8 @@ class _Why(NamedTuple):
 
 def _served(prompt: Prompt, root: bytes, name: str, places: Sequence[_Place], minimum: int = 0) -> TierAnswer:
     """Return the answer of these tiers together, from the top down, under a name."""
-    size, keys = prompt.chunk_tokens[root], prompt.keys[root]
+    size = prompt.chunk_tokens[root]
+    keys = prompt.keys[root]
     answer = partial(TierAnswer, root, label(prompt.known[root].fields), name)
     if not keys:
         return answer(0, Reason.SHORT_PROMPT, f"{prompt.num_tokens} tokens do not fill a chunk of {size}")
@@ -271,7 +272,8 @@ def _why(prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | 
     """Return why chunk `index` is missing, and in words since when, or which field differs."""
     reason, age_seconds = ledger.explain_miss(prompt.keys[root][index])
     if now is not None and now is not reason:  # a present problem explains more than the past
-        reason, age_seconds = now, None
+        reason = now
+        age_seconds = None
     if reason is Reason.ABSENT:
         for other, keys in prompt.keys.items():
             if other != root and len(ledger.match_prefix(keys[: index + 1], touch=False).slots) > index:
@@ -296,7 +298,8 @@ def _dear(prompt: Prompt, ledger: Ledger, slots: Sequence[int], size: int) -> st
     """Return how long loading and computing one of these slots take, if loading takes longer; otherwise ""."""
     if prompt.prefill_tokens_per_second is None or not slots:
         return ""
-    load, compute = _load_seconds(ledger, slots), size / prompt.prefill_tokens_per_second
+    load = _load_seconds(ledger, slots)
+    compute = size / prompt.prefill_tokens_per_second
     if load <= compute:
         return ""
     return f"loading a chunk takes {load * 1e3:.3g} ms, computing it {compute * 1e3:.3g} ms"
@@ -304,7 +307,8 @@ def _dear(prompt: Prompt, ledger: Ledger, slots: Sequence[int], size: int) -> st
 
 def _load_seconds(ledger: Ledger, slots: Sequence[int]) -> float:
     """Return the shortest time of copying one of these slots into private memory."""
-    room, size = aligned(ledger.slot_bytes), (ledger.slots, ledger.slot_bytes)
+    room = aligned(ledger.slot_bytes)
+    size = (ledger.slots, ledger.slot_bytes)
     if ledger.kind == "file":
         with closing(ledger.open_slab(lambda file: FileSlab(file, *size))) as disk:
             return _least_seconds(lambda slot: disk.read(slot, [room]), slots)

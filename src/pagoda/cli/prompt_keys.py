@@ -44,7 +44,8 @@ def _vllm_keys(
 ) -> list[bytes]:
     ids = as_token_ids(tokens).tolist()
     names: list[bytes] = []
-    parent, suffix = digest(seed), b"" if group is None else group.to_bytes(4, "big")
+    parent = digest(seed)
+    suffix = b"" if group is None else group.to_bytes(4, "big")
     for start in range(0, len(ids) // chunk_tokens * chunk_tokens, block):
         parent = digest((parent, tuple(ids[start : start + block]), None))
         if (start + block) % chunk_tokens == 0:

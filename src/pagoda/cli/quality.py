@@ -76,14 +76,16 @@ def quality(
         from pagoda.quality.write_verdict import check_names, check_place
         from pagoda.quality_verdict import default_directory
 
-        loaded, bounds = configured(config), _bounds(kl, top1, answers, min_prompts, confidence)
+        loaded = configured(config)
+        bounds = _bounds(kl, top1, answers, min_prompts, confidence)
         if png is not None:
             from pagoda.cli.hit_rate_plot import check_png
 
             check_png(png)
         if not prompts.is_file():
             raise UsageError(f"{prompts}: no such file")
-        blends, codecs = [_blend_of(text) for text in blend or ()], _codecs_of(codec or ())
+        blends = [_blend_of(text) for text in blend or ()]
+        codecs = _codecs_of(codec or ())
         place = out or Path(loaded.quality_verdicts or default_directory())
         check_place(place)
         check_names(weights or ())

@@ -37,7 +37,8 @@ def _draw(axes: Axes, feature: str, rows: Sequence[Judged]) -> None:
         lines.setdefault(row.name.partition(":")[0] if by_time else "codecs", []).append(row)
     for name, mine in lines.items():
         mine = sorted(mine, key=_computed)
-        x, y = [_cost(row, by_time) for row in mine], [row.figures.kl for row in mine]
+        x = [_cost(row, by_time) for row in mine]
+        y = [row.figures.kl for row in mine]
         axes.errorbar(
             [one.value for one in x], [one.value for one in y], xerr=_bars(x), yerr=_bars(y), label=name,
             fmt="o-" if by_time else "o", ms=4, capsize=2,

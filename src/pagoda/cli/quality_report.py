@@ -61,7 +61,8 @@ def as_json(model: str, run: QualityRun, verdict: Path, png: Path | None) -> dic
 
 
 def _cells(row: Judged, has_answers: bool) -> list[object]:
-    figures, verdict = row.figures, "control"
+    figures = row.figures
+    verdict = "control"
     if row.result is not None:
         verdict = "PASS" if row.result.passed else "FAIL"
     if row.name == "exact":

@@ -165,7 +165,8 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
     place = ""
     try:
         client = spec.engine()
-        place, link = f"{client.address}: ", client.connection()
+        place = f"{client.address}: "
+        link = client.connection()
         try:
             return question(link.open(time.monotonic() + patience(spec)))
         finally:

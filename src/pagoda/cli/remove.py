@@ -40,13 +40,15 @@ def remove(
         return _forget_remote(what)
     broken: dict[str, str] = {}
     stores = _stores(what, config, broken)
-    total, where = sum(store.bytes for store in stores), ", ".join(store.directory for store in stores)
+    total = sum(store.bytes for store in stores)
+    where = ", ".join(store.directory for store in stores)
     question = f"Remove {printing.size(total)} with all that is stored there: {where}?"
     if stores and not yes and not agreed(question, "remove"):
         return FAILED
     gone = _remove(stores, broken)
     if as_json:
-        total, done = sum(store.bytes for store in gone), [store._asdict() for store in gone]
+        total = sum(store.bytes for store in gone)
+        done = [store._asdict() for store in gone]
         printing.print_json({"removed_bytes": total, "stores": done, "failed": broken})
     elif gone:
         rows = [(store.tier, printing.size(store.bytes), store.directory) for store in gone]

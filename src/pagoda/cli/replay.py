@@ -96,7 +96,8 @@ def replay(
             (theirs,) = replay_inputs.policies_of([remote_policy or "lru"], config, "--remote-policy")
             written = remote_write_policy or "write_through"
             written = replay_inputs.one_of(WRITE_POLICIES, "--remote-write-policy", written, "policy")
-            rate, costs = replay_fleet.link_of(link), replay_fleet.prices_of(prices)
+            rate = replay_fleet.link_of(link)
+            costs = replay_fleet.prices_of(prices)
             plan = replay_fleet.FleetPlan(
                 found, sizes, _known(chunk_bytes), machines or 1, way, theirs, written, rate, costs
             )

@@ -19,7 +19,9 @@ from pagoda.replay import FleetOutcome, FleetSpec, Traffic, simulate_fleet
 
 _RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT])bit(?:/s)?", re.IGNORECASE)
 _POWERS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_DAY_SECONDS, _MONTH_DAYS, _GIB = 86_400, 30, 2**30
+_DAY_SECONDS = 86_400
+_MONTH_DAYS = 30
+_GIB = 2**30
 
 Dollars = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 

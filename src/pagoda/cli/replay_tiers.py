@@ -43,7 +43,9 @@ def tiered(
     """
     simulation = Simulation(specs)
     load = [speeds.load_seconds(spec.name, chunk_bytes) for spec in specs]
-    saved, cold, seconds = 0, [], []
+    saved = 0
+    cold = []
+    seconds = []
     for request in requests:
         chunk_seconds = request.chunk_tokens / speeds.prefill if speeds.prefill else math.inf
         served = simulation.request(request)
@@ -105,7 +107,9 @@ def show(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, as_json: b
 
 def _results(plan: ReplayPlan, policies: Sequence[str], jobs: int | None, quiet: bool) -> list[ReplayedTiers]:
     """Simulate the tiers with each policy."""
-    trace, chunk_bytes, speeds = plan.trace, plan.chunk_bytes, plan.speeds
+    trace = plan.trace
+    chunk_bytes = plan.chunk_bytes
+    speeds = plan.speeds
     specs = [specs_of(trace, plan.sizes, chunk_bytes, policy) for policy in policies]
     room = trace.room(sum(size // chunk_bytes for size in plan.sizes.values()))
     work: list[TraceJob[ReplayedTiers | TimedOutcome | Cell]] = []

@@ -159,6 +159,7 @@ def _host_room(size: str | None, config: Path | None) -> HostRoom | None:
 
     if size is None:
         return None
-    found, nbytes = configured(config), given_size("--host-size", size)
+    found = configured(config)
+    nbytes = given_size("--host-size", size)
     room = auto_bytes(Path(found.host_path)) if isinstance(nbytes, str) else nbytes
     return HostRoom(Path(os.path.realpath(found.host_path)), room, found.policy) if room else None

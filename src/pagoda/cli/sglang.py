@@ -17,7 +17,8 @@ from typer import Option
 from pagoda.cli import UsageError, engine_start
 from pagoda.cli.docstring_help import documented
 
-BACKEND, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
+BACKEND = "--hicache-storage-backend"
+EXTRA = "--hicache-storage-backend-extra-config"
 STORAGE = {
     "backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache",
     "hicache_storage_pass_prefix_keys": True,  # without it, the common beginning of many prompts is evicted first

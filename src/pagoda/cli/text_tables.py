@@ -37,7 +37,8 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]], width:
         if right[-1]:
             lines.append(aligned([*cells, last]))
             continue
-        row, (first, *more) = aligned([*cells, ""]).rstrip(), last.split("\n")
+        row = aligned([*cells, ""]).rstrip()
+        (first, *more) = last.split("\n")
         start = sum(widths[:-1]) + len(_GAP) * len(cells)
         if start + max(map(cell_len, (first, *more))) <= width:
             lines += [

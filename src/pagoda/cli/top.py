@@ -88,7 +88,8 @@ def _samples(
     """Yield a sample now and every `interval` seconds. Raises UsageError if the directory has no store at the start."""
     from pagoda.serve.overview import LatelyAsked
 
-    config, specs = configured(config_file), remotes_of(directory, config_file)
+    config = configured(config_file)
+    specs = remotes_of(directory, config_file)
     policy = f"{config.policy}, {config.write_policy}"
     remotes = LatelyAsked(lambda: [remote_usage(spec) for spec in specs], _ASK_SECONDS)
     before: TopSample | None = None

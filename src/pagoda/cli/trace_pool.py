@@ -49,7 +49,8 @@ class TracePool(ExitStack):
         super().__init__()
         few = sum(len(request.hash_ids) for request in requests) <= _FEW_CHUNKS
         self.jobs = jobs or (1 if few else len(os.sched_getaffinity(0)))
-        self._requests, self._quiet = requests, quiet
+        self._requests = requests
+        self._quiet = quiet
         self._executor: ProcessPoolExecutor | None = None
 
     def run(self, work: Sequence[TraceJob[R]], title: str) -> list[R]:

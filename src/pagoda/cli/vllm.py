@@ -26,13 +26,16 @@ from pagoda.config import Config
 
 FLAG = "--kv-transfer-config"
 MODULE = "pagoda.connectors.vllm"
-PLUGINS, PLUGIN = "vllm.general_plugins", "pagoda"
+PLUGINS = "vllm.general_plugins"
+PLUGIN = "pagoda"
 
-_COMMAND, _SERVER = "vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server"
+_COMMAND = "vllm.entrypoints.cli.main"
+_SERVER = "vllm.entrypoints.openai.api_server"
 _MODULE = ("-P", "-m")  # like a script: no module is imported from the working directory
 _OFFLOADING = "--kv-offloading-size"
 # the shortest beginnings that name only these two
-_SHORTEST, _SHORTEST_OFFLOADING = len("--kv-t"), len("--kv-offloading-s")
+_SHORTEST = len("--kv-t")
+_SHORTEST_OFFLOADING = len("--kv-offloading-s")
 # a key in a YAML file for vLLM, in a block or in braces
 _KEY_IN_FILE = re.compile(r"""^[^#\n]*?(?<![\w-])["']?(kv[-_][\w-]+)["']?\s*:""", re.MULTILINE)
 
@@ -77,7 +80,8 @@ def serve(ctx: typer.Context) -> None:
     """Become `vllm serve MODEL ...` with the one flag that names PagodaKV."""
     chosen: engine_start.Chosen = ctx.obj
     _refuse(ctx.args)
-    server, arguments = _server_of_its_own(), ["serve", *ctx.args]
+    server = _server_of_its_own()
+    arguments = ["serve", *ctx.args]
     if server:  # this server takes the model as a flag
         arguments = ctx.args if not ctx.args or ctx.args[0].startswith("-") else ["--model", *ctx.args]
     arguments = [*arguments, FLAG, transfer_config(chosen.extra)]

@@ -64,7 +64,8 @@ def warm(
         most: The most bytes to load; default: half of the host tier.
         rate: The most bytes to load per second, over this machine's link.
     """
-    wanted, speed = None if most is None else given_bytes("--bytes", most), given_bytes("--rate", rate)
+    wanted = None if most is None else given_bytes("--bytes", most)
+    speed = given_bytes("--rate", rate)
     specs = remotes_of(None, config)
     remotes = [spec for spec in specs if spec.kind == "redis"]
     if not remotes:
@@ -125,7 +126,10 @@ class _Warming:
     """Loads chunks from one remote tier, at most `left` bytes, `rate` bytes per second. For one thread."""
 
     def __init__(self, stores: ServedStores, spec: RemoteSpec, left: int, rate: int) -> None:
-        self._stores, self._spec, self._left, self._rate = stores, spec, left, rate
+        self._stores = stores
+        self._spec = spec
+        self._left = left
+        self._rate = rate
         self._hosts = {store.fingerprint: store for store in stores.stores() if store.in_memory}
         # one stamp for all chunks: the tails, which are loaded last, must not outlive their heads
         self._stamps = {name: store.ledger.stamp() for name, store in self._hosts.items()}
@@ -159,7 +163,8 @@ class _Warming:
 
         A chunk is left out if its parent is neither stored here nor chosen: no request could use it.
         """
-        room, left = {name: self._room(store) for name, store in self._hosts.items()}, self._left
+        room = {name: self._room(store) for name, store in self._hosts.items()}
+        left = self._left
         chosen: set[bytes] = set()
         for _, alike in groupby(uses, _coldness_class):
             for header in sorted(self._with_parents(list(alike)), key=lambda header: header.position):
@@ -225,7 +230,8 @@ class _Warming:
         if wanted.parent and not self._has(wanted.parent):  # the parent was damaged, or was removed meanwhile
             return
         store = self._hosts[wanted.fingerprint]
-        page, buffer = aligned(codec.HEADER_BYTES), aligned(store.ledger.slot_bytes)
+        page = aligned(codec.HEADER_BYTES)
+        buffer = aligned(store.ledger.slot_bytes)
 
         def destination() -> Bytes | None:
             return buffer[: wanted.stored_bytes or wanted.length] if codec.parse(page) == wanted else None
@@ -249,7 +255,8 @@ class _Warming:
             is_new, reason = self._stores.put_value(store, wanted, page, buffer[:received], stamp)
             self._damaged += reason is Reason.FAILED_CHECK
             if is_new and reason is None:
-                self._chunks, self._bytes = self._chunks + 1, self._bytes + wanted.length
+                self._chunks = self._chunks + 1
+                self._bytes = self._bytes + wanted.length
 
     def _has(self, key: bytes) -> bool:
         ledgers = [store.ledger for store in self._hosts.values()]
@@ -284,6 +291,7 @@ class _Warming:
 
         done = 0
         for store in self._hosts.values():
-            every, own = admin.counters(store.ledger), store.ledger.session.own_counters()
+            every = admin.counters(store.ledger)
+            own = store.ledger.session.own_counters()
             done += sum(every[name] - own.get(name, 0) for name in _WORK)
         return done

@@ -33,7 +33,8 @@ def page_options(
     """Return the options of the page. Raises UsageError for a tokenizer that cannot be used."""
     config = configured(config_file)
     tokenize = None if tokenizer is None else _bounded(text_tokenizer(str(tokenizer)))
-    specs, neighbours = remotes_of(directory, config_file), neighbours_of(directory, config)
+    specs = remotes_of(directory, config_file)
+    neighbours = neighbours_of(directory, config)
 
     def keys(tokens: TokenIds, stores: Sequence[Ledger]) -> Mapping[bytes, Sequence[bytes]]:
         return prompt_of(tokens, stores, [], config).keys

@@ -137,7 +137,8 @@ def restore(
     nbytes = 0 if found is None else found.stored_bytes or found.length
     if found is None or stored.nbytes < nbytes or payload.nbytes < found.length:
         return Reason.FAILED_CHECK
-    stored, into = stored[:nbytes], payload[: found.length]
+    stored = stored[:nbytes]
+    into = payload[: found.length]
     if found.codec in LOSSY:
         reason = verify(page, stored, expected)
         return reason or (None if decode(found.codec, stored, word_bytes, into) else Reason.FAILED_CHECK)

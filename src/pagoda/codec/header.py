@@ -22,7 +22,8 @@ MAGIC = b"PAGODAKV"
 LOSSLESS = ("raw", "zstd")
 LOSSY = ("q8", "q4", "qzstd")
 CODECS = (*LOSSLESS, *LOSSY)  # how the payload of a header may be stored
-FORMAT, FORMAT_LOSSY = 1, 2
+FORMAT = 1
+FORMAT_LOSSY = 2
 
 # magic, format, header bytes; store_id, slot, namespace, epoch, key;
 # position, length, tokens; codec, fingerprint, sequence
@@ -171,7 +172,8 @@ def _pack(header: Header) -> bytes:
     ):
         if len(value) != size:
             raise ValueError(f"{name} has {size} bytes, got {len(value)}")
-    codec, fingerprint = header.codec.encode(), header.fingerprint.encode()
+    codec = header.codec.encode()
+    fingerprint = header.fingerprint.encode()
     for name, text, size in (("codec", codec, 16), ("fingerprint", fingerprint, 32)):
         if len(text) > size or b"\0" in text:
             raise ValueError(f"{name} may have {size} bytes of UTF-8 without NUL, got {text!r}")

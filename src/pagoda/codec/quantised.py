@@ -44,7 +44,8 @@ _WORD_BYTES = (2, 2, 4)
 _LARGEST = (np.float32(3.3895314e38), np.float32(65504.0), np.finfo(np.float32).max)
 _HEAD = struct.Struct("<BBBB8I")
 _CODES = struct.Struct("<BI")
-_RAW, _ZSTD = 0, 1
+_RAW = 0
+_ZSTD = 1
 _BLOCK = 1 << 18  # numbers in a block; with smaller blocks Python's share of the time grows
 _MOST_LAYERS = 4096  # bounds the time per byte of a malicious head
 _WIDE = 1024  # numbers in one inner loop of numpy
@@ -114,7 +115,8 @@ def refusal(layout: KVLayout) -> str:
     if not planes:
         return "a lossy codec needs to know where K and V are, and the pages of this layout are opaque: use codec=zstd"
     if len(planes) > 2 or any(plane.dtype not in _DTYPES for plane in planes):
-        known, kinds = ", ".join(_DTYPES), ", ".join(plane.dtype for plane in planes)
+        known = ", ".join(_DTYPES)
+        kinds = ", ".join(plane.dtype for plane in planes)
         return f"a lossy codec takes K, or K and V, of {known}, and this layout has {kinds}: use codec=zstd"
     if len({plane.dtype for plane in planes}) > 1:
         return "a lossy codec takes K and V of one dtype, and this layout has two: use codec=zstd"
@@ -153,13 +155,15 @@ def most_bytes(codec: str, layout: KVLayout) -> int:
 def encode(codec: str, payload: Bytes, layout: KVLayout, out: Bytes) -> int:
     """Fill `out` from its start; returns the number of bytes, or 0 if they do not fit or a number is not finite."""
     shape = _shape_of(layout)
-    levels, out = _levels(codec, shape), out[: max(0, payload.nbytes - 1)]
+    levels = _levels(codec, shape)
+    out = out[: max(0, payload.nbytes - 1)]
     head = _HEAD.pack(VERSION, _WORD_BYTES[shape.dtype], shape.dtype, shape.planes, *shape[1:])
     at = len(head) + len(levels)
     if at > out.nbytes:
         return 0
     out[:at] = np.frombuffer(head + bytes(levels.values()), np.uint8)
-    scratch, entropy = _scratch(), codec == "qzstd"
+    scratch = _scratch()
+    entropy = codec == "qzstd"
     try:
         with np.errstate(all="ignore"):
             for (layer, plane), level in levels.items():
@@ -205,7 +209,8 @@ def _shape_of(layout: KVLayout) -> _Shape:
     if why := refusal(layout):
         raise ValueError(why)
     k, *v = layout.planes
-    tokens, first = layout.chunk_tokens, layout.token_order == "heads_first"
+    tokens = layout.chunk_tokens
+    first = layout.token_order == "heads_first"
     groups, channels = (k.heads, k.dim) if first else (1, k.heads * k.dim)
     rows = _rows_of(v[0].heads, v[0].dim, tokens, first) if v else (0, 0, 0, 0)
     return _Shape(_DTYPES.index(k.dtype), layout.layers, groups, tokens, channels, *rows)
@@ -245,9 +250,11 @@ def _levels(codec: str, shape: _Shape) -> dict[tuple[int, int], int]:
 
 def _plane(payload: Bytes, shape: _Shape, layer: int, plane: int) -> Words:
     """Return a view of one plane of one layer: (groups, tokens, channels), or (outer, inner, heads, dim)."""
-    word, k_shape = _WORD_BYTES[shape.dtype], (shape.groups, shape.tokens, shape.channels)
+    word = _WORD_BYTES[shape.dtype]
+    k_shape = (shape.groups, shape.tokens, shape.channels)
     v_shape = (shape.outer, shape.heads, shape.inner, shape.dim)
-    k, v = math.prod(k_shape) * word, math.prod(v_shape) * word
+    k = math.prod(k_shape) * word
+    v = math.prod(v_shape) * word
     begin = layer * (k + v) + plane * k
     words: Words = payload[begin : begin + (v if plane else k)].view(zstd.WORDS[word])
     return words.reshape(v_shape).transpose(0, 2, 1, 3) if plane else words.reshape(k_shape)
@@ -282,13 +289,15 @@ class _Block(NamedTuple):
 def _block(where: tuple[slice, ...], shape: tuple[int, ...], plane: int, word_bytes: int) -> _Block:
     size = math.prod(shape)
     if plane:
-        count, length = shape[0] * shape[1], shape[2] * shape[3]
+        count = shape[0] * shape[1]
+        length = shape[2] * shape[3]
         rows: tuple[int, ...] = (count, length)
         return _Block(where, shape, rows, rows, -1, size, count, count * word_bytes, count * (word_bytes + 2))
     many, tokens, channels = shape
     count = many * channels
     while tokens % 2 == 0 and 2 * channels <= _WIDE:
-        tokens, channels = tokens // 2, 2 * channels
+        tokens = tokens // 2
+        channels = 2 * channels
     wide = many, tokens, channels
     return _Block(where, shape, shape, wide, 1, size, count, count * word_bytes, count * (word_bytes + 2))
 
@@ -297,14 +306,18 @@ def _block(where: tuple[slice, ...], shape: tuple[int, ...], plane: int, word_by
 def _blocks(shape: _Shape, plane: int) -> tuple[_Block, ...]:
     """Cut a plane along the two axes over which no group extends."""
     if plane:
-        sizes, step = (shape.outer, shape.inner), max(1, _BLOCK // (shape.heads * shape.dim))
+        sizes = (shape.outer, shape.inner)
+        step = max(1, _BLOCK // (shape.heads * shape.dim))
     else:
-        sizes, step = (shape.groups, shape.channels), max(1, _BLOCK // shape.tokens)
-    first, second = max(1, step // sizes[1]), min(sizes[1], step)
+        sizes = (shape.groups, shape.channels)
+        step = max(1, _BLOCK // shape.tokens)
+    first = max(1, step // sizes[1])
+    second = min(sizes[1], step)
     found = []
     for at in range(0, sizes[0], first):
         for begin in range(0, sizes[1], second):
-            one, two = slice(at, min(at + first, sizes[0])), slice(begin, min(begin + second, sizes[1]))
+            one = slice(at, min(at + first, sizes[0]))
+            two = slice(begin, min(begin + second, sizes[1]))
             counts = one.stop - one.start, two.stop - two.start
             where: tuple[slice, ...] = (one, two) if plane else (one, slice(None), two)
             part = (*counts, shape.heads, shape.dim) if plane else (counts[0], shape.tokens, counts[1])
@@ -342,9 +355,11 @@ def _put_block(
     codes = scratch.codes[: block.size]
     np.copyto(codes, numbers, casting="unsafe")
     packed = _pack(codes, level, scratch)
-    kind, frame = _RAW, packed
+    kind = _RAW
+    frame = packed
     if entropy and (found := zstd.shrunk(packed)) is not None:
-        kind, frame = _ZSTD, found
+        kind = _ZSTD
+        frame = found
     end = at + block.params_bytes
     stop = end + _CODES.size + frame.nbytes
     if stop > out.nbytes:
@@ -362,7 +377,8 @@ def _put_block(
 def _get_block(
     block: _Block, words: Words, level: int, dtype: int, stored: Bytes, at: int, scratch: _QuantiseScratch
 ) -> int:
-    middle, end = at + block.low_bytes, at + block.params_bytes
+    middle = at + block.low_bytes
+    end = at + block.params_bytes
     begin = end + _CODES.size
     if begin > stored.nbytes:
         raise _BadForm
@@ -457,7 +473,8 @@ def _pack(codes: Bytes, level: int, scratch: _QuantiseScratch) -> Bytes:
     if level > _NIBBLE:
         return codes
     even = codes.size // 2
-    pairs, packed = codes[: 2 * even].view("<u2"), scratch.packed[: _packed_bytes(codes.size, level)]
+    pairs = codes[: 2 * even].view("<u2")
+    packed = scratch.packed[: _packed_bytes(codes.size, level)]
     np.bitwise_or(pairs, pairs >> 4, out=pairs)  # both codes are in the lower byte
     np.copyto(packed[:even], pairs, casting="unsafe")
     if codes.size % 2:
@@ -468,7 +485,8 @@ def _pack(codes: Bytes, level: int, scratch: _QuantiseScratch) -> Bytes:
 def _unpack(packed: Bytes, size: int, level: int, scratch: _QuantiseScratch) -> Bytes:
     if level > _NIBBLE:
         return packed
-    codes, even = scratch.codes[:size], size // 2
+    codes = scratch.codes[:size]
+    even = size // 2
     pairs = codes[: 2 * even].view("<u2")
     np.copyto(pairs, packed[:even])
     np.bitwise_or(pairs, pairs << 4, out=pairs)

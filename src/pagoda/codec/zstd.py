@@ -32,7 +32,8 @@ _MOST_BYTES = 1 << _LOGS[-1]
 _SAMPLE_WORDS = 4096
 _HEAD = struct.Struct("<BBBQ")
 _PLANE = struct.Struct("<BI")
-_RAW, _ZSTD = 0, 1
+_RAW = 0
+_ZSTD = 1
 
 
 class _NoRoom(Exception):
@@ -102,7 +103,8 @@ def decode(stored: Bytes, word_bytes: int, payload: Bytes) -> bool:
         or log not in _LOGS
     ):
         return False
-    scratch, at = _scratch(), _HEAD.size
+    scratch = _scratch()
+    at = _HEAD.size
     try:
         for words in _blocks(payload, word, log):
             at = _get_block(stored, at, words, scratch)
@@ -154,7 +156,8 @@ def _put(piece: bytes | Bytes, room: Bytes, at: int) -> int:
 
 
 def _put_block(words: Words, room: Bytes, at: int, scratch: _Scratch) -> int:
-    table, size = at, words.size
+    table = at
+    size = words.size
     at += words.itemsize * _PLANE.size
     for place in reversed(range(words.itemsize)):
         frame = _frame(words, place, scratch)
@@ -165,7 +168,8 @@ def _put_block(words: Words, room: Bytes, at: int, scratch: _Scratch) -> int:
         else:
             raise _NoRoom
         _PLANE.pack_into(room.data, table, _RAW if frame is None else _ZSTD, end - at)
-        table, at = table + _PLANE.size, end
+        table = table + _PLANE.size
+        at = end
     return at
 
 
@@ -190,14 +194,16 @@ def _split(words: Words, place: int, plane: Bytes, scratch: _Scratch) -> Bytes:
 
 
 def _get_block(stored: Bytes, at: int, words: Words, scratch: _Scratch) -> int:
-    table, at = at, at + words.itemsize * _PLANE.size
+    table = at
+    at = at + words.itemsize * _PLANE.size
     if at > stored.nbytes:
         raise _Malformed
     joined = scratch.first[: words.nbytes].view(words.dtype)
     widened = scratch.second[: words.nbytes].view(words.dtype)
     for place in reversed(range(words.itemsize)):
         kind, length = _PLANE.unpack_from(stored.data, table)
-        table, end = table + _PLANE.size, at + length
+        table = table + _PLANE.size
+        end = at + length
         if end > stored.nbytes:
             raise _Malformed
         plane = _plane(kind, stored[at:end], words.size)

@@ -18,7 +18,10 @@ from pagoda.url_hosts import place_of, split_url
 if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient
 
-REDIS, OBJECTS, PAGODA, MOONCAKE = "redis", "objects", "pagoda", "mooncake"
+REDIS = "redis"
+OBJECTS = "objects"
+PAGODA = "pagoda"
+MOONCAKE = "mooncake"
 _SCHEMES = {  # scheme: the kind of store, the default name of the tier, an example of a URL
     "redis": (REDIS, "redis", "redis://host:6379/0"),
     "rediss": (REDIS, "redis", "rediss://host:6379/0"),
@@ -274,7 +277,8 @@ def redacted(url: str) -> str:
     """Return any text that was meant as a URL, with everything masked that may be secret, and rather too much."""
     scheme, mark, rest = url.partition("://")
     if not mark:
-        scheme, rest = "", url
+        scheme = ""
+        rest = url
     credentials, at, place = rest.rpartition("@")
     if at:
         user, colon, _ = credentials.partition(":")
@@ -285,7 +289,8 @@ def redacted(url: str) -> str:
 
 
 def _without_secret(parameter: re.Match[str]) -> str:
-    name, value = parameter[1], parameter[2]
+    name = parameter[1]
+    value = parameter[2]
     called = unquote(name[1:])
     inner = unquote(value)  # the value may itself be a URL with parameters
     secret = (_SECRET.search(called) and called not in _NO_SECRET) or "@" in inner
@@ -309,7 +314,8 @@ def _parsed(url: str) -> RemoteSpec:
     _check_place(scheme, parts, f"write it as {shape}")
     given = _parameters(parts.query)
     if scheme in ("http", "https") and "server" in given:
-        kind, name = PAGODA, PAGODA
+        kind = PAGODA
+        name = PAGODA
         _check_server(given.pop("server"), parts)
     ours = {name: given.pop(name) for name in _OURS if name in given}
     if kind == REDIS:
@@ -491,7 +497,8 @@ def _check_mooncake(parts: SplitResult, ours: Mapping[str, str], given: dict[str
 
 def _parsed_peer(url: str) -> RemoteSpec:
     """Return the specification in the URL of a neighbour. Raises ValueError."""
-    scheme, query = url.partition("://")[0].lower(), url.partition("?")[2]
+    scheme = url.partition("://")[0].lower()
+    query = url.partition("?")[2]
     if scheme not in ("http", "https"):
         raise ValueError("a neighbour is a pagoda serve; write http://host:7777")
     given = _parameters(query)
@@ -510,7 +517,8 @@ def _parsed_peer(url: str) -> RemoteSpec:
 def _parsed_lookup(url: str) -> RemoteSpec:
     if url.partition("://")[0].lower() not in _SCHEMES_OF_ONE_REDIS:
         raise ValueError("machines meet in a Redis; write redis://host:6379/0")
-    spec, given = _parsed(url), _parameters(url.partition("?")[2])
+    spec = _parsed(url)
+    given = _parameters(url.partition("?")[2])
     for name in given:
         if name in _OURS and name not in _OF_LOOKUP:
             raise ValueError(f"{name}: means nothing here; remove it")

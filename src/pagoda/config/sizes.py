@@ -73,7 +73,8 @@ def _checked(size_bytes: int) -> int:
 
 def format_size(size_bytes: float) -> str:
     """Return `size_bytes` in the largest binary unit that keeps it above one, such as "1.50 GiB". Pure."""
-    value, unit = float(size_bytes), "B"
+    value = float(size_bytes)
+    unit = "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(value) < 1024 or unit == "PiB":
             break

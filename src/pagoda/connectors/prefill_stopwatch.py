@@ -95,7 +95,9 @@ class PrefillTimes:
         if watch is None:
             yield
             return
-        thread, running, done = threading.get_ident(), list[Stopwatch](), False
+        thread = threading.get_ident()
+        running = list[Stopwatch]()
+        done = False
 
         def before(_: Any, args: Any, kwargs: Any) -> None:
             if threading.get_ident() == thread and not running:

@@ -167,7 +167,8 @@ class EventSocket:
     def newcomers(self) -> bool:
         """Whether somebody has subscribed since the last call, who receives what is sent from now on."""
         with self._lock:
-            subscribed, self._subscribed = self._subscribed, False
+            subscribed = self._subscribed
+            self._subscribed = False
         return subscribed
 
     def close(self) -> None:
@@ -233,7 +234,8 @@ class EventSocket:
     def _run(self) -> None:
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._selector.register(self._wake_out, selectors.EVENT_READ)
-        rested, ticked = time.thread_time(), time.monotonic()
+        rested = time.thread_time()
+        ticked = time.monotonic()
         try:
             while not self._closed:
                 for key, events in self._selector.select(_TICK_SECONDS):
@@ -449,7 +451,8 @@ class EventSocket:
         self._selector.close()
         os.close(self._wake_out)
         # `_wake` of another thread may still write
-        wake_in, self._wake_in = self._wake_in, -1
+        wake_in = self._wake_in
+        self._wake_in = -1
         os.close(wake_in)
         if self._path:
             with contextlib.suppress(OSError):

@@ -95,9 +95,11 @@ def unpacked(kept: bytes) -> ChunkNote:
 
 def runs(notes: Iterable[ChunkNote], groups: Groups) -> Iterator[Sequence[ChunkNote]]:
     """Return chunks in order as runs, in which each chunk is the parent of the next. One event reports one run."""
-    notes, at = sorted(notes, key=lambda note: note.group), 0
+    notes = sorted(notes, key=lambda note: note.group)
+    at = 0
     while at < len(notes):
-        facts, end = groups[notes[at].group], at + 1
+        facts = groups[notes[at].group]
+        end = at + 1
         most = max(1, _LONGEST_RUN // facts.chunk_tokens)
         while end < min(len(notes), at + most) and _continues(notes[end - 1], notes[end], facts):
             end += 1
@@ -109,7 +111,8 @@ def packed_token_ids(run: Iterable[ChunkNote]) -> msgspec.Raw:
     """Return the token ids of chunks in order, as a list in msgpack: no Python object is made for each. Pure."""
     ids = np.frombuffer(b"".join(note.tokens for note in run), np.uint32)
     told = np.empty(len(ids), _UINT32)
-    told["marker"], told["value"] = 0xCE, ids
+    told["marker"] = 0xCE
+    told["value"] = ids
     return msgspec.Raw(b"\xdd" + len(ids).to_bytes(4, "big") + told.tobytes())
 
 

@@ -28,7 +28,8 @@ class EventPublisher:
 
         `rank`: this engine's data-parallel rank, for the messages. Raises ConfigError if the endpoint cannot be used.
         """
-        self._topic, self._rank = topic.encode(), rank
+        self._topic = topic.encode()
+        self._rank = rank
         # the numbers also rise after a restart, because a router ignores numbers that it has seen
         self._numbers = count(int(time.time() * 1000))
         self._encode = msgspec.msgpack.Encoder().encode

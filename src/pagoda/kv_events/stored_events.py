@@ -32,7 +32,9 @@ MEDIA = {"host": "CPU", "disk": "STORAGE"}  # the names of the tiers in events
 _ROUND_SECONDS = 0.1
 # everything is reported again from time to time. The pause is within these limits: four times as long as the last time
 # took if it was completed, otherwise twice the pause before
-_RETELL_SECONDS, _LONGEST_RETELL_SECONDS, _RETELL_SHARE = 1.0, 600.0, 4.0
+_RETELL_SECONDS = 1.0
+_LONGEST_RETELL_SECONDS = 600.0
+_RETELL_SHARE = 4.0
 _BURST_SECONDS = 0.00005  # processor time after which the thread rests, at the end of its step
 _REST = 20  # a rest is 20 times as long as a burst: the thread takes at most a twentieth of a processor
 _LONGEST_REST_SECONDS = 0.5  # `close` waits for a rest
@@ -82,10 +84,14 @@ class StoredEvents:
         changes when the weights change, here or in another process. Without `keeps_notes` no token ids are left beside
         the tiers: then a restarted engine reports no earlier chunk.
         """
-        self._groups, self._form, self._outlet, self._keeps_notes = groups, form, outlet, keeps_notes
+        self._groups = groups
+        self._form = form
+        self._outlet = outlet
+        self._keeps_notes = keeps_notes
         self._tiers = [TierDifference(MEDIA[tier], at, form, self._rest) for tier, at in ledgers.items()]
         self._lock = threading.Lock()
-        self._present_root, self._root = present_root, present_root()
+        self._present_root = present_root
+        self._root = present_root()
         self._roots = {self._root}  # of which there was a request; the thread reads it without the lock
         self._most_roots = _FEW_ROOTS  # if there are more, those of which nothing is held are forgotten
         self._met: set[bytes] = set()  # those of them that are new
@@ -221,7 +227,10 @@ class StoredEvents:
         """Start again if the weights have changed: no older chunk is served any more. Called with the lock."""
         root = self._present_root()
         if root != self._root:
-            self._root, self._roots, self._met, self._renewed = root, {root}, {root}, True
+            self._root = root
+            self._roots = {root}
+            self._met = {root}
+            self._renewed = True
             for learned in (self._adapters, self._gone, self._fresh, self._told_of):
                 learned.clear()
 
@@ -243,17 +252,25 @@ class StoredEvents:
     # ---- the thread
 
     def _run(self) -> None:
-        cleared, self._rested = self._outlet.cleared, time.thread_time()
+        cleared = self._outlet.cleared
+        self._rested = time.thread_time()
         # when the last report of everything began, whether it was completed, and the pause before the next one
-        retold, whole, pause, wanted = time.monotonic(), False, _RETELL_SECONDS, False
+        retold = time.monotonic()
+        whole = False
+        pause = _RETELL_SECONDS
+        wanted = False
         next_round = _ROUND_SECONDS
         while not self._ended.wait(next_round):
-            began, next_round = time.monotonic(), _ROUND_SECONDS
+            began = time.monotonic()
+            next_round = _ROUND_SECONDS
             try:
                 wanted = self._outlet.newcomers() or wanted
                 if wanted and began >= retold + pause:
                     pause *= 1 if whole else 2
-                    retold, whole, wanted, cleared = began, False, False, -1
+                    retold = began
+                    whole = False
+                    wanted = False
+                    cleared = -1
                     self._full_report = self._outlet.report_all()
                 # routers take that for these tiers too: report them again
                 if self._outlet.cleared != cleared:
@@ -263,7 +280,8 @@ class StoredEvents:
                 if not self._round():
                     next_round = _PAUSE_SECONDS
                 elif not whole:
-                    whole, pause = True, _RETELL_SHARE * (time.monotonic() - retold)
+                    whole = True
+                    pause = _RETELL_SHARE * (time.monotonic() - retold)
                 pause = min(max(pause, _RETELL_SECONDS), _LONGEST_RETELL_SECONDS)
             except Exception as trouble:  # noqa: BLE001  # a boundary: the engine serves on
                 wanted |= self._sending
@@ -280,8 +298,13 @@ class StoredEvents:
         self._sending = False
         with self._lock:
             self._follow_weights()
-            roots, met, told_of, renewed = self._roots, self._met, self._told_of, self._renewed
-            self._met, self._told_of, self._renewed = set(), set(), False
+            roots = self._roots
+            met = self._met
+            told_of = self._told_of
+            renewed = self._renewed
+            self._met = set()
+            self._told_of = set()
+            self._renewed = False
         for tier in self._tiers:
             if renewed:
                 tier.keep_only(roots)

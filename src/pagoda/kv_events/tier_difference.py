@@ -23,7 +23,8 @@ PIECE = 16
 _GONE_PIECE = 64
 _ROWS = 1 << 14  # rows examined at once by NumPy, without that lock: some 0.14 ms
 # limits for the chunks chosen to be reported next; after these, chunks that were used meanwhile are chosen
-_MOST_CHOSEN, _CHOSEN_SECONDS = 2048, 1.0
+_MOST_CHOSEN = 2048
+_CHOSEN_SECONDS = 1.0
 _NOTED_NS = 2_000_000_000  # the time after its use in which a chunk gets its note, if it gets one
 
 Slots = npt.NDArray[np.int64]
@@ -40,8 +41,11 @@ class TierDifference:
 
     def __init__(self, medium: str, ledger: Ledger, form: EventForm, rest: Callable[[], None]) -> None:
         """`rest` is called between pieces of work: it may release the interpreter's lock for a while."""
-        self.medium, self.ledger, self.notes = medium, ledger, ChunkNotes(ledger.directory)
-        self._form, self._rest = form, rest
+        self.medium = medium
+        self.ledger = ledger
+        self.notes = ChunkNotes(ledger.directory)
+        self._form = form
+        self._rest = rest
         slots = ledger.columns.slots
         self._generation = np.zeros(slots, np.uint64)  # generation of the chunk that `_state` is about
         self._state = np.zeros(slots, np.uint8)
@@ -55,7 +59,9 @@ class TierDifference:
         # slots reported since that walk began, and since the beginning of the walk before it
         self._just: dict[_Name, int] = {}
         self._before: dict[_Name, int] = {}
-        self._chosen, self._chosen_at = np.empty(0, np.int64), 0.0  # slots to be reported next
+        # slots to be reported next
+        self._chosen = np.empty(0, np.int64)
+        self._chosen_at = 0.0
         self._unchosen = False  # whether there may be more such slots
         self._unnoted = False  # whether a slot is `_UNNOTED`
 
@@ -66,7 +72,8 @@ class TierDifference:
 
     def choose_again(self) -> None:
         """Choose again, from the beginning, what is reported next: routers ignore a chunk whose parent is unknown."""
-        self._chosen, self._unchosen = self._chosen[:0], True
+        self._chosen = self._chosen[:0]
+        self._unchosen = True
 
     def keep_only(self, roots: set[bytes]) -> None:
         """Report the chunks of all other namespaces as removed."""
@@ -96,37 +103,45 @@ class TierDifference:
         if self._walk is None:
             self._walks_at = self.ledger.last_change()  # read before the first slot is examined
             if self._walks_at is not None and self._walks_at == self._compared:
-                self._before, self._just = {}, {}  # every reported chunk is in its slot
+                # every reported chunk is in its slot
+                self._before = {}
+                self._just = {}
                 return iter(())
             self._walk = self._compare()
         return self._walk
 
     def _compare(self) -> Iterator[list[object]]:
         """Walk all slots and return events for removed chunks."""
-        self._before, self._just = self._just, {}
+        self._before = self._just
+        self._just = {}
         published = self.ledger.columns.generation
         try:
             for rows in self._slices():
                 lost = self.ledger.session.lost  # a lost store: none of its chunks can hit any more
                 old = self._held[rows] if lost else published[rows] != self._generation[rows]
                 changed = np.flatnonzero(old) + rows.start
-                now, held = published[changed], self._held[changed]
+                now = published[changed]
+                held = self._held[changed]
                 self._changed(changed[~held], now[~held])
-                gone, now = changed[held], now[held]
+                gone = changed[held]
+                now = now[held]
                 for at in range(0, len(gone), _GONE_PIECE):
                     slots = gone[at : at + _GONE_PIECE]
                     events = self._events_of_gone(slots)
                     self._changed(slots, now[at : at + _GONE_PIECE])
                     if events:
                         yield events
-            self._compared, self._unchosen = self._walks_at, True
+            self._compared = self._walks_at
+            self._unchosen = True
         finally:
             self._walk = None
 
     def _changed(self, slots: Slots, generations: npt.NDArray[np.uint64]) -> None:
         """Note that these slots have new chunks, of which nothing is known yet."""
         if len(slots):
-            self._generation[slots], self._state[slots], self._unchosen = generations, _WAITS, True
+            self._generation[slots] = generations
+            self._state[slots] = _WAITS
+            self._unchosen = True
 
     def _events_of_gone(self, slots: Slots) -> list[object]:
         """Return the events that report the chunks of these slots as removed."""
@@ -137,7 +152,8 @@ class TierDifference:
             if self._just.get(name, self._before.get(name, slot)) == slot:
                 told.setdefault(group, []).append(hashes)
         events = [self._form.removed(hashes, self.medium, group) for group, hashes in told.items()]
-        self._held[slots], self._names[slots] = False, None
+        self._held[slots] = False
+        self._names[slots] = None
         return events
 
     def meet(self, roots: set[bytes]) -> None:
@@ -155,32 +171,42 @@ class TierDifference:
         if self._unchosen and (is_old or not (len(self._chosen) or self._walk)):
             self._choose()
         while len(self._chosen):
-            slots, self._chosen = self._chosen[:PIECE].tolist(), self._chosen[PIECE:]
+            slots = self._chosen[:PIECE].tolist()
+            self._chosen = self._chosen[PIECE:]
             # a slot may have got another chunk since it was chosen; when that chunk is ready, its key is published
             yield self._ready(slots)
             if not len(self._chosen) and self._unchosen:
                 self._choose()
         if self._unnoted:  # these come after all others, however often they are used
             self._state[self._state == _UNNOTED] = _WAITS
-            self._unchosen, self._unnoted = True, False
+            self._unchosen = True
+            self._unnoted = False
 
     def _choose(self) -> None:
         """Choose the slots to report next."""
-        last_use, self._chosen_at = self.ledger.columns.last_use, time.monotonic()
-        ready, uses, least = np.empty(0, np.int64), np.empty(0, np.int64), np.iinfo(np.int64).min
+        last_use = self.ledger.columns.last_use
+        self._chosen_at = time.monotonic()
+        ready = np.empty(0, np.int64)
+        uses = np.empty(0, np.int64)
+        least = np.iinfo(np.int64).min
         for rows in self._slices():
             used = last_use[rows]
             more = np.flatnonzero((self._state[rows] == _WAITS) & (used != NOT_READY) & (used >= least))
-            ready, uses = np.concatenate([more + rows.start, ready]), np.concatenate([used[more], uses])
+            ready = np.concatenate([more + rows.start, ready])
+            uses = np.concatenate([used[more], uses])
             last = np.argsort(-uses, kind="stable")[:_MOST_CHOSEN]
-            ready, uses = ready[last], uses[last]
+            ready = ready[last]
+            uses = uses[last]
             if len(ready) == _MOST_CHOSEN:
                 least = int(uses[-1])
-        self._chosen, self._unchosen = ready, len(ready) == _MOST_CHOSEN
+        self._chosen = ready
+        self._unchosen = len(ready) == _MOST_CHOSEN
 
     def _ready(self, slots: list[int]) -> list[int]:
         """Return those of these slots that still have their complete chunk. For so few slots NumPy would be slower."""
-        ledger, seen, last_use = self.ledger, self._generation.data, self.ledger.columns.last_use.data
+        ledger = self.ledger
+        seen = self._generation.data
+        last_use = self.ledger.columns.last_use.data
         there = [
             slot for slot in slots if ledger.is_published(slot, seen[slot]) and last_use[slot] != NOT_READY
         ]
@@ -201,19 +227,23 @@ class TierDifference:
         without a note waits for a while too: if another process loaded the chunk, its thread writes the note when it
         reports it.
         """
-        told, session, note_of = [], self.ledger.session, dict(zip(slots, notes, strict=True))
+        told = []
+        session = self.ledger.session
+        note_of = dict(zip(slots, notes, strict=True))
         young = session.stamp(session.clock.monotonic_ns()) - _NOTED_NS
         for slot in self._ready(slots):
             if (note := note_of[slot]) is None:
                 self._state[slot] = _NO_NOTE
                 if self.ledger.columns.last_use[slot] > young:
-                    self._state[slot], self._unnoted = _UNNOTED, True
+                    self._state[slot] = _UNNOTED
+                    self._unnoted = True
                 continue
             self._marks[slot] = memoryview(note.root).cast("Q")[0]  # like `marks_of`, but faster
             self._state[slot] = _TOLD if note.root in roots else _OTHERS
             if note.root in roots:
                 name = note.group, note.hashes
-                self._held[slot], self._names[slot] = True, name
+                self._held[slot] = True
+                self._names[slot] = name
                 self._just[name] = slot
                 told.append(note)
         return told

@@ -52,12 +52,14 @@ def _chunk_in(ledger: Ledger, slot: int, txn: Txn, tables: Tables) -> list[Chunk
 
 
 def _chunk_row(ledger: Ledger, txn: Txn, tables: Tables, key: bytes, row: bytes) -> ChunkRow:
-    columns, session = ledger.columns, ledger.session
+    columns = ledger.columns
+    session = ledger.session
     slot: int = SLOT_KEY.unpack(key)[0]
     generation, namespace, position, tokens, name = SLOT.unpack(row)
     now = session.clock.monotonic_ns()
     age = (session.stamp(now) - int(columns.last_use[slot])) / 1e9
-    leased, pinned = columns.lease_until[slot] > now, txn.get(name, db=tables.pins) is not None
+    leased = columns.lease_until[slot] > now
+    pinned = txn.get(name, db=tables.pins) is not None
     root = queries.root_of(txn, tables, namespace)
     return ChunkRow(
         name, slot, generation, root, position, tokens, max(0.0, age), int(columns.hits[slot]), bool(leased), pinned
@@ -107,7 +109,8 @@ def unpin(ledger: Ledger, keys: Sequence[bytes] | None, owner: str) -> int:
 
 def remove(ledger: Ledger, keys: Sequence[bytes], reason: Reason = Reason.REMOVED) -> int:
     """Remove chunks, pinned or not, with their notes; return how many were there. Later misses of them say `reason`."""
-    removed, notes = 0, ChunkNotes(ledger.directory)
+    removed = 0
+    notes = ChunkNotes(ledger.directory)
     for batch in batches(keys):
         places = _places_of(ledger, batch) if notes.exist() else []
         work = partial(hold_pin_remove.remove, keys=batch, reason=reason)

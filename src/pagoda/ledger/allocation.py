@@ -69,7 +69,8 @@ def reserve(
     `victims`: slots whose chunk may be evicted, each with its generation when the policy named it. A chunk that is
     Present in the same batch is never evicted.
     """
-    keys, first = request.keys[batch.start : batch.stop], request.start + batch.start
+    keys = request.keys[batch.start : batch.stop]
+    first = request.start + batch.start
     meta = transaction.meta
     quota = max(meta.with_pages() // 4, window(meta.slots))  # at least as many as one reserve asks for
     number = transaction.namespace(request.namespace)
@@ -81,7 +82,8 @@ def reserve(
     slots = _slots(transaction, victims, kept, passed_over)
     outcomes: list[Outcome] = []
     link = _linked(transaction, request.keys[batch.start - 1] if batch.start else request.parent)
-    made, served = 0, len(keys)
+    made = 0
+    served = len(keys)
     for i, key in enumerate(keys):
         outcome: Outcome | None = present.get(key) or _busy(transaction, key)
         if outcome is None and batch[i] >= request.end:

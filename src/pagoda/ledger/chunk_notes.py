@@ -53,7 +53,8 @@ class ChunkNotes:
         try:
             with opened(self._path, os.O_RDONLY) as file:
                 while (at := len(notes)) < len(places):
-                    first, end = places[at][0], at + 1
+                    first = places[at][0]
+                    end = at + 1
                     while end < len(places) and places[end][0] == first + end - at:
                         end += 1
                     pages = os.pread(file, (end - at) * _PAGE_BYTES, first * _PAGE_BYTES)

@@ -46,7 +46,8 @@ class NamespaceCounts(NamedTuple):
 
 def is_live(transaction: Transaction, root: bytes, reserved: int) -> bool:
     """Whether a chunk that a scan found was reserved (at generation `reserved`) after the last clear."""
-    number, meta = transaction.namespace(root), transaction.meta
+    number = transaction.namespace(root)
+    meta = transaction.meta
     return reserved >= (transaction.watermark(number) if number else max(meta.floor, meta.cleared))
 
 
@@ -111,7 +112,8 @@ def load_saved(transaction: Transaction, directory: Path) -> None:
 
 def label(transaction: Transaction, root: bytes, fields: dict[str, str]) -> None:
     """Write the label of a namespace, cut to a limit; if there are too many labels, one is removed."""
-    labels, row = transaction.tables.labels, _encoded(fields)
+    labels = transaction.tables.labels
+    row = _encoded(fields)
     known = transaction.get(root, db=labels)
     if not fields or row == known:
         return

@@ -96,7 +96,8 @@ class Columns:
             self._view(np.uint8, ghosts),
         )
         # the part that policies read
-        self.ghosts, self.forgotten = Ghosts(self.table.last_use, self.table.hits), self.table.forgotten
+        self.ghosts = Ghosts(self.table.last_use, self.table.hits)
+        self.forgotten = self.table.forgotten
 
     def renew_cells(self) -> None:
         """Replace `cells`: memory views of the columns, for single values at two thirds of the cost; keys as bytes.
@@ -213,8 +214,14 @@ class GhostTable:
     def __init__(
         self, mark: Marks, last_use: Rows, went: Rows, hits: NDArray[np.uint16], reason: NDArray[np.uint8]
     ) -> None:
-        self._mark, self.last_use, self._went, self.hits, self._reason = mark, last_use, went, hits, reason
-        self._marks, self._uses = mark.reshape(-1, _WAYS), last_use.reshape(-1, _WAYS)  # one row per place
+        self._mark = mark
+        self.last_use = last_use
+        self._went = went
+        self.hits = hits
+        self._reason = reason
+        # one row per place
+        self._marks = mark.reshape(-1, _WAYS)
+        self._uses = last_use.reshape(-1, _WAYS)
         self._places = np.uint64(len(mark) // _WAYS)
         self._forgotten: deque[tuple[NDArray[np.uint32], Rows]] = deque(maxlen=_MOST_FORGOTTEN)
 
@@ -243,10 +250,12 @@ class GhostTable:
 
     def recall(self, marks: Marks) -> tuple[NDArray[np.uint32], Rows]:
         """Return hits and last use of each mark; 0 and 0 without a ghost."""
-        hits, last_use = np.zeros(len(marks), np.uint32), np.zeros(len(marks), np.int64)
+        hits = np.zeros(len(marks), np.uint32)
+        last_use = np.zeros(len(marks), np.int64)
         known, rows = self._found(marks)
         if len(known):
-            hits[known], last_use[known] = self.hits[rows], self.last_use[rows]
+            hits[known] = self.hits[rows]
+            last_use[known] = self.last_use[rows]
         return hits, last_use
 
     def forget(self, marks: Marks) -> None:
@@ -279,9 +288,11 @@ class GhostTable:
         there = np.flatnonzero(other.last_use > 0)
         places = (other._mark[there] % self._places).astype(np.int64)
         order = np.lexsort((-other.last_use[there], places))
-        there, places = there[order], places[order]
+        there = there[order]
+        places = places[order]
         ways = np.arange(len(there)) - np.searchsorted(places, places)
-        rows, there = (places * _WAYS + ways)[ways < _WAYS], there[ways < _WAYS]
+        rows = (places * _WAYS + ways)[ways < _WAYS]
+        there = there[ways < _WAYS]
         for own, old in zip(self._all(), other._all(), strict=True):
             own[rows] = old[there]
 

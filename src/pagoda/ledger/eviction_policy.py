@@ -29,7 +29,8 @@ class Evictor:
     """
 
     def __init__(self, policy: str, columns: Columns) -> None:
-        self.policy, self._columns = policy, columns
+        self.policy = policy
+        self._columns = columns
         self._policy = policies.make(policy, columns)
         self._lock = threading.Lock()
         self.shared_values = self._policy.shared_values

@@ -51,7 +51,8 @@ class HintPages:
 
     def __init__(self, directory: Path, state: StoreState) -> None:
         """Prepare for the store in `directory`: makes the directory in memory for a store on disk, if it can."""
-        self._directory, self._state = directory, state
+        self._directory = directory
+        self._state = state
         self._saved = state.kind == "file"  # whether `save` has anything to do
         self._ghosts = bounded_ghosts(state.slots) if self._saved else None
         self._maps: dict[str, mmap.mmap] = {}

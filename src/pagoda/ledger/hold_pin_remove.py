@@ -80,7 +80,8 @@ def release(transaction: Transaction, chunks: Sequence[tuple[int, int]]) -> None
 
 def pin(transaction: Transaction, keys: Sequence[bytes], owner: str) -> int:
     """Pin those of the chunks that are stored, in the name of `owner`; at most a quarter of the slots are pinned."""
-    pinned, most = 0, max(1, transaction.meta.with_pages() // 4)
+    pinned = 0
+    most = max(1, transaction.meta.with_pages() // 4)
     for key in keys:
         names = set((transaction.get(key, db=transaction.tables.pins) or b"").decode().split(_OWNERS)) - {""}
         if transaction.get(key, db=transaction.tables.entries) is None:

@@ -116,7 +116,8 @@ class Ledger:
         self.directory: Path = session.store.directory
         self.kind: Kind = state.kind
         self.on_disk = state.kind == "file"
-        self.slots, self.slot_bytes = state.slots, state.slot_bytes
+        self.slots = state.slots
+        self.slot_bytes = state.slot_bytes
         self.chunk_bytes = state.chunk_bytes  # size of a payload; 0: unknown
         self.store_id = bytes.fromhex(state.store_id)
         self.slab_path: Path = self.directory / SLAB
@@ -137,7 +138,8 @@ class Ledger:
         self.count = session.count
         self._last_stamp = 0
         # free slots, and whether some have no pages, after the last reserve
-        self._room, self._lacks_pages = 0, False
+        self._room = 0
+        self._lacks_pages = False
         self.window = window(self.slots)
 
     @property
@@ -188,7 +190,8 @@ class Ledger:
         until = time.monotonic() + deadline_seconds
         if spec.private and create:
             spec = dataclasses.replace(spec, name=f"{spec.name}.private-{os.getpid()}-{secrets.token_hex(4)}")
-        this, me = os.path.realpath(spec.root / spec.name), object()
+        this = os.path.realpath(spec.root / spec.name)
+        me = object()
         try:
             with _changed:
                 while (known := cls._here(spec)) is not None or this in _opening.values():
@@ -405,7 +408,8 @@ class Ledger:
             except UnavailableError as error:
                 request.outcomes += [Refused(request.keys[i], error.reason) for i in batch]
                 return error.reason
-            self._room, self._lacks_pages = made.totals.free(), made.totals.with_pages() < self.slots
+            self._room = made.totals.free()
+            self._lacks_pages = made.totals.with_pages() < self.slots
             # before the next victims are chosen, so that present chunks are not among them
             self._keep_present(made.outcomes, request.start + batch.start, request.stamp)
             # pinned or held: raise their recency, so that they are not offered in every attempt
@@ -416,7 +420,8 @@ class Ledger:
             request.outcomes += made.outcomes[: made.served]
             if made.served == len(batch):
                 return None if batch.stop <= request.end else Reason.NOT_ADMITTED
-            batch, left = range(batch.start + made.served, batch.stop), made.outcomes[made.served :]
+            batch = range(batch.start + made.served, batch.stop)
+            left = made.outcomes[made.served :]
             if looked and not made.served and not compared:
                 # columns of a store on disk may lack what others stored: then they name no victim, or chunks that left
                 compared = True
@@ -559,7 +564,8 @@ class Ledger:
         if intact < len(slots):
             damaged = keys[intact], int(slots[intact]), int(generations[intact])
             self.remove_exact(*damaged, Reason.FAILED_CHECK, until - time.monotonic())
-            slots, generations = slots[:intact], generations[:intact]
+            slots = slots[:intact]
+            generations = generations[:intact]
         elif reason is None and len(slots) < len(keys):
             reason = self.explain_miss(keys[len(slots)]).reason
         if touch and len(slots):

@@ -56,7 +56,9 @@ _WRITER = Struct("<Q")
 Txn: TypeAlias = "lmdb.Transaction[bytes]"
 NO_MEMBER = 0  # no member has this number
 NO_NAMESPACE = 0  # no namespace has this number
-META_ROW, COUNTERS_ROW, COUNTER_NAMES_ROW = b"meta", b"counters", b"counter names"
+META_ROW = b"meta"
+COUNTERS_ROW = b"counters"
+COUNTER_NAMES_ROW = b"counter names"
 # The clears under way. In the ordinary case there is no such row; it is in the table that a look-up reads anyway, since
 # the first access to one more table costs a transaction as much as the look-up of a key.
 CLEARING_ROW = b"clearing"

@@ -46,7 +46,11 @@ from typing import TypeVar
 from pagoda.errors import StoreError, is_gone
 from pagoda.fork import call_in_child
 
-GATE, INTENT, OPEN, SCAN, LABELS = 0, 1, 2, 3, 4
+GATE = 0
+INTENT = 1
+OPEN = 2
+SCAN = 3
+LABELS = 4
 MEMBERS = 1024
 BEYOND = 1 << 20  # beyond the end of every file that has its own locks
 
@@ -54,7 +58,8 @@ T = TypeVar("T")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _UNLOCK_ALL = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)  # the range has no end: all bytes
 _CLOSED = "the lock file is closed"
-_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 20e-6, 1e-3
+_FIRST_PAUSE_SECONDS = 20e-6
+_LAST_PAUSE_SECONDS = 1e-3
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _files: weakref.WeakSet[LockFile] = weakref.WeakSet()
@@ -136,10 +141,8 @@ class LockFile:
 
         Tries until `time.monotonic()` reaches `until`; by default it tries once.
         """
-        request, pause = (
-            _request(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, self._first + byte),
-            _FIRST_PAUSE_SECONDS,
-        )
+        request = _request(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, self._first + byte)
+        pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
                 fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
@@ -342,8 +345,11 @@ class Gate:
 
     def run(self, work: Callable[[], T], deadline_seconds: float, exclusive: bool = False) -> T:
         """Run `work` while the gate is shared with the readers of other processes, or held exclusively."""
-        me, until = threading.get_ident(), time.monotonic() + deadline_seconds
-        file, fd, entered = self._file, self._file._fd, False
+        me = threading.get_ident()
+        until = time.monotonic() + deadline_seconds
+        file = self._file
+        fd = self._file._fd
+        entered = False
         if self._owner == me:
             raise DeadlineMissedError
         try:

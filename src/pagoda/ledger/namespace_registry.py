@@ -29,7 +29,8 @@ log = guarded_logger("pagoda.ledger.spaces")
 _MOST_TOLD = 4096
 # labels that wait for a transaction; further ones are dropped and registered again by later calls
 _MOST_WAITING = 256
-_SAVE_SECONDS, _SAVING_SECONDS = 60.0, 1.0
+_SAVE_SECONDS = 60.0
+_SAVING_SECONDS = 1.0
 
 
 class NamespaceRegistry:
@@ -39,10 +40,12 @@ class NamespaceRegistry:
         state = session.store.state
         self._session = session
         self._directory = session.store.directory
-        self._in_memory, self._slots = state.kind == "memory", state.slots
+        self._in_memory = state.kind == "memory"
+        self._slots = state.slots
         self._clear_log = ClearLog(self._directory)
         self._labelled: set[bytes] = set()
-        self._unsaved, self._saved = False, float("-inf")
+        self._unsaved = False
+        self._saved = float("-inf")
         self.forget()
 
     def forget(self) -> None:
@@ -165,7 +168,8 @@ class NamespaceRegistry:
         """Save the labels in the file that outlives the tables, if some are new and the last save is old. Does I/O."""
         if self._in_memory or not self._unsaved or time.monotonic() - self._saved < every_seconds:
             return
-        self._unsaved, self._saved = False, time.monotonic()
+        self._unsaved = False
+        self._saved = time.monotonic()
         with contextlib.suppress(StoreError, OSError), self._lock:  # labels are not essential
             self._session.require_store()
             self.write_labels(_SAVING_SECONDS)

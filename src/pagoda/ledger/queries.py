@@ -42,7 +42,8 @@ def match_prefix(
     verifies what it finds), and all chunks in slots that exist count.
     """
     rows: list[bytes] = []
-    get, table = txn.get, tables.entries
+    get = txn.get
+    table = tables.entries
     for key in keys:
         row = get(key, None, table)  # by position: a third faster than by name
         if row is None:
@@ -78,7 +79,8 @@ def _as_asked(
 
     The key alone is no proof: a caller that makes its own keys may pass keys of another namespace.
     """
-    entries, count = np.frombuffer(rows, _ENTRY_ROW), 0
+    entries = np.frombuffer(rows, _ENTRY_ROW)
+    count = 0
     if namespace is None or not len(entries):
         return len(entries), None
     row = txn.get(namespace, db=tables.roots)

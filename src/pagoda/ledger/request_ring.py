@@ -69,7 +69,8 @@ class RequestRing:
 
     def newest(self) -> list[RecentRequest]:
         """Return the requests that are remembered, the newest first."""
-        page, found = bytes(self._page), list[RecentRequest]()
+        page = bytes(self._page)
+        found = list[RecentRequest]()
         for begin in range(_RECORD_BYTES, RING_BYTES, _RECORD_BYTES):
             end = begin + _RECORD.size
             if _CHECKSUM.unpack_from(page, end)[0] == crc32(page[begin:end]):

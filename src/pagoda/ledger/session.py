@@ -80,7 +80,8 @@ class Session:
     """Opened tables, columns, counters and member of one store in this process. Thread-safe; survives a fork."""
 
     def __init__(self, store: OpenStore, clock: Clock, deadline_seconds: float) -> None:
-        self.store, self.clock = store, clock
+        self.store = store
+        self.clock = clock
         self.hints = HintPages(store.directory, store.state)
         self.columns: Columns = self.hints.columns()
         on_disk = store.state.kind == "file"
@@ -221,7 +222,8 @@ class Session:
 
     def read(self, work: Callable[[Txn, Tables], T], deadline_seconds: float = PATIENT_SECONDS) -> T:
         """Run `work` as one read transaction. UnavailableError if it cannot be run."""
-        until, gate = time.monotonic() + deadline_seconds, self.gate
+        until = time.monotonic() + deadline_seconds
+        gate = self.gate
         try:
             if self.lost or self._suspect or self._rests_until:
                 self._require_usable()
@@ -354,7 +356,8 @@ class Session:
 
         False if the time was too short for all slots. UnavailableError if the tables did not answer in time.
         """
-        published, until = self.published, time.monotonic() + seconds
+        published = self.published
+        until = time.monotonic() + seconds
         if published is None:
             return False
         missing = self.read(lambda txn, _: published.missing(txn.id()), seconds)
@@ -448,7 +451,9 @@ class Session:
 
     def recover(self, deadline_seconds: float) -> int:
         """Reclaim what dead members reserved and publish what they committed; return how many slots were freed."""
-        freed, got, until = 0, BATCH, time.monotonic() + deadline_seconds
+        freed = 0
+        got = BATCH
+        until = time.monotonic() + deadline_seconds
         with contextlib.suppress(UnavailableError):
             while got == BATCH:
                 got = self.write(self._reap, max(0.0, until - time.monotonic()))
@@ -542,7 +547,8 @@ class Session:
         """Open the tables if they are not open, and become a member. Called inside the gate, held exclusively."""
         if self.closed:
             raise self._was_closed()
-        gate, tables = self.gate, self._tables
+        gate = self.gate
+        tables = self._tables
         if not gate.entered():  # a signal handler has forked since: the gate is the parent's
             raise DeadlineMissedError
         if tables is None:
@@ -620,7 +626,8 @@ class Session:
         )
 
     def _shut(self) -> None:
-        tables, self._tables = self._tables, None
+        tables = self._tables
+        self._tables = None
         if tables is not None:
             tables.close()
 
@@ -686,7 +693,8 @@ class Session:
             return
         unwatch(self)
         # another thread may be inside the gate; then the last reference to the lock file closes it
-        shared, gate = False, self.gate
+        shared = False
+        gate = self.gate
         try:
             gate.run(self._finish, _LEAVE_SECONDS, exclusive=True)
         except DeadlineMissedError:
@@ -705,14 +713,16 @@ class Session:
             self.store.release()
             if not shared:
                 self.store.locks.close()
-                pages, self._pages = self._pages, None
+                pages = self._pages
+                self._pages = None
                 if pages is not None:
                     pages.close()
             _sessions.discard(self)
 
     def _finish(self) -> None:
         """Leave; the last process to leave a store on disk syncs it and marks it clean."""
-        tables, state = self._tables, self.store.state
+        tables = self._tables
+        state = self.store.state
         try:
             if self.lost:
                 return

@@ -59,7 +59,8 @@ class PageGuards:
         self._own = memoryview(bytearray(GUARD_WORDS * 8)).cast("Q")
         self._free = list(range(_SHARED))
         self._sharing = 0  # number of guards in the shared word
-        self._lock, self._fence = threading.RLock(), threading.Lock()
+        self._lock = threading.RLock()
+        self._fence = threading.Lock()
         self._out: dict[int, _Guard] = {}  # by id
         self._ended: deque[weakref.ref[Bytes]] = deque()
 
@@ -70,7 +71,8 @@ class PageGuards:
             if gate.forked:  # the row is the parent's; no signal handler runs between this line and the next
                 return
             own[:] = self._own
-            self._own, self._joined = own, True
+            self._own = own
+            self._joined = True
 
     def leave(self) -> None:
         """Use a private row from now on: another member may soon get the old one, and views may outlive the store."""
@@ -113,11 +115,14 @@ class PageGuards:
         if not self._ended:
             return
         with self._lock:
-            ended, free, out = self._ended, self._free, self._out
+            ended = self._ended
+            free = self._free
+            out = self._out
             while ended:
                 loan = ended[0]
                 assert isinstance(loan, _Guard)
-                word, loan.word = loan.word, -1
+                word = loan.word
+                loan.word = -1
                 if word == _SHARED:
                     self._sharing -= 1
                     if not self._sharing:
@@ -133,7 +138,8 @@ class PageGuards:
         """Return which of these bare slots no member of these rows uses; waits up to `seconds` for the others."""
         barrier()
         until = time.monotonic() + seconds
-        left, free = list(slots), list[int]()
+        left = list(slots)
+        free = list[int]()
         while left:
             self.clear_ended()
             out = 0

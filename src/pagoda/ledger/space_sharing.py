@@ -96,7 +96,8 @@ class SpaceShare:
             while self._own_bytes() < begin_with and time.monotonic() < until and self._take():
                 pass
         self._tell(excess)
-        meta, every = self._meta(), holdings(self._root)
+        meta = self._meta()
+        every = holdings(self._root)
         if not meta.with_pages():
             raise NoRoomError(f"no space for a chunk of {self._slot_bytes:,} bytes: {self._holders()}")
         if asked_bytes is not None and self._limit(every) > asked_bytes:
@@ -161,7 +162,8 @@ class SpaceShare:
 
     def _grow(self, most: int) -> int:
         """Allocate up to `most` slots in free space; return how many. Under the lock of the root."""
-        meta, nbytes = self._meta(), self._slot_bytes
+        meta = self._meta()
+        nbytes = self._slot_bytes
         if meta.unscanned() or not meta.unbacked():
             return 0
         listed_bytes = meta.with_pages() * nbytes
@@ -235,7 +237,9 @@ class SpaceShare:
     def _plan(self, most: int) -> tuple[Holding, int] | None:
         """Choose from which store to take how many bytes, at most `most`; None if it must evict its own coldest."""
         every = holdings(self._root)
-        piece, fair, own = self._piece(every), self._fair(every), self._own_bytes()
+        piece = self._piece(every)
+        fair = self._fair(every)
+        own = self._own_bytes()
         below = own + self._slot_bytes <= fair
         own_age = 0.0 if below else self._age(self._directory)
         best: tuple[float, Holding, int] | None = None
@@ -337,7 +341,8 @@ class SpaceShare:
         for reach in (count - meta.free(), self._ledger.slots):
             victims = self.coldest(reach) if reach > 0 else []
             while len(slots) < count:
-                batch, victims = victims[:BATCH], victims[BATCH:]
+                batch = victims[:BATCH]
+                victims = victims[BATCH:]
                 most = min(BATCH, count - len(slots))
                 vacate = partial(hold_pin_remove.vacate, count=most, victims=batch, in_memory=self._in_memory)
                 got = self._session.write(vacate, 1.0)
@@ -351,7 +356,9 @@ class SpaceShare:
 
         Changes nothing.
         """
-        ledger, now, columns = self._ledger, self._session.clock.monotonic_ns(), self._session.columns
+        ledger = self._ledger
+        now = self._session.clock.monotonic_ns()
+        columns = self._session.columns
         slots = ledger.next_victims(count)
         slots = slots[columns.lease_until[slots] <= now]
         return list(zip(slots.tolist(), columns.generation[slots].tolist(), strict=True))
@@ -362,7 +369,8 @@ class SpaceShare:
 
     def _last_with_pages(self, meta: Meta, count: int) -> int:
         """Return the slot from which on `count` slots that wait to be scanned have pages; some of them may be holes."""
-        nbytes, size = 0, self._slot_bytes
+        nbytes = 0
+        size = self._slot_bytes
         with self._slab() as fd:
             for start, stop in reversed(data_ranges(fd, meta.scan * size, meta.backed * size)):
                 nbytes += stop - start

@@ -458,7 +458,8 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
         map_bytes=map_bytes(spec.slots), incarnation=1, recency_offset=0, boot_id=NEVER_BOOTED, clean=False,
         private=spec.private, inodes={},
     )  # fmt: skip
-    first, maker = _first_slots(spec, state), os.getpid()
+    first = _first_slots(spec, state)
+    maker = os.getpid()
     making = spec.root / f"{MAKING}{secrets.token_hex(6)}"
     making.mkdir(mode=0o700)
     try:
@@ -501,7 +502,8 @@ def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> 
         Columns(directory / COLUMNS, state.slots).reset()
     unused = 0 if scan == state.slots else state.slots
     meta = Meta(state.slots, state.first_generation(), unused=unused, scan=scan, backed=backed)
-    path, size = directory / TABLES, state.map_bytes
+    path = directory / TABLES
+    size = state.map_bytes
     with (
         Tables.opening,
         closing(Tables(path, size, create=True)) as tables,
@@ -586,12 +588,14 @@ def _ledger_bytes(state: StoreState) -> int:
 
 def _first_slots(spec: StoreSpec, state: StoreState) -> int:
     """Return how many slots of a new store get pages immediately. NoRoomError if there is too little free space."""
-    ledger, in_memory = _ledger_bytes(state), spec.kind == "memory"
+    ledger = _ledger_bytes(state)
+    in_memory = spec.kind == "memory"
     if not spec.slot_bytes:
         require_free(spec.root, ledger, in_memory)
         return spec.slots
     every = holdings(spec.root)
-    held, slots = sum(holding.nbytes for holding in every), spec.slots
+    held = sum(holding.nbytes for holding in every)
+    slots = spec.slots
     if spec.limit_bytes is not None:
         limit = max(spec.limit_bytes, root_limit(every) or 0)
         slots = min(slots, max(0, limit - held) // spec.slot_bytes)

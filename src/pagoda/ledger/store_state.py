@@ -39,12 +39,19 @@ from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
 FORMAT = 5
 # The format of the slots of a file and their headers: a store of another format is left alone.
 SLAB_FORMAT = 1
-STATE, LOCKS, TABLES, COLUMNS, COUNTERS_FILE, SLAB, NAMESPACES, PAGE_GUARDS = (
-    "state", "locks", "data.mdb", "columns", "counters", "slab", "namespaces", "lent",
-)  # fmt: skip
+STATE = "state"
+LOCKS = "locks"
+TABLES = "data.mdb"
+COLUMNS = "columns"
+COUNTERS_FILE = "counters"
+SLAB = "slab"
+NAMESPACES = "namespaces"
+PAGE_GUARDS = "lent"
 GUARD_WORDS = 64  # words per member, see `slots_in_use`
 GUARD_BYTES = MEMBER_ROWS * GUARD_WORDS * 8
-PROMPTS, OLD_PROMPTS = "prompts", "prompts-old"  # the log of prompts: see `cache/prompt_log`
+# the log of prompts: see `cache/prompt_log`
+PROMPTS = "prompts"
+OLD_PROMPTS = "prompts-old"
 NOTES = "notes"  # notes of chunks, for routers: see `chunk_notes`; not part of FORMAT
 # the last requests: see `request_ring`; not part of FORMAT, so that every version opens the store
 REQUESTS = "requests"

@@ -19,7 +19,8 @@ from pagoda.errors import StoreError
 from pagoda.ledger.locks import BEYOND, OPEN, LockFile, timed_out
 from pagoda.ledger.store_state import COLUMNS, LOCKS, SLAB, STATE, TABLES, read_state
 
-MAKING, _GOING = ".new-", ".gone-"
+MAKING = ".new-"
+_GOING = ".gone-"
 _PASSING = re.compile(r"\.(new|gone)-[0-9a-f]{12}")  # exactly the names that are made here
 _STORE_NAME = re.compile(r"[0-9a-f]{16}(\.\d+)?")  # a layout's fingerprint, in memory also the format
 _PRIVATE = ".private-"

@@ -80,7 +80,8 @@ def find_damage(directory: Path, state: StoreState, known: bool) -> str | None:
     `known`: the checksum has shown that they are as they were written; otherwise every row is read. May kill the
     process. OSError or LMDB's error if they cannot be read, or the system does not let this process open or write them.
     """
-    path, size = directory / TABLES, state.map_bytes
+    path = directory / TABLES
+    size = state.map_bytes
     if state.kind == "file":
         with closing(TablePages(path, size)) as pages:
             pages.load()  # an error here, instead of a signal when the tables are read

@@ -28,7 +28,8 @@ _META_PAGES = 2
 # of LMDB's format 1: the header of the page, then magic, version, size of a page, number of the last page in use
 _META = Struct("<16xII16xI92xQ")
 _TRANSACTION = Struct(f"<{_META.size}xQ")  # the number of a page's transaction follows
-_MAGIC, _VERSION = 0xBEEFC0DE, 1
+_MAGIC = 0xBEEFC0DE
+_VERSION = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -111,7 +112,8 @@ class TablePages:
 
     def _lock(self, nbytes: int) -> None:
         if os.getpid() != self._pid:  # a child does not inherit the locks
-            self._pid, self.locked_bytes = os.getpid(), 0
+            self._pid = os.getpid()
+            self.locked_bytes = 0
         wanted = min(nbytes, MOST_LOCKED_BYTES)
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         if limit != resource.RLIM_INFINITY and os.geteuid() != 0:

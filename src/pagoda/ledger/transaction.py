@@ -62,9 +62,15 @@ class Transaction:
         chunk_bytes: int = 0,
     ) -> None:
         """`chunk_bytes`: the size of a payload, to count what is stored; 0: unknown, so no bytes are counted."""
-        self.txn, self.tables, self.member, self.now = txn, tables, member, now
+        self.txn = txn
+        self.tables = tables
+        self.member = member
+        self.now = now
         self._chunk_bytes = chunk_bytes
-        self.get, self.put, self.pop, self.delete = txn.get, txn.put, txn.pop, txn.delete
+        self.get = txn.get
+        self.put = txn.put
+        self.pop = txn.pop
+        self.delete = txn.delete
         self.id: int = txn.id()
         self._pid = os.getpid()
         self.stored = 0  # chunks that this transaction makes visible
@@ -79,7 +85,8 @@ class Transaction:
         self._namespace_changes: dict[
             int, list[int]
         ] = {}  # namespace -> change of its chunks and reservations
-        self._alive, self._known_alive = alive, {member: True, 0: False}
+        self._alive = alive
+        self._known_alive = {member: True, 0: False}
         self._generations: dict[int, int] = {}
         # slot -> key, hits, position, parent slot and its generation
         self._filling: dict[int, tuple[bytes, int, int, tuple[int, int] | None]] = {}
@@ -306,7 +313,8 @@ class Transaction:
             if row is None:
                 raise lmdb.CorruptedError(f"there is no namespace {namespace}")
             root, watermark, chunks, reservations = NAMESPACE.unpack(row)
-            chunks, reservations = chunks + more_chunks, reservations + more_reservations
+            chunks = chunks + more_chunks
+            reservations = reservations + more_reservations
             if chunks or reservations or self.meta.scanning:
                 row = NAMESPACE.pack(root, watermark, chunks, reservations)
                 self.put(NUMBER.pack(namespace), row, db=self.tables.namespaces)
@@ -346,7 +354,8 @@ class Transaction:
             lease_until[slot] = hits[slot] = 0
         for slot, (key, asked, place, parent) in self._filling.items():
             keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = key
-            hits[slot], position[slot] = asked, place
+            hits[slot] = asked
+            position[slot] = place
             parent_slot[slot], parent_generation[slot] = parent or (NO_PARENT, 0)
         for slot, recency in self.ready.items():
             last_use[slot] = recency

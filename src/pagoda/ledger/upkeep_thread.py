@@ -27,10 +27,9 @@ from pagoda.signal_safe_threads import Event, begin, if_free
 log = guarded_logger("pagoda")
 
 _SHARE_SECONDS = 1.0
-_PAUSE_SECONDS, _PAUSE_SHARE = (
-    0.1,
-    10,
-)  # the rest between two rounds: seconds, and at least this multiple of the last round's time
+# the rest between two rounds: seconds, and at least this multiple of the last round's time
+_PAUSE_SECONDS = 0.1
+_PAUSE_SHARE = 10
 _IDLE_SECONDS = 10.0  # the thread ends after this time without use
 _LAST_SECONDS = 1.0
 _NO_ROOM_SECONDS = 1.0  # the wait before the root is asked for more space again
@@ -57,7 +56,10 @@ class UpkeepThread:
     def __init__(
         self, session: Session, evictor: Evictor, learned: NDArray[np.float64] | None, space: SpaceShare
     ) -> None:
-        self._session, self._evictor, self.learned, self._space = session, evictor, learned, space
+        self._session = session
+        self._evictor = evictor
+        self.learned = learned
+        self._space = space
         self._lacks = self._closed = False
         self._on_disk = session.published is not None
         self._tended = 0.0

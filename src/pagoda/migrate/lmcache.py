@@ -123,7 +123,8 @@ class _FieldReader:
         fields = {**extra, **fields}
         # null and empty text set nothing, but an unknown name is reported
         self.fields = {name: it for name, it in fields.items() if it not in (None, "") or not _known(name)}
-        self._workers, self._peers = workers, list(peers)
+        self._workers = workers
+        self._peers = list(peers)
         self._given = dict(self.fields)
 
     def run(self) -> None:
@@ -195,19 +196,24 @@ class _FieldReader:
         """Replace the older field for one place by the fields for each place."""
         if field not in self.fields:
             return
-        where, verdict = str(self.fields.pop(field)), FieldVerdict.SAME
+        where = str(self.fields.pop(field))
+        verdict = FieldVerdict.SAME
         fields: dict[str, object] = {}
         if where == "cpu":
-            fields, text = {"local_cpu": True}, "the host tier, as local_cpu: true"
+            fields = {"local_cpu": True}
+            text = "the host tier, as local_cpu: true"
         elif where.startswith("cuda"):  # its oldest default
-            fields, verdict = {"local_cpu": True}, FieldVerdict.NOT_NEEDED
+            fields = {"local_cpu": True}
+            verdict = FieldVerdict.NOT_NEEDED
             text = "the engine's prefix cache uses device memory; the host tier is used instead, as local_cpu: true"
         elif where.startswith(("file://", "/", ".")):
-            fields, text = {"local_disk": where, "local_cpu": False}, "the disk tier, as local_disk"
+            fields = {"local_disk": where, "local_cpu": False}
+            text = "the disk tier, as local_disk"
             if "max_local_cache_size" in self.fields:
                 fields["max_local_disk_size"] = self.fields.pop("max_local_cache_size")
         elif "://" in where:
-            fields, text = {"remote_url": where}, "the remote tier, as remote_url"
+            fields = {"remote_url": where}
+            text = "the remote tier, as remote_url"
         else:
             verdict = FieldVerdict.NOT_SUPPORTED
             text = f"{redacted(where)!r} is not a known place; write {field}: cpu, file:///PATH or redis://HOST:6379"

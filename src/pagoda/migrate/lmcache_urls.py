@@ -82,7 +82,8 @@ def _s3(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
         line = f'remote = "s3://{bucket}?region={region or "REGION"}&s3_express=true"'
         raise Untranslated(f"S3 Express was not tested; to try it: {line}")
     if amazon:
-        bucket, region = amazon["bucket"], region or amazon["region"]
+        bucket = amazon["bucket"]
+        region = region or amazon["region"]
     elif dot:
         raise Untranslated(f'write the server: remote = "s3://{bucket}?endpoint=https://{server}"')
     prefix = quote(str(fields.get("s3_file_prefix", "")).strip("/"))

@@ -42,9 +42,11 @@ class Arc:
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
         """Admit all; learn from newcomers that were in B1 or B2, and forget ghosts as the paper does."""
-        hits, last_use = newcomers.hits, newcomers.last_use
+        hits = newcomers.hits
+        last_use = newcomers.last_use
         fresh = (last_use <= _FORGOTTEN) | ((hits == 0) & (last_use <= self._unremembered))
-        hits[fresh], last_use[fresh] = 0, 0
+        hits[fresh] = 0
+        last_use[fresh] = 0
         if len(hits) > room or not fresh.all():
             self._look_ahead(np.where(fresh, 0, np.where(hits == 0, 1, 2)).tolist(), room)
         return len(hits)
@@ -74,24 +76,34 @@ class Arc:
 
     def _look_ahead(self, origins: list[int], room: int) -> None:
         """Apply the cases II to IV to newcomers of B1 (1), of B2 (2), or of neither (0)."""
-        ghosts, size = self._hints.ghosts, self._hints.capacity
+        ghosts = self._hints.ghosts
+        size = self._hints.capacity
         t1, t2 = self._sizes()
         known = np.flatnonzero(ghosts.last_use > _FORGOTTEN)
         once = ghosts.hits[known] == 0
         forgotten = once & (ghosts.last_use[known] <= self._unremembered)
         ghosts.last_use[known[forgotten]] = _FORGOTTEN
-        in_b1, in_b2 = known[once & ~forgotten], known[~once]
-        b1, b2, less_b1, less_b2, from_t1 = len(in_b1), len(in_b2), 0, 0, []
+        in_b1 = known[once & ~forgotten]
+        in_b2 = known[~once]
+        b1 = len(in_b1)
+        b2 = len(in_b2)
+        less_b1 = 0
+        less_b2 = 0
+        from_t1 = []
         for turn, origin in enumerate(origins):
             if origin == 1:
-                self._target, b1 = min(self._target + max(b2 / max(b1, 1), 1.0), size), b1 - 1
+                self._target = min(self._target + max(b2 / max(b1, 1), 1.0), size)
+                b1 = b1 - 1
             elif origin == 2:
-                self._target, b2 = max(self._target - max(b1 / max(b2, 1), 1.0), 0.0), b2 - 1
+                self._target = max(self._target - max(b1 / max(b2, 1), 1.0), 0.0)
+                b2 = b2 - 1
             if turn >= room:
                 if origin == 0 and t1 + b1 >= size:
-                    b1, less_b1 = b1 - 1, less_b1 + 1
+                    b1 = b1 - 1
+                    less_b1 = less_b1 + 1
                 elif origin == 0 and b2 and t1 + t2 + b1 + b2 >= 2 * size:
-                    b2, less_b2 = b2 - 1, less_b2 + 1
+                    b2 = b2 - 1
+                    less_b2 = less_b2 + 1
                 too_many = t1 > self._target or (t1 == self._target and origin == 2)
                 one = t2 == 0 or (t1 > 0 and too_many)
                 t1, b1, t2, b2 = (t1 - 1, b1 + 1, t2, b2) if one else (t1, b1, t2 - 1, b2 + 1)
@@ -99,7 +111,8 @@ class Arc:
             t1, t2 = (t1 + 1, t2) if origin == 0 else (t1, t2 + 1)
         self._forget(in_b1, less_b1)
         self._forget(in_b2, less_b2)
-        self._from_t1, self._forgets = from_t1, max(0, less_b1 - len(in_b1))
+        self._from_t1 = from_t1
+        self._forgets = max(0, less_b1 - len(in_b1))
 
     def _forget(self, ghosts: Rows, count: int) -> None:
         """Forget the oldest of these ghosts."""

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from pagoda.policy import Hints
 
 # A queue that held recent slots would return a head before the tail that was stored after the queue was filled.
-_SHARE, _LEAST = 16, 8
+_SHARE = 16
+_LEAST = 8
 _LOOK = 256  # entries examined at once
 # up to this number, slots are searched one by one, which is cheaper than array operations
-_FEW, _FEW_LOOKS = 8, 32
+_FEW = 8
+_FEW_LOOKS = 32
 NOT_READY = np.iinfo(np.int64).max
 
 Rows = NDArray[np.int64]
@@ -40,7 +42,8 @@ class _PrefixTree(NamedTuple):
 
     @classmethod
     def of(cls, hints: Hints) -> _PrefixTree:
-        last_use, generation = hints.last_use.copy(), hints.generation.copy()
+        last_use = hints.last_use.copy()
+        generation = hints.generation.copy()
         ready = last_use != NOT_READY
         above = np.arange(hints.slots)
         parents = hints.parent_slot.copy()
@@ -63,8 +66,10 @@ class _Snapshot:
     """Slots in the order of eviction that one pass over the columns found."""
 
     def __init__(self, tree: _PrefixTree, rows: Rows, ranks: Ranks) -> None:
-        self.rows, self.ranks = rows, ranks[rows]
-        self.uses, self.generations = tree.last_use[rows], tree.generation[rows]
+        self.rows = rows
+        self.ranks = ranks[rows]
+        self.uses = tree.last_use[rows]
+        self.generations = tree.generation[rows]
         self.youngest = tree.youngest[rows]
         at = np.full(len(ranks), -1)
         at[rows] = np.arange(len(rows))
@@ -93,7 +98,9 @@ class EvictionQueue:
     """
 
     def __init__(self, hints: Hints, rank: Callable[[], Ranks], by_use: bool = True) -> None:
-        self._hints, self._rank, self._by_use = hints, rank, by_use
+        self._hints = hints
+        self._rank = rank
+        self._by_use = by_use
         self._batch = _Snapshot(_PrefixTree.of(hints), np.empty(0, np.int64), np.empty(0))
 
     def first(self, count: int, stamp: int, now: int) -> Rows:
@@ -121,7 +128,8 @@ class EvictionQueue:
 
     def _few(self, count: int, stamp: int, now: int) -> list[int] | None:
         """Do the same as `_valid`, one entry at a time; None if the next few entries do not have `count` valid ones."""
-        hints, batch = self._hints, self._batch
+        hints = self._hints
+        batch = self._batch
         found: list[int] = []
         for at in range(batch.next, min(batch.next + _FEW_LOOKS, len(batch.rows))):
             row = int(batch.rows[at])
@@ -144,7 +152,8 @@ class EvictionQueue:
         """Return the indices of the first `count` entries that may be evicted, unchanged since they were queued."""
         hints = self._hints
         found: list[Rows] = []
-        have, at = 0, batch.next
+        have = 0
+        at = batch.next
         while have < count and at < len(batch.rows):
             look = slice(at, at + _LOOK)
             rows = batch.rows[look]
@@ -217,7 +226,8 @@ def _lowest(ranks: Ranks, uses: Rows, count: int) -> Rows:
     """Return the indices of the lowest `count`, in order of rank and, within one rank, of recency."""
     if count < len(ranks):
         bound = np.partition(ranks, count - 1)[count - 1]
-        below, equal = np.flatnonzero(ranks < bound), np.flatnonzero(ranks == bound)
+        below = np.flatnonzero(ranks < bound)
+        equal = np.flatnonzero(ranks == bound)
         spare = count - len(below)
         if spare < len(equal):
             equal = equal[np.argpartition(uses[equal], spare - 1)[:spare]]

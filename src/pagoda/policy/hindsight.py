@@ -25,7 +25,8 @@ from pagoda.policy.reuse_worth import AGES, CLASSES, Table, age_of, class_of, ta
 _AT_ONCE_NS = 1_000_000_000
 _LEARN_SECONDS = 5.0
 # the longest age of a queue; a pass takes at most a thousandth of that time
-_STALE_NS, _STALE_NS_A_SLOT = 1_000_000_000, 100_000
+_STALE_NS = 1_000_000_000
+_STALE_NS_A_SLOT = 100_000
 _MEMORY = 32  # how many uses are remembered for each slot; beyond that all counts are halved
 _CENSUS = 1 << 15  # how many slots and ghosts are sampled to learn
 _TABLE = CLASSES * AGES
@@ -33,7 +34,9 @@ _MOST = 2.0**53  # all valid shared values are smaller
 
 # `ShadowLru`
 _BEHIND = 0.003  # Hindsight may serve less by this share of the requested chunks
-_MOST_AHEAD, _MOST_BEHIND = 0.003, 0.0045  # an old lead or lag counts at most this much
+# an old lead or lag counts at most this much
+_MOST_AHEAD = 0.003
+_MOST_BEHIND = 0.0045
 _LOOKED_AT = 1 << 15
 _NEWER = 1 / 32  # share of the slots filled before the oldest is searched again: on average half a queue
 
@@ -65,7 +68,8 @@ class ShadowLru:
 
     def look(self) -> None:
         """Find the oldest chunk that LRU would have; by a sample if there are many slots and ghosts."""
-        hints, ghosts = self._hints, self._hints.ghosts
+        hints = self._hints
+        ghosts = self._hints.ghosts
         uses = np.concatenate([hints.last_use, ghosts.last_use])
         kept = hints.capacity * (1 - _NEWER)
         if len(uses) > _LOOKED_AT:
@@ -120,14 +124,16 @@ class Hindsight:
         self._queue = EvictionQueue(hints, lambda: me._ranks())
         self._shadow = ShadowLru(hints)
         # counted here, not yet shared
-        self._asked, self._watched = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
+        self._asked = np.zeros((CLASSES, AGES))
+        self._watched = np.zeros((CLASSES, AGES))
         self._known = self._asked, self._watched  # counts of all processes, when they were last shared
         self._worth = worth(*self._known)
         self._version = 0.0
         self._stamp = 0  # recency stamp of the latest call
         self._filled_at = 0
         self._room = 0  # free slots when the latest newcomers arrived
-        self._elected, self._to_publish = False, False
+        self._elected = False
+        self._to_publish = False
         self._refuses = False  # whether enough has been seen to refuse newcomers
         self._random = np.random.default_rng(0)
 
@@ -145,7 +151,8 @@ class Hindsight:
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
         """Admit those worth at least as much as their victims; a head is worth at least as much as its tail."""
-        total, self._room = len(newcomers.stamps), room
+        total = len(newcomers.stamps)
+        self._room = room
         known = newcomers.last_use > 0
         if known.any():
             self._note(newcomers.hits[known], newcomers.stamps[known] - newcomers.last_use[known])
@@ -170,7 +177,8 @@ class Hindsight:
         if self._elected:
             self._elected = False
             asked, watched = self._known
-            self._worth, self._to_publish = worth(asked, watched + self._census(stamp)), True
+            self._worth = worth(asked, watched + self._census(stamp))
+            self._to_publish = True
         stale = not 0 <= stamp - self._filled_at < max(_STALE_NS, _STALE_NS_A_SLOT * self._hints.slots)
         if stale and self._room * 8 < self._hints.capacity:  # otherwise nothing must be evicted soon
             self._filled_at = stamp
@@ -201,7 +209,8 @@ class Hindsight:
         seconds = self._stamp / 1e9
         if not 0 <= seconds - learned.learned_at[0] < _LEARN_SECONDS:
             learned.learned_at[0] = seconds
-            self._elected, self._known = True, (learned.asked.copy(), learned.watched.copy())
+            self._elected = True
+            self._known = (learned.asked.copy(), learned.watched.copy())
 
     def _note(self, hits: NDArray[np.uint32], ages_ns: Rows) -> None:
         """Count chunks with these hits that were asked for again at these ages."""
@@ -213,7 +222,8 @@ class Hindsight:
 
     def _census(self, stamp: int) -> Table:
         """Count the ages of chunks that were not asked for again yet, kept or not; takes a sample if there are many."""
-        hints, ghosts = self._hints, self._hints.ghosts
+        hints = self._hints
+        ghosts = self._hints.ghosts
         uses = np.concatenate([hints.last_use, ghosts.last_use])
         hits = np.concatenate([hints.hits, ghosts.hits])
         weight = 1.0

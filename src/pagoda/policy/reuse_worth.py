@@ -15,8 +15,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-CLASSES, AGES = 8, 84
-_SHORTEST_SECONDS, _PER_OCTAVE = 0.1, 3
+CLASSES = 8
+AGES = 84
+_SHORTEST_SECONDS = 0.1
+_PER_OCTAVE = 3
 _UPPER_SECONDS = _SHORTEST_SECONDS * 2.0 ** (np.arange(AGES) / _PER_OCTAVE)  # to eight months
 _LOWER_SECONDS = np.concatenate([[0.0], _UPPER_SECONDS[:-1]])
 _WIDTH_SECONDS = _UPPER_SECONDS - _LOWER_SECONDS
@@ -24,7 +26,8 @@ _UPPER_NS = (_UPPER_SECONDS * 1e9).astype(np.int64)
 
 # The guess before anything is known: the longer ago the last use, the less likely, as in least recently used. Its
 # weight is given as a number of watched chunks.
-_GUESS, _GUESS_WEIGHT = 0.1 * _WIDTH_SECONDS / _UPPER_SECONDS, 20.0
+_GUESS = 0.1 * _WIDTH_SECONDS / _UPPER_SECONDS
+_GUESS_WEIGHT = 20.0
 
 Table = NDArray[np.float64]
 

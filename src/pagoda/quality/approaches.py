@@ -71,7 +71,10 @@ class Blend:
         self, cached: CachedModel, policy: SelectionPolicy, recompute: float, min_tokens: int = 0
     ) -> None:
         """Raise ValueError for a bad share."""
-        self._cached, self._policy, self._recompute, self._least = cached, policy, recompute, min_tokens
+        self._cached = cached
+        self._policy = policy
+        self._recompute = recompute
+        self._least = min_tokens
         self.setting = blend_setting(policy, recompute, min_tokens)
         self.name = self.setting.flag.partition(" ")[2] if recompute or min_tokens else PLAIN_REUSE
 
@@ -96,19 +99,23 @@ class Codec:
         """Raise ConfigError for a codec that is unknown or cannot be used, or for a layout that it refuses."""
         codec.require(name)
         codec.require_layout(name, probed.layout)
-        self.name, self._model, self._probed = name, model, probed
+        self.name = name
+        self._model = model
+        self._probed = probed
         self.setting = codec.codec_setting(name, probed.layout.chunk_tokens)
 
     def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
         """Encode the chunks."""
-        layout, chunk = self._probed.layout, self._probed.layout.chunk_tokens
+        layout = self._probed.layout
+        chunk = self._probed.layout.chunk_tokens
         planes = [[layer.keys, layer.values] for layer in exact_kv.layers]
         tokens = exact_kv.get_seq_length()
         starts = range(0, tokens - chunk + 1, chunk)
         slots = np.empty((len(starts), layout.chunk_bytes), np.uint8)
         kv_of_row(planes, 0, 0, tokens, self._probed).to_slots(starts, list(slots))
         word_bytes = itemsize(layout.planes[0].dtype)
-        out, stored = np.empty_like(slots[0]), []
+        out = np.empty_like(slots[0])
+        stored = []
         for slot in slots:
             used, encoded = codec.encode(self.name, slot, word_bytes, out, layout=layout)
             stored.append((used, encoded.copy()))
@@ -132,7 +139,8 @@ class Spoiled:
     setting = None
 
     def __init__(self, name: str, spoil: Callable[[KVLayer, list[int]], None]) -> None:
-        self.name, self._spoil = name, spoil
+        self.name = name
+        self._spoil = spoil
 
     def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
         """Spoil a copy."""

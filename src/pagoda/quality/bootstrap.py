@@ -58,7 +58,8 @@ def difference_interval(
 
 
 def _paired(a: Numbers, b: Numbers) -> tuple[Floats, Floats]:
-    left, right = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    left = np.asarray(a, np.float64)
+    right = np.asarray(b, np.float64)
     if left.shape != right.shape or left.ndim != 1 or not left.size:
         raise ValueError(f"one number per prompt is needed on both sides, got {left.shape} and {right.shape}")
     return left, right
@@ -66,7 +67,8 @@ def _paired(a: Numbers, b: Numbers) -> tuple[Floats, Floats]:
 
 def _draws(prompts: int, seed: int) -> Iterator[npt.NDArray[np.int64]]:
     """Yield draws, as rows of indices of prompts."""
-    draw, left = np.random.default_rng(seed), DRAWS
+    draw = np.random.default_rng(seed)
+    left = DRAWS
     while left:
         rows = min(left, max(1, _AT_ONCE // prompts))
         yield draw.integers(prompts, size=(rows, prompts))

@@ -58,7 +58,8 @@ def judged(
     figures = {name: figures_of(mine, exact, has_answers, facts) for name, mine in samples.items()}
     rows = [Judged("exact", figures["exact"], _seconds(exact))]
     for name, setting in settings.items():
-        limit, prompts = bounds[setting.feature], len(exact)
+        limit = bounds[setting.feature]
+        prompts = len(exact)
         noticed = {control: is_surely_noticed(figures[control], limit) for control in controls}
         reasons = objections(figures[name], limit, noticed, prompts, facts.confidence)
         result = Result(setting, limit, figures[name], noticed, prompts, *facts, not reasons, reasons)

@@ -100,7 +100,9 @@ class _Runner:
     """Runs one model. Not thread-safe."""
 
     def __init__(self, model: torch.nn.Module, tokenizer: Tokenizer | None, new_tokens: int) -> None:
-        self._model, self._tokenizer, self._new_tokens = model, tokenizer, new_tokens
+        self._model = model
+        self._tokenizer = tokenizer
+        self._new_tokens = new_tokens
         self._device = next(model.parameters()).device
         self._ends = _end_tokens(model)
 
@@ -180,7 +182,8 @@ class _Runner:
 def _cut(kv: KVCache, tokens: int) -> None:
     """Keep only the first `tokens` tokens."""
     for layer in kv.layers:
-        layer.keys, layer.values = layer.keys[:, :, :tokens], layer.values[:, :, :tokens]
+        layer.keys = layer.keys[:, :, :tokens]
+        layer.values = layer.values[:, :, :tokens]
 
 
 def _kl(exact: torch.Tensor, other: torch.Tensor) -> float:

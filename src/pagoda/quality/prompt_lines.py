@@ -78,7 +78,8 @@ def read_prompts(
     Raises:
         OSError: the file cannot be read.
     """
-    good, bad = list[QualityPrompt](), list[BadLine]()
+    good = list[QualityPrompt]()
+    bad = list[BadLine]()
     reader = _LineReader(tokenizer, vocabulary, min(most_tokens or _MOST_TOKENS, _MOST_TOKENS))
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -101,7 +102,9 @@ class _LineReader:
     """Makes prompts from lines. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocabulary: int, most_tokens: int) -> None:
-        self._tokenizer, self._vocabulary, self._most_tokens = tokenizer, vocabulary, most_tokens
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._most_tokens = most_tokens
 
     def prompt(self, number: int, line: bytes) -> QualityPrompt:
         """Return the prompt of a line. Raises _NoPrompt."""

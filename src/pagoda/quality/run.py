@@ -74,7 +74,8 @@ def measure_quality(
         raise ValueError(wrong[0])
     _check_prompts(prompts, bool(blends), chunk_tokens if codecs else 0)
     check_model(model)
-    probed, weights = probe_model(model, chunk_tokens), weights_digest(model)
+    probed = probe_model(model, chunk_tokens)
+    weights = weights_digest(model)
     with ExitStack() as opened:
         features: list[Approach] = [Codec(name, model, probed) for name in dict.fromkeys(codecs)]
         if blends:

@@ -97,7 +97,8 @@ def check_place(path: str | Path) -> None:
     """Raise ConfigError if `write_verdict` could not write there, before a long run. Changes nothing."""
     path = Path(path)
     try:
-        is_there, is_file = path.exists(), path.is_file()
+        is_there = path.exists()
+        is_file = path.is_file()
     except OSError as trouble:  # a name that is too long, or a directory that may not be searched
         raise ConfigError(f"{path}: cannot be written: {trouble.strerror}") from None
     if is_there and not is_file and not path.is_dir():

@@ -97,7 +97,8 @@ class _Router:
             raise ValueError(f"a fleet has at least one machine, not {machines}")
         if route not in ROUTES:
             raise ValueError(f"requests are routed by {' or '.join(ROUTES)}, not {route}")
-        self._machines, self._by_prefix = machines, route == "prefix"
+        self._machines = machines
+        self._by_prefix = route == "prefix"
         self._next = 0
         self._latest: dict[int, int] = {}  # which machine had a chunk last
 
@@ -179,7 +180,8 @@ class _Fleet:
         self, machine: _Machine, request: Request, own: int, loaded: int, written: int, minute: int
     ) -> None:
         """Count the requests to the store, as a remote tier over an object store makes them."""
-        now, ids = request.timestamp_ms, request.hash_ids
+        now = request.timestamp_ms
+        ids = request.hash_ids
         if own < len(ids):
             self._lookups[minute] += 1
 
@@ -199,7 +201,8 @@ class _Fleet:
             TierOutcome(*spec, *map(sum, zip(*(found.tiers[at][3:] for found in machines), strict=True)))
             for at, spec in enumerate(self._spec.own)
         ]
-        remote, asked = self._remote, self._asked
+        remote = self._remote
+        asked = self._asked
         links = [machine.link.traffic() for machine in self._machines] or [Traffic(0, 0, 0)]
         mean = Traffic(*(sum(values) / len(links) for values in zip(*links, strict=True)))
         return FleetOutcome(

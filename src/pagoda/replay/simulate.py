@@ -122,7 +122,8 @@ class Simulation:
 
     def _starts(self, chain: Chain, runs: Sequence[ServedRun]) -> list[int]:
         """Return from where on each tier is offered chunks: the first after its run, others after what they have."""
-        total, end = len(chain.ids), runs[-1].end if runs else 0
+        total = len(chain.ids)
+        end = runs[-1].end if runs else 0
         first = next((run.begin for run in runs if run.tier > 0), end)
         return [first, *(next(iter(tier.absent(chain, 0, total)), total) for tier in self._tiers[1:])]
 
@@ -143,9 +144,14 @@ class Simulation:
         Returns for each tier how many chunks were written into it, and how many were dropped because of `most`.
         Chunks that have no room in the tier above come in addition: the store waits until they are written.
         """
-        chain, stored, above = found.chain, list[tuple[int, int]](), math.inf
+        chain = found.chain
+        stored = list[tuple[int, int]]()
+        above = math.inf
         for at, tier in enumerate(self._tiers):
-            start, end, dropped, before = found.starts[at], len(chain.ids), 0, tier.written
+            start = found.starts[at]
+            end = len(chain.ids)
+            dropped = 0
+            before = tier.written
             if most is not None:
                 new = tier.absent(chain, start, end)
                 room = most[at] + int(max(0, len(new) - above))
@@ -174,7 +180,9 @@ class Simulation:
     def _runs(self, chain: Chain, stamps: Sequence[int]) -> list[ServedRun]:
         """Return the leading run, from tier to tier, until no tier has the next chunk; touch it in tiers below."""
         runs: list[ServedRun] = []
-        end, lacking = 0, 0  # `lacking`: the number of tiers in a row that do not have the next chunk
+        # `lacking`: the number of tiers in a row that do not have the next chunk
+        end = 0
+        lacking = 0
         while end < len(chain.ids) and lacking < len(self._tiers):
             for at, tier in enumerate(self._tiers):
                 count = tier.match(chain, end, stamps[at]) if lacking < len(self._tiers) else 0

@@ -20,7 +20,8 @@ from pagoda.metrics import Reason
 from pagoda.tiers.remote.redis import GHOST_SECONDS
 
 _LEASE_NS = int(PRESENT_LEASE_SECONDS * 1e9)
-_SHARE_NS, _PREPARE_NS = 1_000_000_000, 100_000_000
+_SHARE_NS = 1_000_000_000
+_PREPARE_NS = 100_000_000
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _EVICTED = GHOST_REASONS.index(Reason.EVICTED)
 
@@ -39,7 +40,8 @@ class _Wanted:
     """The chunks to store for one request, and the result."""
 
     def __init__(self, chain: Chain, stamp: int) -> None:
-        self.chain, self.stamp = chain, stamp
+        self.chain = chain
+        self.stamp = stamp
         self.hits = np.zeros(len(chain.ids), np.uint32)  # the hits with which each chunk begins
         self.positions: list[int] = []  # positions of the chunks that were stored
         self.rows: list[int] = []
@@ -103,7 +105,8 @@ class SimulatedTier:
                 break
             rows.append(row)
         if rows:
-            found, columns = np.array(rows), self._columns
+            found = np.array(rows)
+            columns = self._columns
             self._advice.touch(found, stamp - start - np.arange(len(rows)), asked)
             columns.parent_slot[found[1:]] = found[:-1]
             columns.parent_generation[found[1:]] = columns.generation[found[:-1]]
@@ -123,7 +126,8 @@ class SimulatedTier:
 
     def store(self, chain: Chain, start: int, end: int, stamp: int) -> None:
         """Store the chunks [start, end), leading chunks first, as far as there is room and the policy admits them."""
-        wanted, known = _Wanted(chain, stamp), self._rows
+        wanted = _Wanted(chain, stamp)
+        known = self._rows
         new = self.absent(chain, start, end)
         if len(new) < end - start:
             self._keep(chain, [i for i in range(start, end) if chain.ids[i] in known], stamp)
@@ -148,7 +152,9 @@ class SimulatedTier:
 
     def _admit(self, wanted: _Wanted, new: list[int], end: int, hindrance: Reason | None) -> int:
         """Ask the policy which newcomers of a batch are admitted; return from which position on none is."""
-        marks, stamps, now = wanted.chain.marks[new], wanted.stamp - np.array(new), wanted.chain.now
+        marks = wanted.chain.marks[new]
+        stamps = wanted.stamp - np.array(new)
+        now = wanted.chain.now
         if hindrance is Reason.NOT_ADMITTED:
             self._advice.refuse(marks, stamps, now)
         elif hindrance is None:
@@ -163,7 +169,8 @@ class SimulatedTier:
         for _ in range(ATTEMPTS):
             looked = self._free() < end - start
             count = min(allowed - start + 4 * passed_over, MOST_VICTIMS)
-            newest, now = wanted.stamp - STAMP_STEP + 1, wanted.chain.now
+            newest = wanted.stamp - STAMP_STEP + 1
+            now = wanted.chain.now
             victims = self._advice.victims(count, newest, now).tolist() if looked else []
             filled = self._fill(wanted.chain.ids, start, end, allowed, victims)
             self._publish(wanted, filled)
@@ -181,7 +188,8 @@ class SimulatedTier:
 
     def _fill(self, ids: Sequence[int], start: int, end: int, allowed: int, victims: list[int]) -> _Filled:
         """Store the chunks [start, end), but none from `allowed` on, in one transaction."""
-        known, generations = self._rows, self._columns.generation
+        known = self._rows
+        generations = self._columns.generation
         parent = known.get(ids[start - 1]) if start else None
         filled = _Filled(None if parent is None else (parent, int(generations[parent])))
         found = [known.get(chunk) for chunk in ids[start:end]]
@@ -221,10 +229,13 @@ class SimulatedTier:
                 yield row
 
     def _publish(self, wanted: _Wanted, filled: _Filled) -> None:
-        columns, chain = self._columns, wanted.chain
+        columns = self._columns
+        chain = wanted.chain
         if filled.gone:
             gone = np.array(filled.gone)
-            marks, uses, hits = columns.keys[gone, 0], columns.last_use[gone], columns.hits[gone]
+            marks = columns.keys[gone, 0]
+            uses = columns.last_use[gone]
+            hits = columns.hits[gone]
             columns.table.remember(marks, uses, hits, chain.now, _EVICTED)
             self.evicted += len(gone)
         if filled.rows:
@@ -236,12 +247,14 @@ class SimulatedTier:
             columns.hits[rows] = wanted.hits[positions]
             columns.keys[rows, 0] = marks
             columns.position[rows] = positions
-            columns.parent_slot[rows], columns.parent_generation[rows] = parents[:, 0], parents[:, 1]
+            columns.parent_slot[rows] = parents[:, 0]
+            columns.parent_generation[rows] = parents[:, 1]
             columns.table.forget(marks)
             wanted.rows += filled.rows
             wanted.positions += filled.positions
         for row, (parent, generation) in filled.links.items():
-            columns.parent_slot[row], columns.parent_generation[row] = parent, generation
+            columns.parent_slot[row] = parent
+            columns.parent_generation[row] = generation
 
     def _free(self) -> int:
         return self._columns.slots - len(self._ids)

@@ -87,7 +87,8 @@ class _Channel:
     """The channel of one tier: it moves loads first, one after the other, and writes when there is nothing to load."""
 
     def __init__(self, bytes_per_second: float, queue_chunks: float) -> None:
-        self._speed, self._most = bytes_per_second, queue_chunks
+        self._speed = bytes_per_second
+        self._most = queue_chunks
         self._now = self._loads_until = 0.0
         # `_to_write`: bytes, and whether they take room in the queue; `_waiting`: the bytes that do
         self._to_write: deque[tuple[float, bool]] = deque()
@@ -137,7 +138,8 @@ class _Servers:
 
     def finish(self, arrival: float, start: float, end: float) -> None:
         heapq.heapreplace(self._free, end)
-        self._begin, self._end = min(self._begin, arrival), max(self._end, end)
+        self._begin = min(self._begin, arrival)
+        self._end = max(self._end, end)
         self._busy += end - start
         self.waits.append(end - arrival)
 
@@ -160,21 +162,25 @@ class _TimedRun:
         for tier in tiers:
             if tier.bytes_per_second <= 0 or (tier.queue_chunks or 0) < 0:
                 raise ValueError(f"a tier needs a bandwidth above 0 and no negative queue, not {tier}")
-        self._engines, self._tiers = engines, tiers
+        self._engines = engines
+        self._tiers = tiers
         self._simulation = Simulation([tier.spec for tier in tiers])
         above = [math.inf, *(tier.spec.chunks for tier in tiers)]
         self._channels = [
             _Channel(tier.bytes_per_second, most if tier.queue_chunks is None else tier.queue_chunks)
             for tier, most in zip(tiers, above, strict=False)
         ]
-        self._servers, self._cold = _Servers(engines.engines), _Servers(engines.engines)
+        self._servers = _Servers(engines.engines)
+        self._cold = _Servers(engines.engines)
         # until when, which, what, bytes of a chunk
         self._computing: list[tuple[float, int, SimulatedMatch, int]] = []
-        self._loaded, self._dropped = [0] * len(tiers), [0] * len(tiers)
+        self._loaded = [0] * len(tiers)
+        self._dropped = [0] * len(tiers)
 
     def request(self, request: Request) -> None:
         """Simulate one request, after the ends of those that were computed before it starts."""
-        arrival, speed = request.timestamp_ms / 1e3, self._engines.prefill_tokens_per_second
+        arrival = request.timestamp_ms / 1e3
+        speed = self._engines.prefill_tokens_per_second
         cold_start = self._cold.start(arrival)
         self._cold.finish(arrival, cold_start, cold_start + request.input_length / speed)
         start = self._servers.start(arrival)
@@ -198,7 +204,8 @@ class _TimedRun:
         self, found: SimulatedMatch, start: float, chunk_bytes: int, chunk_seconds: float
     ) -> tuple[float, int]:
         """Load the found chunks up to the first that is computed faster; return when that is done, and their number."""
-        until, end = start, 0
+        until = start
+        end = 0
         for run in found.runs:
             if chunk_bytes / self._tiers[run.tier].bytes_per_second > chunk_seconds:
                 break

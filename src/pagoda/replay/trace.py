@@ -54,7 +54,8 @@ def format_request(request: Request) -> str:
 
 def _requests(name: str, file: BinaryIO) -> Iterator[Request]:
     decode = msgspec.json.Decoder(Request).decode
-    latest, number = 0.0, 0
+    latest = 0.0
+    number = 0
     try:
         for text in _unpacked(file):
             number += 1

@@ -38,8 +38,10 @@ COOKIE = "pagoda"
 SESSION_SECONDS = 12 * 3600
 """How long a login of the page lasts."""
 _MOST_SESSIONS = 64
-_SHORTEST_TOKEN, _LONGEST_TOKEN = 16, 1024
-_WRONG_TOKENS_A_SECOND, _WRONG_BURST = 1.0, 20.0
+_SHORTEST_TOKEN = 16
+_LONGEST_TOKEN = 1024
+_WRONG_TOKENS_A_SECOND = 1.0
+_WRONG_BURST = 20.0
 _MOST_CLIENTS = 1024
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -254,7 +256,8 @@ class AccessRules:
 
     def is_host(self, host: str) -> bool:
         """Return whether a Host header names this server: pages of other names (DNS rebinding) may not call it."""
-        name, port = host, ""
+        name = host
+        port = ""
         if not host.endswith("]") and ":" in host:
             name, _, port = host.rpartition(":")
         right_port = not port or self._port is None or port == str(self._port)
@@ -365,12 +368,14 @@ class RateLimit:
     """Allows `rate` events per second of each client, and `burst` at once. Remembers few clients; for one thread."""
 
     def __init__(self, rate: float, burst: float) -> None:
-        self._rate, self._burst = rate, burst
+        self._rate = rate
+        self._burst = burst
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by client: events left, and when
 
     def allows(self, client: str) -> bool:
         """Count one event; return whether it is within the limit."""
-        now, (left, at) = time.monotonic(), self._left.get(client, (self._burst, 0.0))
+        now = time.monotonic()
+        (left, at) = self._left.get(client, (self._burst, 0.0))
         left = min(self._burst, left + (now - at) * self._rate) - 1.0
         self._left[client] = max(left, 0.0), now
         self._left.move_to_end(client)

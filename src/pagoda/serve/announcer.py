@@ -42,7 +42,10 @@ class Announcer:
 
         Counts "announced" and "announce_failures" in `counts`. Raises StoreError if no thread can be started.
         """
-        self._directory, self._url, self._stores, self._counts = directory, url, stores, counts
+        self._directory = directory
+        self._url = url
+        self._stores = stores
+        self._counts = counts
         self._sent: weakref.WeakKeyDictionary[ServedStore, NDArray[np.uint64]] = weakref.WeakKeyDictionary()
         self._connection: PeerDirectoryConnection | None = None
         self._ended = Event()
@@ -81,7 +84,8 @@ class Announcer:
             connection = self._directory.connection()
             self._connection = connection
             connection.open(until)
-        url, left = self._url(self._connection.local_host()), _MOST_KEYS
+        url = self._url(self._connection.local_host())
+        left = _MOST_KEYS
         for store in self._stores.stores():
             with contextlib.suppress(ClosedError), store.using():
                 slots, generations, keys = self._due(store, number, left)

@@ -109,7 +109,8 @@ def _miss(reason: Reason) -> web.Response:
 
 
 async def _head(request: web.Request) -> web.StreamResponse:
-    namespace, key = _named(request, "namespace"), _named(request, "key")
+    namespace = _named(request, "namespace")
+    key = _named(request, "key")
     found = await request.app[CALLS].run(request.app[STORES].locate, namespace, key)
     if isinstance(found, Reason):
         return web.Response(status=_miss(found).status)
@@ -127,8 +128,10 @@ def _value_headers(store: ServedStore) -> dict[str, str]:
 
 
 async def _get(request: web.Request) -> web.StreamResponse:
-    namespace, key = _named(request, "namespace"), _named(request, "key")
-    stores, calls = request.app[STORES], request.app[CALLS]
+    namespace = _named(request, "namespace")
+    key = _named(request, "key")
+    stores = request.app[STORES]
+    calls = request.app[CALLS]
     located = await calls.run(stores.locate_with_header, namespace, key)
     if isinstance(located, Reason):
         return _miss(located)
@@ -149,13 +152,15 @@ async def _get(request: web.Request) -> web.StreamResponse:
 
 async def _send_slot(request: web.Request, found: LocatedChunk, page: bytes) -> web.StreamResponse:
     """Send a chunk directly from its slot, inside the kernel; with TLS, from a view of the slot."""
-    store, transport = found.store, request.transport
+    store = found.store
+    transport = request.transport
     if transport is None:
         raise ConnectionResetError
     if transport.get_extra_info("sslcontext") is not None:
         view = store.slab.view(found.slot)  # type: ignore[union-attr]
         return await _send_buffer(request, found, page, view)
-    loop, begin = asyncio.get_running_loop(), store.offset(found.slot)
+    loop = asyncio.get_running_loop()
+    begin = store.offset(found.slot)
 
     async def send(_: web.StreamResponse, at: int, count: int) -> None:
         if transport.is_closing():
@@ -182,7 +187,8 @@ async def _send_pieces(
     request: web.Request, found: LocatedChunk, page: bytes, most: int, send: _SendPiece
 ) -> web.StreamResponse:
     """Send the page and then the chunk, at most `most` bytes at a time, with the lease renewed after each piece."""
-    response, limits = web.StreamResponse(headers=_value_headers(found.store)), request.app[LIMITS]
+    response = web.StreamResponse(headers=_value_headers(found.store))
+    limits = request.app[LIMITS]
     total = found.store.chunk_bytes
     try:
         async with asyncio.timeout(limits.start_seconds):
@@ -225,8 +231,11 @@ async def _find(request: web.Request) -> web.Response:
 
 
 async def _put(request: web.Request) -> web.Response:
-    namespace, key = _named(request, "namespace"), _named(request, "key")
-    stores, calls, length = request.app[STORES], request.app[CALLS], request.content_length
+    namespace = _named(request, "namespace")
+    key = _named(request, "key")
+    stores = request.app[STORES]
+    calls = request.app[CALLS]
+    length = request.content_length
     if request.app[READ_ONLY]:
         return refusal(403, "read_only", close=True)
     if length is None or length <= HEADER_BYTES:
@@ -268,7 +277,8 @@ def _store(
 
 
 async def _delete(request: web.Request) -> web.Response:
-    namespace, key = _named(request, "namespace"), _named(request, "key")
+    namespace = _named(request, "namespace")
+    key = _named(request, "key")
     if request.app[READ_ONLY]:
         return refusal(403, "read_only")
     removed = await request.app[CALLS].run(request.app[STORES].remove, namespace, key)
@@ -310,7 +320,8 @@ async def _read_body(request: web.Request, buffer: Bytes) -> bool:
 
 async def small_body(request: web.Request, most: int) -> bytes:
     """Return a body of at most `most` bytes. Raises HTTPRequestEntityTooLarge, HTTPRequestTimeout."""
-    body, announced = bytearray(), request.content_length or 0
+    body = bytearray()
+    announced = request.content_length or 0
     try:
         async with asyncio.timeout(request.app[LIMITS].seconds(most)):
             while max(announced, len(body)) <= most and (piece := await request.content.readany()):

@@ -109,13 +109,15 @@ class LiveFeed:
         if self._taking is None:
             self._taking_at = asyncio.get_running_loop().time()
             self._taking = asyncio.ensure_future(self._calls.run(self._overview.take))
-        taking, taking_at = self._taking, self._taking_at
+        taking = self._taking
+        taking_at = self._taking_at
         try:
             found = await asyncio.wait_for(asyncio.shield(taking), _PATIENCE_SECONDS)
         finally:
             if taking.done() and self._taking is taking:
                 self._taking = None
-        self._latest, self._latest_at = found, taking_at
+        self._latest = found
+        self._latest_at = taking_at
 
 
 def _event(overview: Mapping[str, object]) -> bytes:

@@ -51,7 +51,8 @@ class Operations:
 
         From all stores of this machine, also those that are not served. StoreError names the stores that failed.
         """
-        everything, name = asked.get("everything") is True, asked.get("namespace")
+        everything = asked.get("everything") is True
+        name = asked.get("namespace")
         root = _namespace(name) if not everything else None
         chunks = self._in_each("not cleared", "removed", _SHARED, lambda ledger: admin.clear(ledger, root))
         return self._answer(
@@ -92,7 +93,8 @@ class Operations:
 
     def warm(self, asked: Mapping[str, object]) -> dict[str, object]:
         """Load the leading chunks of a prompt from the disk into host memory, up to the first missing one."""
-        warmed, why = 0, ""
+        warmed = 0
+        why = ""
         runs = self._prompts.keys(self._tokens(asked), self._ledgers())
         for root, keys in runs.items():
             for key in keys:
@@ -174,7 +176,8 @@ class Operations:
     def _tokens(self, asked: Mapping[str, object]) -> TokenIds:
         from pagoda.keys import as_token_ids
 
-        text, tokens = asked.get("text"), asked.get("tokens")
+        text = asked.get("text")
+        tokens = asked.get("tokens")
         if isinstance(text, str):
             if self._prompts.tokenize is None:
                 raise ValueError(

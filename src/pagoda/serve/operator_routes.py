@@ -95,7 +95,8 @@ class OperatorRoutes:
     def add_to(self, app: web.Application) -> None:
         """Add the routes; `/` and `/login` are open, and show nothing without the token."""
         self._access.open_paths |= {"/", "/login"}
-        router, work = app.router, self._operations
+        router = app.router
+        work = self._operations
         router.add_get("/", self._own(self._index))
         router.add_get("/page/{name}", self._own(self._file))
         router.add_get("/stats.json", self._own(self._stats))
@@ -118,7 +119,8 @@ class OperatorRoutes:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             headers = request.headers
-            origin, host = headers.get("Origin"), headers.get("Host", "")
+            origin = headers.get("Origin")
+            host = headers.get("Host", "")
             from_here = origin is None or origin.partition("://")[2] == host
             from_here &= headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none")
             if request.method == "POST" and not from_here:

@@ -56,7 +56,8 @@ class LatelyAsked:
     """
 
     def __init__(self, ask: Callable[[], Sequence[RemoteUsage]], every_seconds: float) -> None:
-        self._ask, self._every_seconds = ask, every_seconds
+        self._ask = ask
+        self._every_seconds = every_seconds
         self._said: Sequence[RemoteUsage] = ()
         self._asked_at = float("-inf")
         self._asking: threading.Thread | None = None
@@ -113,8 +114,11 @@ class Overview:
 
     def take(self) -> dict[str, object]:
         """Read all stores and return the overview, with the sample since the last call (None at first)."""
-        ledgers, now, deadline = self.ledgers(), time.time(), Deadline(_STORES_SECONDS)
-        stores, troubles = [], list[str]()
+        ledgers = self.ledgers()
+        now = time.time()
+        deadline = Deadline(_STORES_SECONDS)
+        stores = []
+        troubles = list[str]()
         for ledger in ledgers:
             try:
                 stores.append(StoreStats.of(ledger, deadline.last()))
@@ -125,7 +129,8 @@ class Overview:
         for store in stores:
             totals.update(store.counters)
         shown = {name: totals[name] for name in ("lookups", "hits", "asked_tokens", "hit_tokens")}
-        namespaces, pins = _namespaces(stores), _pins(stores)
+        namespaces = _namespaces(stores)
+        pins = _pins(stores)
         return {
             "version": pagoda.__version__,
             "machine": socket.gethostname(),
@@ -150,7 +155,8 @@ class Overview:
     def _sample(self, now: float, stores: Sequence[StoreStats]) -> Sample | None:
         """Return and keep the sample since the last call; stores that are new since then add nothing."""
         known = {store.directory: store for store in stores}
-        before, self._before = self._before, (now, known)
+        before = self._before
+        self._before = (now, known)
         if before is None or now <= before[0]:
             return None
         changed: Tally[str] = Tally()

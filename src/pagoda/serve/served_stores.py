@@ -62,7 +62,8 @@ class LocatedChunk(NamedTuple):
 
     def renew(self) -> bool:
         """Renew the lease; return whether the slot still has this chunk. If so, bytes read before belong to it."""
-        ledger, where = self.store.ledger, (np.array([self.slot]), np.array([self.generation], np.uint64))
+        ledger = self.store.ledger
+        where = (np.array([self.slot]), np.array([self.generation], np.uint64))
         ledger.lease(*where, LEASE_SECONDS)
         return bool(ledger.still_valid(*where)[0])
 
@@ -101,7 +102,9 @@ class ServedStore:
             return None
         ledger = Ledger.attach(directory, deadline_seconds=deadline_seconds)
         try:
-            slots, slot_bytes, guards = ledger.slots, ledger.slot_bytes, ledger.page_guards
+            slots = ledger.slots
+            slot_bytes = ledger.slot_bytes
+            guards = ledger.page_guards
             if ledger.kind == "memory":
                 slab: MemorySlab | FileSlab = ledger.open_slab(
                     lambda file: MemorySlab(file, slots, slot_bytes, guards)
@@ -166,7 +169,8 @@ class ServedStores:
 
     def __init__(self, find: Callable[[], Sequence[Path]], host: HostRoom | None = None) -> None:
         """`find` returns the directories of the existing stores, host tier first. `host`: where to create new ones."""
-        self._find, self._host = find, host
+        self._find = find
+        self._host = host
         self._stores: dict[Path, ServedStore] = {}
         self._lock = threading.Lock()  # for the next three; held only briefly
         self._scanning = threading.Lock()  # held while stores are opened or closed
@@ -196,7 +200,8 @@ class ServedStores:
             for path in there:
                 if self._ending:
                     break
-                known, ledger = self._stores.get(path), self._unserved.get(path)
+                known = self._stores.get(path)
+                ledger = self._unserved.get(path)
                 if known is not None and known.is_current():
                     kept[path] = known
                     continue
@@ -215,9 +220,12 @@ class ServedStores:
                 except (PagodaError, OSError) as trouble:
                     unopened[path] = str(trouble)
                     self._log.warn(_logger, Reason.IO_ERROR, f"a store is not served: {trouble}")
-            before, self._stores = self._stores, kept
-            before_unserved, self._unserved = self._unserved, unserved
-            self._private, self._unopened = private, unopened
+            before = self._stores
+            self._stores = kept
+            before_unserved = self._unserved
+            self._unserved = unserved
+            self._private = private
+            self._unopened = unopened
             for store in before.values():
                 if store not in kept.values():
                     store.close()
@@ -259,15 +267,18 @@ class ServedStores:
         """Stop serving; return the stores, which the caller must close."""
         self._ending = True
         with self._scanning:
-            before, self._stores = self._stores, {}
-            unserved, self._unserved = self._unserved, {}
+            before = self._stores
+            self._stores = {}
+            unserved = self._unserved
+            self._unserved = {}
         return [*before.values(), *unserved.values()]
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
     def locate(self, namespace: bytes, key: bytes) -> LocatedChunk | Reason:
         """Return where a chunk is, with a lease, or why it is not found. Does not change recency."""
-        reason, deadline = Reason.ABSENT, Deadline(_LEDGER_SECONDS)
+        reason = Reason.ABSENT
+        deadline = Deadline(_LEDGER_SECONDS)
         for store in self.stores():
             match = store.ledger.match_prefix(
                 [key], start=None, namespace=namespace, touch=False, lease_seconds=LEASE_SECONDS,
@@ -285,7 +296,8 @@ class ServedStores:
         Neighbours ask all neighbours about every prompt, but read from one: only reads count as uses.
         """
         until = time.monotonic() + _FIND_SECONDS
-        at, before = 0, -1
+        at = 0
+        before = -1
         # repeat while one store continues the run of another
         while before < at < len(keys) and time.monotonic() < until:
             before = at
@@ -307,7 +319,8 @@ class ServedStores:
         found = self.locate(namespace, key)
         if isinstance(found, Reason):
             return found
-        ledger, slot = found.store.ledger, np.array([found.slot])
+        ledger = found.store.ledger
+        slot = np.array([found.slot])
         stamp = self._stamp(found.store, namespace) - ledger.columns.position[slot].astype(np.int64)
         ledger.evictor.touch(slot, stamp, True)
         if not found.store.in_memory:
@@ -338,7 +351,8 @@ class ServedStores:
 
     def read(self, namespace: bytes, key: bytes, found: LocatedChunk, buffer: Bytes) -> bytes | Reason:
         """Read and verify a chunk on disk into `buffer` (page-aligned, a slot's payload); return its header page."""
-        store, page = found.store, aligned(HEADER_BYTES)
+        store = found.store
+        page = aligned(HEADER_BYTES)
         assert isinstance(store.slab, FileSlab)
         try:
             store.slab.read(found.slot, [page, buffer])
@@ -411,7 +425,8 @@ class ServedStores:
         self, store: ServedStore, header: codec.Header, payload: Bytes, stamp: int | None = None
     ) -> tuple[bool, Reason | None]:
         """Store a verified chunk. Return whether it is new, and if it is not stored, why. `stamp`: its recency."""
-        namespace, key = header.namespace, header.key
+        namespace = header.namespace
+        key = header.key
         tier = store.host_tier(max(1, header.tokens))
         if tier.find([key], start=header.position, namespace=namespace):
             return False, None
@@ -424,11 +439,13 @@ class ServedStores:
 
     def _stamp(self, store: ServedStore, namespace: bytes) -> int:
         """Return the recency of a chunk that arrives or is read: one per run, so that its tail is evicted first."""
-        now, run = time.monotonic(), store.ledger.store_id + namespace
+        now = time.monotonic()
+        run = store.ledger.store_id + namespace
         with self._lock:
             until, stamp = self._runs.get(run, (0.0, 0))
             if now > until:
-                until, stamp = now + _RUN_SECONDS, store.ledger.stamp()
+                until = now + _RUN_SECONDS
+                stamp = store.ledger.stamp()
             _keep(self._runs, run, (until, stamp), _MOST_RUNS)
         return stamp
 

@@ -102,7 +102,8 @@ def make_app(options: ServeOptions, access: AccessRules) -> web.Application:
 
 async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM. Calls `ready` with the URL when it answers requests. Raises ConfigError."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     listening = _listen(options)
@@ -281,7 +282,8 @@ async def _healthz(request: web.Request) -> web.Response:
 
 
 async def _open_stores(app: web.Application) -> AsyncIterator[None]:
-    stores, calls = app[STORES], app[CALLS]
+    stores = app[STORES]
+    calls = app[CALLS]
     await calls.run(stores.scan)
 
     async def rescan() -> None:

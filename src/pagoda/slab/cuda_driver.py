@@ -15,14 +15,18 @@ from contextlib import contextmanager
 from pagoda.fork import reset_in_child
 
 LIBRARY = "libcuda.so.1"
-_PORTABLE, _DEVICEMAP = 1, 2
+_PORTABLE = 1
+_DEVICEMAP = 2
 _INVALID_CONTEXT = 201
 _NON_BLOCKING = 1  # a stream that does not wait for stream 0
 _RELAXED = 2
 # The driver has shut down, or the memory is not registered: nothing is left to unregister.
 ALREADY_GONE = frozenset({4, 713})  # CUDA_ERROR_DEINITIALIZED, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
 
-_Address, _Size, _Number, _Handle = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
+_Address = ctypes.c_uint64
+_Size = ctypes.c_size_t
+_Number = ctypes.c_int
+_Handle = ctypes.c_void_p
 # The names that cuda.h gives these calls. All return a CUresult. `cuMemcpyAsync` is also exported as
 # `_ptsz`, whose stream 0 is another stream: stream 0 of the plain call is the same as torch's.
 _SIGNATURES = {
@@ -69,7 +73,9 @@ class Driver:
 
     def reset(self) -> None:
         """Refuse all calls from now on, as in a forked child."""
-        self._forked, self._lock = True, threading.Lock()  # a thread of the parent may have held the old lock
+        # a thread of the parent may have held the old lock
+        self._forked = True
+        self._lock = threading.Lock()
 
     @classmethod
     def load(cls, library: str = LIBRARY) -> Driver | None:
@@ -83,7 +89,8 @@ class Driver:
             found = ctypes.CDLL(library)
             for name, arguments in _SIGNATURES.items():
                 call = getattr(found, name)
-                call.argtypes, call.restype = arguments, ctypes.c_int
+                call.argtypes = arguments
+                call.restype = ctypes.c_int
         except (OSError, AttributeError):
             return None
         _loaded[library] = os.getpid(), None
@@ -98,7 +105,8 @@ class Driver:
         with self._lock:
             context = self._contexts.get(device_index)
             if context is None:
-                device, context = _Number(), _Handle()
+                device = _Number()
+                context = _Handle()
                 self._call("cuDeviceGet", ctypes.byref(device), device_index)
                 self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
                 self._contexts[device_index] = context
@@ -134,7 +142,9 @@ class Driver:
 
         Not from torch: its pool has 32 streams, which it gives out in turn, so an engine might use the same one.
         """
-        least, greatest, stream = _Number(), _Number(), _Handle()
+        least = _Number()
+        greatest = _Number()
+        stream = _Handle()
         self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
         self._call("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, greatest)
         return stream.value or 0

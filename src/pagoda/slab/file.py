@@ -114,7 +114,8 @@ class FileSlab:
     def _close_if_idle(self) -> None:
         with self._lock:
             if not self._calls and self._fd >= 0:
-                fd, self._fd = self._fd, -1
+                fd = self._fd
+                self._fd = -1
                 os.close(fd)
 
     def _views(self, slot: int, buffers: Sequence[Bytes], slots: int = 1) -> list[memoryview]:

@@ -14,7 +14,8 @@ import os
 import weakref
 
 HUGE_BYTES = 2 << 20
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 # Linux 6.1: collapses into huge pages, without privileges, whatever the mount's default is

@@ -100,7 +100,8 @@ class MemorySlab:
 
     def views(self, slots: Sequence[int]) -> list[Bytes]:
         """The bytes of several slots, like `view`; cheaper than one call for each."""
-        flat, size = self._flat, self.slot_bytes
+        flat = self._flat
+        size = self.slot_bytes
         if flat is None:
             raise ClosedError("this slab is closed")
         if slots and not 0 <= min(slots) <= max(slots) < self.slots:
@@ -196,8 +197,10 @@ class MemorySlab:
         """
         self._stop.set()
         with self._lock:
-            running, self._threads = self._threads, []
-            registered, self._pinned = self._pinned, None
+            running = self._threads
+            self._threads = []
+            registered = self._pinned
+            self._pinned = None
         deadline = time.monotonic() + timeout
         if registered is not None:
             registered.close(timeout)

@@ -79,7 +79,8 @@ class RegisteredRanges:
 
     def add(self, address: int, nbytes: int, place: int) -> None:
         """Add a piece that a device sees at `place`. Raises ValueError if it overlaps a registered one."""
-        end, shift = address + nbytes, place - address
+        end = address + nbytes
+        shift = place - address
         with self._lock:
             begins, ends, shifts = self._spans
             at = bisect_left(begins, address)
@@ -87,9 +88,11 @@ class RegisteredRanges:
                 raise ValueError(f"some of [{address:#x}, {end:#x}) is registered already")
             first = last = at  # the spans [first, last) continue into the new one, or follow it
             if at and (ends[at - 1], shifts[at - 1]) == (address, shift):
-                first, address = at - 1, begins[at - 1]
+                first = at - 1
+                address = begins[at - 1]
             if at < len(begins) and (begins[at], shifts[at]) == (end, shift):
-                last, end = at + 1, ends[at]
+                last = at + 1
+                end = ends[at]
             self._pieces[place - shift] = (nbytes, place)
             self._spans = _Spans(
                 (*begins[:first], address, *begins[last:]),
@@ -113,7 +116,8 @@ class RegisteredRanges:
     def check(self) -> None:
         """Raise AssertionError with the numbers if the table for `find` does not match the pieces."""
         with self._lock:
-            pieces, spans = dict(self._pieces), self._spans
+            pieces = dict(self._pieces)
+            spans = self._spans
         if spans != _join(pieces):
             raise AssertionError(f"{spans} are not the spans of {pieces}")
         if any(begin >= end for begin, end in zip(spans.begins, spans.ends, strict=True)):
@@ -123,7 +127,9 @@ class RegisteredRanges:
 
 
 def _join(pieces: dict[int, tuple[int, int]]) -> _Spans:
-    begins, ends, shifts = list[int](), list[int](), list[int]()
+    begins = list[int]()
+    ends = list[int]()
+    shifts = list[int]()
     for address in sorted(pieces):
         nbytes, place = pieces[address]
         if ends and (ends[-1], shifts[-1]) == (address, place - address):
@@ -275,7 +281,8 @@ class PinnedMemory:
         parts = list(_subtract(self._find_parts(), known))
         self._total_bytes = self.nbytes + sum(nbytes for _, nbytes in parts)
         self._driver.use(self.device_index)
-        began, pause = time.monotonic(), _PAUSE_SECONDS
+        began = time.monotonic()
+        pause = _PAUSE_SECONDS
         for start, nbytes in pieces(parts, self._piece_bytes):
             with contextlib.suppress(queue.Empty):
                 if (seconds := self._requests.get(timeout=pause)) is not None:
@@ -318,7 +325,8 @@ class PinnedMemory:
             except DriverError as error:
                 if error.code not in ALREADY_GONE:
                     return self._keep(str(error))
-        self.nbytes, self._array = 0, None
+        self.nbytes = 0
+        self._array = None
         return None
 
     def _keep(self, why: str) -> None:
@@ -328,8 +336,11 @@ class PinnedMemory:
 
     def reset(self) -> None:
         """Forget all registrations in a forked child: they, and the thread, are the parent's."""
-        self.nbytes, self._array, self._registered = 0, None, {}
-        self._requests, self._done = queue.SimpleQueue(), Event()
+        self.nbytes = 0
+        self._array = None
+        self._registered = {}
+        self._requests = queue.SimpleQueue()
+        self._done = Event()
         self._done.set()
 
 
@@ -346,7 +357,8 @@ def _subtract(
     """Return parts (offset, length) without the known ones; the ranges of each are disjoint."""
     ordered = sorted(known)
     for start, nbytes in parts:
-        at, end = start, start + nbytes
+        at = start
+        end = start + nbytes
         for first, length in ordered:
             if at < first < end:
                 yield at, first - at

@@ -79,7 +79,8 @@ class PolicyConformance:
             _, ready, policy = self.filled(tmp_path, seed)
             for count in (0, 1, 7, len(ready), self.slots * 2):
                 victims = policy.victims(count, _NEWEST, _NOW)
-                assert victims.ndim == 1 and victims.dtype.kind == "i"
+                assert victims.ndim == 1
+                assert victims.dtype.kind == "i"
                 assert len(victims) <= count
                 assert len(np.unique(victims)) == len(victims)
                 assert np.isin(victims, ready).all()
@@ -163,7 +164,8 @@ class PolicyConformance:
         """Return the next chunks of one chain; half of them have ghosts."""
         rng = np.random.default_rng(seed)
         known = rng.random(count) < 0.5
-        hits, last_use = rng.integers(0, 9, count) * known, rng.integers(1, 10**6, count) * known
+        hits = rng.integers(0, 9, count) * known
+        last_use = rng.integers(1, 10**6, count) * known
         return Newcomers(stamp - np.arange(count), hits.astype(np.uint32), last_use)
 
     def random_tree(self, columns: Columns, seed: int) -> Rows:
@@ -212,7 +214,8 @@ class PolicyConformance:
     def test_nor_when_some_are_touched_or_leased_after_it_was_looked_up(self, tmp_path: Path) -> None:
         for seed in range(10):
             columns, ready, policy = self.branching(tmp_path, seed)
-            rng, stamp = np.random.default_rng(seed), 10**6
+            rng = np.random.default_rng(seed)
+            stamp = 10**6
             for _ in range(100):
                 some = np.unique(ready[rng.integers(0, len(ready), 2)])
                 some = some[columns.last_use[some] != NOT_READY]
@@ -256,7 +259,8 @@ class PolicyConformance:
         for seed, count in enumerate((1, 2, 7, 64)):
             for room in (0, 1, 3, 64, 100):
                 admitted = policy.admit(self.newcomers(seed, count, 10**6 + 100 * seed), room, _NOW)
-                assert isinstance(admitted, int) and min(room, count) <= admitted <= count
+                assert isinstance(admitted, int)
+                assert min(room, count) <= admitted <= count
 
     def test_prepare_and_share_change_no_contract(self, tmp_path: Path) -> None:
         columns, ready, policy = self.branching(tmp_path, 10)
@@ -322,8 +326,11 @@ class PolicyConformance:
         columns = self.columns(tmp_path)
         other_columns = Columns(tmp_path / "columns", self.slots)
         ready = self.random_tree(columns, 13)
-        ours, theirs = self.make_policy(columns), self.make_policy(other_columns)
-        values, rng, stamp = np.zeros(ours.shared_values), np.random.default_rng(13), 10**6
+        ours = self.make_policy(columns)
+        theirs = self.make_policy(other_columns)
+        values = np.zeros(ours.shared_values)
+        rng = np.random.default_rng(13)
+        stamp = 10**6
         gone: list[int] = []
         while len(gone) < len(ready):
             stamp += 10**9
@@ -345,7 +352,8 @@ class PolicyConformance:
         answers = []
         for _ in range(2):
             columns, ready, policy = self.branching(tmp_path, 14)
-            stamp, values = _NEWEST, np.zeros(policy.shared_values)
+            stamp = _NEWEST
+            values = np.zeros(policy.shared_values)
             said: list[object] = []
             for turn in range(30):
                 stamp += 10**9

@@ -115,10 +115,12 @@ class TierConformance:
 
     def test_a_run_is_stamped_admitted_and_flushed(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            keys, stamp = keys_of(ONE, 4), tier.stamp()
+            keys = keys_of(ONE, 4)
+            stamp = tier.stamp()
             assert stamp <= tier.stamp()
             count, refused = tier.admit(keys, namespace=ONE.root, start=0, stamp=stamp)
-            assert 0 <= count <= len(keys) and refused == (count < len(keys))
+            assert 0 <= count <= len(keys)
+            assert refused == (count < len(keys))
             futures = tier.save(self.chunks(tier, keys)[:count], ONE.root, stamp=stamp)
             assert tier.flush(self.seconds)
             assert all(future.done() for future in futures)
@@ -380,7 +382,8 @@ class TierConformance:
 
     def test_clear_of_one_namespace_leaves_the_other(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
-            ones, twos = keys_of(ONE, 4), keys_of(TWO, 4)
+            ones = keys_of(ONE, 4)
+            twos = keys_of(TWO, 4)
             self.saved(tier, ones, ONE)
             self.saved(tier, twos, TWO)
             assert tier.clear(ONE.root) == 4

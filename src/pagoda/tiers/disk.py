@@ -84,7 +84,8 @@ class DiskTier(QueuedTier):
         self.chunk_bytes = layout.chunk_bytes
         self.slot_bytes = layout.slot_bytes
         self.ledger = ledger
-        self.stamp, self._last_clear = ledger.stamp, ledger.last_clear
+        self.stamp = ledger.stamp
+        self._last_clear = ledger.last_clear
         self.deadline_seconds = deadline_seconds
         self._breaker = CircuitBreaker(clock or Clock())
         self._store = DiskStore(ledger, slab, layout, codec_name, self._breaker, io_threads, durable)
@@ -280,7 +281,8 @@ class DiskTier(QueuedTier):
             return len(keys), False  # `save` then asks for each batch, or returns the reason
         store = self._store
         with store.admission_lock:  # held only for a moment: see _ADMIT_SECONDS
-            known, refused = store.admissions.get((namespace, stamp), _NOTHING_ADMITTED), 0
+            known = store.admissions.get((namespace, stamp), _NOTHING_ADMITTED)
+            refused = 0
             if start >= known.end and not known.refused:
                 some = keys[:_ADMIT_CHUNKS]
                 count = store.ledger.admit(some, start=start, stamp=stamp, deadline_seconds=_ADMIT_SECONDS)
@@ -358,7 +360,8 @@ class DiskStore(WorkerBackend):
         self.layout = layout
         self.chunk_bytes = layout.chunk_bytes
         self.slot_bytes = ledger.slot_bytes - HEADER_BYTES  # bytes of a slot without the header
-        self.codec_name, self.is_lossy = codec_name, codec_name in codec.LOSSY
+        self.codec_name = codec_name
+        self.is_lossy = codec_name in codec.LOSSY
         self.word_bytes = itemsize(layout.planes[0].dtype) if layout.planes else 1
         self.breaker = breaker
         self.durable = durable
@@ -476,7 +479,9 @@ class DiskWorker(IoWorker):
 
     def _load_slot(self, read: ReadRequest) -> Reason | None:
         assert isinstance(read.source, tuple)
-        store, header, (slot, generation) = self._store, self._header_pages[0], read.source
+        store = self._store
+        header = self._header_pages[0]
+        (slot, generation) = read.source
         if store.resting:
             return Reason.TIER_SKIPPED
         direct = store.can_use(read.buffer)
@@ -533,7 +538,8 @@ class DiskWorker(IoWorker):
         )
 
     def _save(self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]) -> None:
-        store, ledger = self._store, self._store.ledger
+        store = self._store
+        ledger = self._store.ledger
         live: list[WriteRequest] = []
         reserved: dict[WriteRequest, Reserved] = {}
         try:
@@ -594,9 +600,11 @@ class DiskWorker(IoWorker):
         store = self._store
         sealed: list[_Sealed] = []
         for row, (write, reserved) in enumerate(some):
-            payload, stored_bytes = write.chunk.payload, 0
+            payload = write.chunk.payload
+            stored_bytes = 0
             if store.is_lossy:
-                spare, payload = self._spare_payload(row), payload[: store.chunk_bytes]
+                spare = self._spare_payload(row)
+                payload = payload[: store.chunk_bytes]
                 used, stored = codec.encode(
                     store.codec_name, payload, store.word_bytes, spare, layout=store.layout
                 )
@@ -604,7 +612,8 @@ class DiskWorker(IoWorker):
                     message = f"a chunk with NaN or infinity is no {store.codec_name}"
                     results[write] = self._dropped(store.log_reason(Reason.TOO_LARGE, message))
                     continue
-                payload, stored_bytes = spare, stored.nbytes
+                payload = spare
+                stored_bytes = stored.nbytes
             elif store.can_use(payload):
                 payload = payload[: store.slot_bytes]
             else:
@@ -640,7 +649,8 @@ class DiskWorker(IoWorker):
         while sealed:
             ends = (n for n in range(1, len(sealed)) if sealed[n].slot != sealed[n - 1].slot + 1)
             end = next(ends, len(sealed))
-            run, sealed = sealed[:end], sealed[end:]
+            run = sealed[:end]
+            sealed = sealed[end:]
             if store.resting:
                 results.update((one.write, self._dropped(Reason.TIER_SKIPPED)) for one in run)
                 continue
@@ -662,7 +672,8 @@ class DiskWorker(IoWorker):
     def _spare_payload(self, row: int) -> Bytes:
         """Return a page-aligned payload for buffers that the slab cannot use directly, one for each header page."""
         if not self._spare:
-            rows, width = len(self._header_pages), self._store.slot_bytes
+            rows = len(self._header_pages)
+            width = self._store.slot_bytes
             self._spare = list(aligned(rows * width).reshape(rows, width))
         return self._spare[row]
 

@@ -161,7 +161,8 @@ class HostTier(BlockingCalls):
         if not self._ended:  # `close` sets `_ended` before it reads `_copies`
             return
         with self._changed:
-            last, self._late = self._late and not self._copies, self._late and bool(self._copies)
+            last = self._late and not self._copies
+            self._late = self._late and bool(self._copies)
             self._changed.notify_all()
         if last:
             self._close_store()

@@ -92,7 +92,8 @@ class IoQueue:
         self._write_chunks = write_chunks
         self._read_chunks = read_chunks
         # the locks are never held together; `_ended` only wakes `wait`
-        self._changed, self._ended = Condition(), Condition()
+        self._changed = Condition()
+        self._ended = Condition()
         self._writes: deque[WriteRequest] = deque()
         # writes that were put back: a heap, ordered by due time
         self._delayed: list[tuple[float, int, WriteRequest]] = []
@@ -254,7 +255,8 @@ class IoQueue:
         """End a read. Its followers get their copies first, because afterwards its buffer is the caller's again."""
         with self._changed:
             del self._leaders[read.key, read.position, read.namespace]
-            followers, read.followers = read.followers, []
+            followers = read.followers
+            read.followers = []
         if done.ok:
             for follower in followers:
                 np.copyto(follower.buffer[:nbytes], read.buffer[:nbytes])
@@ -336,7 +338,8 @@ class IoWorker(ABC):
 
     def load(self, read: ReadRequest) -> None:
         """Do one read and end its future, whatever happens."""
-        nbytes, source = self._backend.chunk_bytes, read.source
+        nbytes = self._backend.chunk_bytes
+        source = read.source
         try:
             copied = isinstance(source, WriteRequest) and source.copy_to(read, nbytes)
             reason = None if copied else self._load(read)
@@ -456,7 +459,8 @@ class WorkerPool:
     def close(self, timeout: float) -> None:
         """End the threads within `timeout` seconds and drop what is queued. Idempotent."""
         with self._lock:
-            first, self._closed = not self._closed, True
+            first = not self._closed
+            self._closed = True
         if not first:
             return
         self._stop.set()

@@ -105,7 +105,8 @@ class BlockingCalls(Tier, ABC):
         if chunk.payload.nbytes > self.slot_bytes:
             return self._dropped(Reason.TOO_LARGE)
         check_sizes("payload", [chunk.payload], self.chunk_bytes)
-        cleared, last_clear = self._last_clear(), self._last_clear
+        cleared = self._last_clear()
+        last_clear = self._last_clear
         reason = self._drop_reason()
         if reason is not None:  # checked before the copy is made, so the queue bounds the copies
             return self._dropped(reason)

@@ -74,7 +74,10 @@ class CpuCopy:
     def __init__(
         self, rows: Sequence[KvRows], count: int, *, units: int = 1, threads: int | None = None
     ) -> None:
-        self._rows, self._count, self._units, self._threads = rows, count, units, threads
+        self._rows = rows
+        self._count = count
+        self._units = units
+        self._threads = threads
         self._by_token = any(row.group > 1 for row in rows)
 
     def copy(self, ids: Ids, slots: Sequence[Bytes], *, into_slots: bool) -> None:
@@ -100,12 +103,16 @@ class CpuCopy:
         """Make each call of numpy."""
         for run, some, at, memory, first, step in self._batches(ids, slots, storing):
             known: dict[object, Ids] = {}  # shared by rows with the same strides
-            seen, width, stop = None, 0, 0 if run is None else run + some.size * self._units
+            seen = None
+            width = 0
+            stop = 0 if run is None else run + some.size * self._units
             for array, offset, group in self._rows:
                 if array.shape != seen or array.itemsize != width:
-                    seen, width = array.shape, array.itemsize
+                    seen = array.shape
+                    width = array.itemsize
                     shape, strides, run_bytes = self._in_slot(array, group, some.shape, step)
-                    begin, nbytes = first + at * run_bytes, math.prod(shape) * width
+                    begin = first + at * run_bytes
+                    nbytes = math.prod(shape) * width
                 slot: Words = np.ndarray(shape, array.dtype, memory, begin + offset, strides)
                 if run is None:
                     yield nbytes, _gather if storing else _scatter, (array, group, some, slot, known)
@@ -122,14 +129,16 @@ class CpuCopy:
 
         The axes are [planes, ids, ...] of one chunk, [planes, chunks, ids, ...] of several.
         """
-        width, inner = array.itemsize, array.shape[2:] if group == 1 else array.shape[3:]
+        width = array.itemsize
+        inner = array.shape[2:] if group == 1 else array.shape[3:]
         within = (width,) if len(inner) == 1 else (inner[1] * width, width)
         id_bytes = inner[0] * within[0]
         run_bytes = id_bytes * self._units
         shape: tuple[int, ...] = (ids[-1] * self._units, *inner)
         strides: tuple[int, ...] = (id_bytes, *within)
         if len(ids) > 1:
-            shape, strides = (ids[0], *shape), (step, *strides)
+            shape = (ids[0], *shape)
+            strides = (step, *strides)
         return (len(array), *shape), (self._count * run_bytes, *strides), run_bytes
 
     def _batches(self, ids: Ids, slots: Sequence[Bytes], storing: bool) -> Iterator[_Batch]:
@@ -148,7 +157,9 @@ class CpuCopy:
 
     def _run(self, ids: Ids) -> int | None:
         """Return the first id if the others follow it without a gap, else None."""
-        first, last, more = ids.item(0), ids.item(-1), (ids.size - 1) * self._units
+        first = ids.item(0)
+        last = ids.item(-1)
+        more = (ids.size - 1) * self._units
         if first < 0 or self._by_token or last - first != more:
             return None
         return first if not more or ids.tolist() == list(range(first, last + 1, self._units)) else None
@@ -166,7 +177,8 @@ def _joined(ids: Ids, slots: Sequence[Bytes]) -> Iterator[_Batch]:
     begin = step = 0
     for at in range(1, len(slots) + 1):
         if at < len(slots) and whole[at - 1] and whole[at]:
-            memory, found = slots[at].base, places[at] - places[at - 1]
+            memory = slots[at].base
+            found = places[at] - places[at - 1]
             one_memory = memory is not None and memory is slots[at - 1].base  # None: it owns its memory
             # otherwise the slots overlap, or are not a whole number of words apart, and are copied one by one
             apart = abs(found) >= slots[at].nbytes and not found % _WORD_BYTES
@@ -181,7 +193,8 @@ def _joined(ids: Ids, slots: Sequence[Bytes]) -> Iterator[_Batch]:
         else:
             for a, b in _spans(ids[begin]):
                 yield None, ids[begin, a:b], a, slots[begin], 0, 0
-        begin, step = at, 0
+        begin = at
+        step = 0
 
 
 def _spans(ids: Ids) -> Iterator[tuple[int, int]]:
@@ -276,13 +289,15 @@ def _end(todo: deque[Callable[[], object]], helpers: list[Future[None]]) -> None
 def _shares(jobs: Iterable[_Job]) -> list[Callable[[], object]]:
     """Join small copies, so that each job is worth a thread's while."""
     shares: list[Callable[[], object]] = []
-    some, nbytes = list[Callable[[], object]](), 0
+    some = list[Callable[[], object]]()
+    nbytes = 0
     for job, size in jobs:
         some.append(job)
         nbytes += size
         if nbytes >= _PIECE_BYTES:
             shares.append(partial(_run_all, some))
-            some, nbytes = [], 0
+            some = []
+            nbytes = 0
     return [*shares, partial(_run_all, some)]
 
 
@@ -341,6 +356,7 @@ def _helper_pool() -> Pool:
 def end_helpers() -> None:
     """End the helper threads as soon as they are idle; the next large copy starts new ones."""
     global _helpers
-    pool, _helpers = _helpers, None
+    pool = _helpers
+    _helpers = None
     if pool is not None:
         pool.shutdown(wait=False)

@@ -61,11 +61,13 @@ class DenseKV:
         if len(counts) != 1:
             raise ValueError(f"layers must all hold the same number of tokens, got {sorted(counts)}")
         self.num_tokens: int = counts.pop()
-        rows, offset = list[KvRows](), 0
+        rows = list[KvRows]()
+        offset = 0
         for planes in by_layer:
             for plane in planes:
                 rows.append(KvRows(plane if self._token_axis else plane[None], offset))
-                heads, dim = plane.shape[1 - self._token_axis], plane.shape[2]
+                heads = plane.shape[1 - self._token_axis]
+                dim = plane.shape[2]
                 offset += heads * dim * layout.chunk_tokens * plane.itemsize
         self._rows = rows
         self._run_ids = np.zeros(1, np.int64)  # ids of the runs of a chunk, relative to its first token

@@ -253,7 +253,8 @@ def _outermost(pools: object, layout: KVLayout, size: int, on: torch.device | No
     if not layout.planes:
         return [_rows(array[None], "pools", 0, layout.chunk_bytes * size // layout.chunk_tokens)]
     _check_layout(layout)
-    count, (heads, dim, _) = len(layout.planes), layout.planes[0]
+    count = len(layout.planes)
+    (heads, dim, _) = layout.planes[0]
     if any(plane != layout.planes[0] for plane in layout.planes):
         raise ValueError(f"pool_format 'blocks_outermost' holds equal planes, the layout has {layout.planes}")
     _check_shape(array, "pools", (len(array), layout.layers, count, size, heads, dim))

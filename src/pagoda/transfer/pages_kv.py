@@ -32,11 +32,15 @@ class PagePlane(NamedTuple):
 def page_plane(plane: Array, argument: str) -> PagePlane:
     """Return the place of a plane. Raises ValueError naming `argument` if it is not [num_blocks, page_bytes] bytes."""
     if isinstance(plane, np.ndarray):
-        kind, strides = plane.dtype.name, plane.strides
-        address, storage = plane.ctypes.data, 0
+        kind = plane.dtype.name
+        strides = plane.strides
+        address = plane.ctypes.data
+        storage = 0
     else:
-        kind, strides = str(plane.dtype).removeprefix("torch."), tuple(plane.stride())
-        address, storage = plane.data_ptr(), plane.untyped_storage().data_ptr()
+        kind = str(plane.dtype).removeprefix("torch.")
+        strides = tuple(plane.stride())
+        address = plane.data_ptr()
+        storage = plane.untyped_storage().data_ptr()
     shape = tuple(plane.shape)
     if len(shape) != 2 or 0 in shape or kind not in ("int8", "uint8"):
         raise ValueError(
@@ -79,7 +83,8 @@ def _adjoins(before: PagePlane, after: PagePlane) -> bool:
 
 
 def _widened(plane: Array, to: PagePlane) -> Array:
-    shape, strides = (to.blocks, to.page_bytes), (to.stride, 1)
+    shape = (to.blocks, to.page_bytes)
+    strides = (to.stride, 1)
     if isinstance(plane, np.ndarray):
         return np.lib.stride_tricks.as_strided(plane, shape, strides)
     return plane.as_strided(shape, strides)
@@ -118,7 +123,9 @@ class PageTable:
                 f"layout must be opaque with chunk_bytes {parts * self.part_bytes} ({parts} parts of {self.blocks} "
                 f"blocks of all planes), got {layout.chunk_bytes}{' with planes' if layout.planes else ''}"
             )
-        self.block_tokens, self._part, self._num_blocks = block_tokens, part, counts[0]
+        self.block_tokens = block_tokens
+        self._part = part
+        self._num_blocks = counts[0]
         self._set(block_table)
 
     def _set(self, block_table: Sequence[int]) -> None:
@@ -182,7 +189,8 @@ class PagesKV:
         arrays = [as_words(plane, f"planes[{number}]", None) for number, plane in enumerate(planes)]
         seen = [page_plane(array, f"planes[{number}]") for number, array in enumerate(arrays)]
         self._page_table = PageTable(seen, layout, block_tokens, block_table, part, parts)
-        rows, offset = list[KvRows](), part * self._page_table.part_bytes
+        rows = list[KvRows]()
+        offset = part * self._page_table.part_bytes
         for array, plane in zip(arrays, seen, strict=True):
             rows.append(KvRows(_widest_words(array, plane, offset)[None], offset))
             offset += self._page_table.blocks * plane.page_bytes

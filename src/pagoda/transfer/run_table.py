@@ -90,7 +90,9 @@ class RunTable:
         """Return the runs of one chunk, whose ids are [count], in rows [begin, end); adjacent ones are joined."""
         there = np.flatnonzero(ids >= 0)
         blocks, tokens = np.divmod(ids[there], self.group)
-        address, offset, nbytes = 0, 0, 0
+        address = 0
+        offset = 0
+        nbytes = 0
         for row in range(begin, end):
             length = int(self.nbytes[row])
             places = self.address[row] + blocks * self.stride[row] + tokens * length
@@ -101,7 +103,9 @@ class RunTable:
                     continue
                 if nbytes:
                     yield ByteRun(address, offset, nbytes)
-                address, offset, nbytes = place, at, length
+                address = place
+                offset = at
+                nbytes = length
         if nbytes:
             yield ByteRun(address, offset, nbytes)
 
@@ -122,7 +126,10 @@ def page_run_table(planes: Sequence[PagePlane], blocks: int, begin: int) -> RunT
 
 def run_table(rows: Sequence[KvRows], layout: KVLayout, count: int) -> RunTable:
     """Return the table of rows whose chunks have `count` runs per plane, each with one id. Reads no byte of KV."""
-    address, stride, nbytes, offset = [], [], [], []
+    address = []
+    stride = []
+    nbytes = []
+    offset = []
     for row in sorted(rows, key=lambda row: row.offset):
         array = row.array
         length = array.itemsize * math.prod(array.shape[2 if row.group == 1 else 3 :])

@@ -110,7 +110,8 @@ class _Asker:
 
         from pagoda.connectors.transformers.model_checks import check_model, probe_model
 
-        self.task, self.step = task, step
+        self.task = task
+        self.step = step
         step("building the model")
         self.model, self.tokenizer = _real(task.model) if task.model else _random(task.size)
         check_model(self.model)
@@ -146,7 +147,8 @@ class _Asker:
         answer = self._timed(ids, cached.generate, new_tokens, store=new_tokens is None)
         assert cached.last is not None
         hit = cached.last.hit
-        answer.by_tier, answer.reason = hit.by_tier, f"{hit.reason or ''} {hit.detail}".strip()
+        answer.by_tier = hit.by_tier
+        answer.reason = f"{hit.reason or ''} {hit.detail}".strip()
         return answer
 
     def _timed(
@@ -226,7 +228,8 @@ def _open(asker: _Asker) -> CachedModel:
 
 def _cold(asker: _Asker) -> DemoOutcome:
     """Compute everything without PagodaKV; then store it. The controls show that the text depends on the KV."""
-    answers, caches = [], []
+    answers = []
+    caches = []
     for number, ids in enumerate(asker.prompts):
         asker.step(f"question {number + 1}: computing {ids.shape[1]:,} tokens")
         caches.append(asker.empty())

@@ -22,7 +22,8 @@ def checkpoint_directory(model_config: Any, load_config: Any) -> Path:
 
     Raises ValueError, which says what to do, for weights that are not local files.
     """
-    model, load_format = model_config.model, str(load_config.load_format)
+    model = model_config.model
+    load_format = str(load_config.load_format)
     if load_format not in _FORMATS or model_config.model_weights:
         raise ValueError(
             f"load_format {load_format!r}: the weights of {model} are not local files; {_REMEDY}"

@@ -59,7 +59,8 @@ def _ranges(path: Path, file: int, size: int, budget_bytes: int) -> list[tuple[i
     """Return the half-open ranges of bytes to be read, in order and without overlap."""
     if size <= WHOLE_BYTES:
         return [(0, size)]
-    body, spans = 0, [(0, size)]
+    body = 0
+    spans = [(0, size)]
     if path.suffix == ".safetensors":
         body, spans = _tensors(path, file, size)
     step = max((size - body) // _PIECES, _MOST_PIECE_BYTES)

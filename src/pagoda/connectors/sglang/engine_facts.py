@@ -175,7 +175,8 @@ def _adapters(listed: Any) -> str:
 
     An adapter that is loaded later has a random name in SGLang's keys.
     """
-    adapters, found = Adapters(), []
+    adapters = Adapters()
+    found = []
     for number, one in enumerate(listed):
         path = one["lora_path"] if isinstance(one, dict) else getattr(one, "lora_path", one)
         found.append(adapters.name(SimpleNamespace(lora_path=path, lora_int_id=number)))

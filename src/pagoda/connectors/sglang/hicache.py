@@ -176,7 +176,8 @@ class PagodaHiCache(HiCacheStorage):
 
     def _usable(self, keys: Sequence[str], transfers: Sequence[Any], extra_info: Any) -> Any:
         kv = self._stored(str(PoolName.KV), keys, extra_info)
-        hits, usable = ({PoolName.KV: kv} if kv else {}), set(range(1, kv + 1))
+        hits = {PoolName.KV: kv} if kv else {}
+        usable = set(range(1, kv + 1))
         for transfer in transfers:
             if not usable:
                 break  # a pool that was not asked gets no number: SGLang would consider 0 an answer
@@ -218,7 +219,8 @@ class PagodaHiCache(HiCacheStorage):
                 end = known = begin + here
                 continue
             found.add(end)
-            known, end = begin, end - 1
+            known = begin
+            end = end - 1
         return found
 
     # ---- calls of a cache
@@ -299,7 +301,8 @@ class PagodaHiCache(HiCacheStorage):
             )
             return None
         prefix = getattr(extra_info, "prefix_keys", None) or ()
-        size, first = pool.pages.layout.chunk_tokens, len(prefix) + after
+        size = pool.pages.layout.chunk_tokens
+        first = len(prefix) + after
         before = prefix[-1:] if not after else ()  # names the parent, so that tails are evicted before heads
         slots = pool.cache.slots
         assert slots is not None
@@ -347,12 +350,14 @@ class PagodaHiCache(HiCacheStorage):
 
     def get_stats(self) -> Any:
         """Return the pages and the speed in GB/s of each call since the last time, in SGLang's format."""
-        taken, self._metrics = self._metrics, StorageMetrics()
+        taken = self._metrics
+        self._metrics = StorageMetrics()
         return taken
 
     def close(self) -> None:
         """Write waiting chunks to the lower tiers, for some seconds at most, and close the caches. Idempotent."""
-        pools, self._pools = self._pools, {}
+        pools = self._pools
+        self._pools = {}
         for pool in pools.values():
             pool.cache.close()
 

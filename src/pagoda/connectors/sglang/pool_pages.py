@@ -27,7 +27,8 @@ class PoolPages:
     """
 
     def __init__(self, name: str, pool: Any, page_tokens: int, facts: dict[str, object]) -> None:
-        self._pool, self._memory = pool, getattr(pool, "kv_buffer", None)
+        self._pool = pool
+        self._memory = getattr(pool, "kv_buffer", None)
         self._slots_per_page = int(pool.page_size)
         count = int(pool.page_num)
         places = [self._places(name, page) for page in sorted({0, min(1, count - 1), count - 1})]

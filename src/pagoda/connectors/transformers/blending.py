@@ -81,7 +81,8 @@ def hit_of(blended: Blended) -> BlendedHit:
 
     A token that was computed again counts, because its KV was loaded; `Blended` says which ones were.
     """
-    mask, by_tier = np.zeros(len(blended.tokens), np.bool_), dict[str, int]()
+    mask = np.zeros(len(blended.tokens), np.bool_)
+    by_tier = dict[str, int]()
     for start, hit in zip(blended.starts, blended.documents, strict=False):
         mask[start : start + hit.num_tokens] = True
         for tier, count in hit.by_tier.items():
@@ -111,7 +112,9 @@ class Blender:
 
     def __init__(self, model: Any, seen: ProbedModel, exact: Cache) -> None:
         """Open the cache of documents beside `exact`, the model's own. Raises ValueError if K cannot be moved."""
-        self._model, self._exact, self._plain = model, exact, seen
+        self._model = model
+        self._exact = exact
+        self._plain = seen
         self._rotary = rotary_of(model, seen.layout)
         self.gate = BlendGate(exact)
         self.cache = open_documents(exact, self._rotary.rotary)
@@ -140,7 +143,8 @@ class Blender:
         *documents, question = pieces
         tokens = np.concatenate(pieces)
         starts = starts_of(pieces)
-        total, end = len(tokens), starts[-1]
+        total = len(tokens)
+        end = starts[-1]
         # a document's last chunk is loaded whole, over the beginning of the next one, which is loaded after it
         planes = room_for(self._seen, 1, total + self._seen.layout.chunk_tokens)
         with torch.no_grad():
@@ -161,7 +165,8 @@ class Blender:
             chosen = choose_positions(
                 policy, recompute, starts, len(planes), partial(self._deviation, tokens, planes), least
             )
-            choose_seconds, began = time.perf_counter() - began, time.perf_counter()
+            choose_seconds = time.perf_counter() - began
+            began = time.perf_counter()
             self._recompute(tokens, np.concatenate([chosen, np.arange(end, total - 1)]), planes)
         first_is_exact = loaded[0].hit.exact_tokens == loaded[0].hit.num_tokens  # False: from a lossy codec
         masks = TokenMasks.of(starts, total, chosen, first_is_exact)
@@ -197,7 +202,8 @@ class Blender:
         chain = Document.of(document, self._seen.layout.chunk_tokens)
         whole = len(chain.tokens)
         hit = self._load(chain, start, planes, loads)
-        load_seconds, began = time.perf_counter() - began, time.perf_counter()
+        load_seconds = time.perf_counter() - began
+        began = time.perf_counter()
         missing = len(document) - hit.num_tokens
         if missing:
             part = [[plane[:, :, start : start + whole] for plane in layer] for layer in planes]
@@ -211,7 +217,8 @@ class Blender:
 
     def _load(self, chain: Document, start: int, planes: Planes, options: dict[str, Any]) -> Hit:
         """Load a document's own chain; for the first document, the prompts' chain if that has more of it."""
-        length, items = chain.num_tokens, chain.items
+        length = chain.num_tokens
+        items = chain.items
         if not start:
             prompt = chain.tokens[:length]
             exact = self._exact.lookup(prompt, counted=False, **options).num_tokens
@@ -254,7 +261,8 @@ class Blender:
         """Compute the chosen tokens, each over everything before it; their K and V replace the reused ones."""
         if not len(chosen):
             return
-        end, first = int(chosen[-1]) + 1, int(chosen[0])
+        end = int(chosen[-1]) + 1
+        first = int(chosen[0])
         gaps = len(chosen) < end - first
         cache: Any = DynamicCache(config=self._model.config)
         for index, layer in enumerate(planes):
@@ -295,9 +303,12 @@ class _FilledLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """`filled`: how many columns count as past, for the masks that the model makes itself."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.keys, self.values = planes
-        self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
+        self.dtype = self.keys.dtype
+        self.device = self.keys.device
+        self.is_initialized = True
         self._positions = torch.from_numpy(positions).to(self.device)
-        self._filled, self._columns = filled, int(positions[-1]) + 1
+        self._filled = filled
+        self._columns = int(positions[-1]) + 1
 
     def get_seq_length(self) -> int:
         """Return the number of columns before the new ones."""
@@ -305,7 +316,8 @@ class _FilledLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace K and V of the positions; return all up to the last position."""
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys.index_copy_(2, self._positions, key_states)
         self.values.index_copy_(2, self._positions, value_states)
         return self.keys[:, :, : self._columns], self.values[:, :, : self._columns]

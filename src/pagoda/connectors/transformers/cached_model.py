@@ -161,7 +161,8 @@ class CachedModel:
         self._seen = _looked_at(model, config.chunk_tokens)
         walk = walk_over(model)
         self._weights = walk.weights  # of the latest walk
-        self._stamp, self._forms = stamp_of(model), model_checks.forms_of(model)
+        self._stamp = stamp_of(model)
+        self._forms = model_checks.forms_of(model)
         self._edits = ModelEdits(model, walk)
         self._probed_under = (numerics_of(model, walk).autocast, "")
         self._changing: list[Any] = []  # hooks that were seen to change the KV
@@ -337,11 +338,13 @@ class CachedModel:
         from pagoda.connectors.transformers.blending import hit_of
 
         began = time.perf_counter()
-        pieces, chosen_by = as_documents(documents, question, tokenizer), policy_named(policy)
+        pieces = as_documents(documents, question, tokenizer)
+        chosen_by = policy_named(policy)
         ready, blender, stamp = self._ready_to_blend(salt)
         if ready.why_not:
             raise ValueError(ready.why_not)
-        cache, space = ready.cache, ready.space
+        cache = ready.cache
+        space = ready.space
         recompute = cache.config.blend_recompute if recompute is None else recompute
         min_tokens = cache.config.blend_min_tokens if min_tokens is None else min_tokens
         setting = blend_setting(chosen_by, recompute, min_tokens)
@@ -460,7 +463,9 @@ class CachedModel:
         """Close the cache if it was opened here, and end the threads, within `timeout` seconds. Idempotent."""
         until = time.monotonic() + timeout
         with self._lock:
-            loads, blender, self._closed = self._loads, self._blender, True
+            loads = self._loads
+            blender = self._blender
+            self._closed = True
         if loads is not None:
             loads.close(timeout)  # before the slots from which they copy are unmapped
         if blender is not None:
@@ -510,7 +515,8 @@ class CachedModel:
     ) -> None:
         """Store the KV of a complete generation. Never raises: nobody loses a text because of its KV."""
         ids = getattr(out, "sequences", out)
-        rows, every = prompts.rows, prompts.repeats
+        rows = prompts.rows
+        every = prompts.repeats
         try:
             if self._ready(salt) != before:
                 # which of the two computed this KV is unknown
@@ -522,7 +528,8 @@ class CachedModel:
                     f"{kv.get_seq_length()} tokens have KV, and the text has {ids.shape[1]} tokens"
                 )
             if with_output:
-                rows, every = rows_of(ids, grown_mask(prompts.mask.repeat_interleave(every, 0), ids)), 1
+                rows = rows_of(ids, grown_mask(prompts.mask.repeat_interleave(every, 0), ids))
+                every = 1
             self.last_stored = self._stored(rows, kv, before, every)
         except Exception as trouble:  # noqa: BLE001  # a boundary: the text is complete
             before.cache.decline(f"the KV of a text is not stored: {trouble}", loaded=True)
@@ -542,7 +549,9 @@ class CachedModel:
             if load.hung:  # a second load would take as long
                 looked = Hit(0, {}, looked.mask & False, Reason.DEADLINE, "the load did not end in time")
         found = self._prefix(rows, width, ready, looked, began)
-        kv, found.past_key_values, self.last = found.past_key_values, None, found
+        kv = found.past_key_values
+        found.past_key_values = None
+        self.last = found
         if repeats > 1:
             kv.batch_repeat_interleave(repeats)
         with self._prefills.measured(self.model, watch_for(self._seen.devices)):
@@ -551,7 +560,10 @@ class CachedModel:
     def _generated_from(self, found: Prefix, repeats: int, kwargs: dict[str, Any]) -> Any:
         """Return the result of `model.generate` for a prompt of documents; `last` gets the prefix."""
         assert found.blend is not None
-        kv, found.past_key_values, self.last, self.last_stored = found.past_key_values, None, found, []
+        kv = found.past_key_values
+        found.past_key_values = None
+        self.last = found
+        self.last_stored = []
         ids = self._as_prompt(found.blend.tokens)
         if repeats > 1:
             kv.batch_repeat_interleave(repeats)
@@ -624,7 +636,8 @@ class CachedModel:
 
     def _wanted(self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None) -> list[Any]:
         """Return the tokens to load for each row: without the last one, and only in the columns that all rows have."""
-        cache, space = ready.cache, ready.space
+        cache = ready.cache
+        space = ready.space
         most = width - 1 if looked is None else rows[0].pad + looked.num_tokens
         if len(rows) > 1:
             found = [cache.lookup(row.tokens[:-1], counted=False, **space).num_tokens for row in rows]
@@ -671,7 +684,8 @@ class CachedModel:
                 lora = adapters_digest(self.model, walk) or None
             except ValueError as trouble:
                 why_not = why_not or str(trouble)
-            numerics, edits = numerics_of(self.model, walk), self._edits.text(walk)
+            numerics = numerics_of(self.model, walk)
+            edits = self._edits.text(walk)
             why_not = why_not or self._layout_trouble(numerics.autocast, edits)
             space = {"lora": lora, "salt": salt, "numerics": ", ".join(filter(None, (numerics.text, edits)))}
             return _Ready(self.cache, space, self.cache.present_namespace(lora), why_not, hooks)
@@ -729,12 +743,14 @@ class CachedModel:
             how = "the weights were changed" if forms == self._forms else "the model was moved or converted"
             raise ValueError(f"{how}: create a new CachedModel, so that old KV is not used with new weights")
         old = self.cache
-        blender, self._blender = self._blender, None
+        blender = self._blender
+        self._blender = None
         if blender is not None:  # it has the verdict, the probed embedding and the KV of the old weights
             blender.cache.close()
         if forms != self._forms:
             old.close()  # a store of another layout may need its space
-            self._seen, self._forms = _looked_at(self.model, self.layout.chunk_tokens), forms
+            self._seen = _looked_at(self.model, self.layout.chunk_tokens)
+            self._forms = forms
             self._probed_under = (numerics_of(self.model, walk).autocast, self._edits.text(walk))
             self._layouts.clear()
         namespace = namespace_of(self.model, self._seen.layout, **self._named)

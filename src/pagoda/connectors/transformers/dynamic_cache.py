@@ -88,5 +88,6 @@ def dynamic_cache(
                 values[number, :, : row.pad] = 0
         keys, values = (plane[:, :, :columns].to(device) for plane in (keys, values))
         layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys, values
+        layer.keys = keys
+        layer.values = values
     return cache

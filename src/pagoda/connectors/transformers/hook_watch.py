@@ -40,7 +40,8 @@ class HookWatch:
 
     def __init__(self, model: Any, hooks: Sequence[ForeignHook]) -> None:
         self.changing: ForeignHook | None = None
-        self._model, self._hooks = model, hooks
+        self._model = model
+        self._hooks = hooks
         self._thread = threading.get_ident()
         self._passed = False
         self._watchers: list[Any] = []

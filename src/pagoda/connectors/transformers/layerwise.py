@@ -59,7 +59,8 @@ class LayerLoad:
     def wait_for(self, layer: int) -> None:
         """Wait until this thread's current stream may use a layer. Raises LoadShort if it does not arrive."""
         if not self._layer_events.wait_layer(layer, self._device, self._deadline.remaining()):
-            self.hung, self.seconds = not self._layer_events.ended, time.monotonic() - self._began
+            self.hung = not self._layer_events.ended
+            self.seconds = time.monotonic() - self._began
             raise LoadShort
 
     def used(self, layer: int) -> None:
@@ -109,10 +110,16 @@ class ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def __init__(self, load: LayerLoad, layers: list[Any], index: int, plain: Any) -> None:
         self._kept: dict[str, Any] = {}
         super().__init__()  # type: ignore[no-untyped-call]
-        self._load, self._layers, self._index, self._plain = load, layers, index, plain
+        self._load = load
+        self._layers = layers
+        self._index = index
+        self._plain = plain
         self._tokens = int(plain.keys.shape[-2])
-        self.keys, self.values = plain.keys, plain.values
-        self.dtype, self.device, self.is_initialized = plain.keys.dtype, plain.keys.device, True
+        self.keys = plain.keys
+        self.values = plain.values
+        self.dtype = plain.keys.dtype
+        self.device = plain.keys.device
+        self.is_initialized = True
 
     @property
     def keys(self) -> Any:
@@ -139,7 +146,8 @@ class ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         """Wait for K and V and return them with the new ones appended; afterwards a plain layer does this."""
         self._load.used(self._index)
-        self._plain.keys, self._plain.values = self._kept["keys"], self._kept["values"]
+        self._plain.keys = self._kept["keys"]
+        self._plain.values = self._kept["values"]
         self._kept.clear()  # a layer's old memory is freed as soon as the model has its new one
         self._layers[self._index] = self._plain
         return self._plain.update(key_states, value_states, *args, **kwargs)
@@ -176,7 +184,8 @@ class LayerLoads:
         load = LayerLoad(kv, layer_events, seen.copy_engine.device, future, len(tokens), Deadline(seconds))
         for index, (plain, (keys, values)) in enumerate(zip(list(kv.layers), planes, strict=True)):
             plain.lazy_initialization(keys, values)
-            plain.keys, plain.values = keys, values
+            plain.keys = keys
+            plain.values = values
             kv.layers[index] = ArrivingLayer(load, kv.layers, index, plain)
         return load
 

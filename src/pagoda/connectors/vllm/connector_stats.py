@@ -64,7 +64,8 @@ class PagodaStats(KVConnectorStats):
     def take(self) -> PagodaStats | None:
         """Return the counts and start again at zero; None without counts. Only the caller has the result."""
         with self._lock:
-            taken, self.data = self.data, {}
+            taken = self.data
+            self.data = {}
         return PagodaStats(taken) if taken else None
 
     def reset(self) -> None:

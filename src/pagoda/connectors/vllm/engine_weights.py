@@ -46,7 +46,8 @@ class EngineWeights:
         `take` gets each version, and whether no request has KV of another version: then all requests begin again.
         Otherwise the present requests are neither saved nor loaded, because the weights of their KV are unknown.
         """
-        self._run, self._take = run, take
+        self._run = run
+        self._take = take
         self.version = ""
         self._named = True  # False: the version is a random text
         self._sleeps: _Asleep | None = None  # a sleep whose reset has not come yet
@@ -54,7 +55,8 @@ class EngineWeights:
 
     def changed(self) -> None:
         """Note that the weights may have changed and have no name: a reset, or the begin of an update."""
-        self._slept, self._sleeps = self._sleeps, None
+        self._slept = self._sleeps
+        self._sleeps = None
         if self._named:
             log.info(
                 "the engine was reset, so its weights may have changed: earlier chunks do not hit, and no chunks are "

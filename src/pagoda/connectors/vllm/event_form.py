@@ -24,7 +24,8 @@ class VLLMEventForm:
 
     def __init__(self, groups: Groups, hash_tokens: int) -> None:
         """`groups`: by vLLM's numbers; `hash_tokens`: the tokens of one hash of a request; a block may have several."""
-        self._groups, self._hash_tokens = groups, hash_tokens
+        self._groups = groups
+        self._hash_tokens = hash_tokens
 
     def notes(self, request: Any, root: bytes, group: int = 0) -> NoteMaker:
         """Return the function that makes the notes of a request's chunks of a group. `root`: of its namespace."""
@@ -32,7 +33,8 @@ class VLLMEventForm:
 
     def stored(self, run: Sequence[ChunkNote], medium: str) -> BlockStored:
         """Return the event that a medium has the chunks of one run, in order."""
-        first, facts = run[0], self._groups[run[0].group]
+        first = run[0]
+        facts = self._groups[run[0].group]
         extra = [keys for note in run for keys in note.extra_keys or ()]
         return BlockStored(
             block_hashes=self._names([note.hashes for note in run], first.group),
@@ -71,8 +73,10 @@ class VLLMEventForm:
         The note of a request with a salt has neither tokens nor salt, only the hashes, which depend on the salt.
         """
         facts = self._groups[group]
-        blocks, size = facts.blocks, facts.block_tokens
-        begin, end = chunk * blocks, (chunk + 1) * blocks
+        blocks = facts.blocks
+        size = facts.block_tokens
+        begin = chunk * blocks
+        end = (chunk + 1) * blocks
         each = size // self._hash_tokens  # hashes per block; the last one names the whole block
         known = request.block_hashes
         hashes = known[(begin + 1) * each - 1 : end * each : each]
@@ -81,7 +85,8 @@ class VLLMEventForm:
         parent = bytes(known[begin * each - 1]) if begin else b""
         if request.cache_salt:
             return ChunkNote(root, parent, b"".join(hashes), group=group)
-        extra, item = [], 0
+        extra = []
+        item = 0
         if request.lora_request is not None or request.mm_features or request.prompt_embeds is not None:
             for block in range(begin, end):
                 keys, item = generate_block_hash_extra_keys(request, block * size, (block + 1) * size, item)

@@ -95,7 +95,8 @@ class EventOutlet:
     def take(self) -> list[KVCacheEvent]:
         """Return the events that wait for a step."""
         with self._lock:
-            events, self._waiting = self._waiting, []
+            events = self._waiting
+            self._waiting = []
         return events
 
 
@@ -164,7 +165,8 @@ class LivePublisher(kv_events.ZmqEventPublisher):
             return
         # It connects to one router, or listens where only this user can connect: a socket of vLLM's, but an XPUB
         # socket, which is a PUB socket that reports subscriptions.
-        context, self._ctx = self._ctx, _Subscribed(shadow=self._ctx)
+        context = self._ctx
+        self._ctx = _Subscribed(shadow=self._ctx)
         try:
             super()._socket_setup()
         finally:

@@ -12,7 +12,9 @@ def join_vllm_log() -> None:
     logger has handlers (the program around vLLM decides, and no line is shown twice), or if vLLM has no handlers
     (VLLM_CONFIGURE_LOGGING=0).
     """
-    ours, theirs, root = logging.getLogger("pagoda"), logging.getLogger("vllm"), logging.root
+    ours = logging.getLogger("pagoda")
+    theirs = logging.getLogger("vllm")
+    root = logging.root
     if ours.handlers or ours.level != logging.NOTSET or root.handlers or not theirs.handlers:
         return
     for handler in theirs.handlers:

@@ -70,7 +70,8 @@ def inspect_kv_caches(
     if len(devices) != 1:
         raise ValueError(f"KV caches on several devices {sorted(map(str, devices))}: one is needed")
     check_apart(pages)
-    heads, replicas = 0, int(kv_cache_config.kv_tp_replicas)
+    heads = 0
+    replicas = int(kv_cache_config.kv_tp_replicas)
     if canonical:
         heads, replicas = _heads_of(pages, vllm_config)
     parts, part, writes = _parts(vllm_config, replicas)
@@ -157,7 +158,8 @@ def _heads_of(pages: Sequence[Page], vllm_config: VllmConfig) -> tuple[int, int]
 
     Raises ValueError, which says what to do, unless each head is one run of bytes in all pages.
     """
-    heads, ranks = pages[0].heads, int(vllm_config.parallel_config.tensor_parallel_size)
+    heads = pages[0].heads
+    ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     replicas = max(1, ranks * heads // total)
     layers = vllm_config.compilation_config.static_forward_context

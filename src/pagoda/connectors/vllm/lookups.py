@@ -25,7 +25,8 @@ _MOST_LOGS = 8
 _MOST = 64  # running look-ups; the others begin when vLLM asks for them
 # the wait in one pass over the waiting requests, enough to answer most of them; the second value applies while the
 # engine computes answers, whose readers would notice
-_PATIENCE_SECONDS, _BRIEF_PATIENCE_SECONDS = 0.003, 0.0005
+_PATIENCE_SECONDS = 0.003
+_BRIEF_PATIENCE_SECONDS = 0.0005
 LONGEST_SECONDS = 5.0  # a look-up that takes longer is a miss
 
 
@@ -72,7 +73,9 @@ class TrackedRequest:
 
     def forget_keys(self) -> None:
         """Forget the keys, and what is known of their chunks: they name other tokens, or are of another namespace."""
-        self.keys, self.saved, self.seen = [], 0, 0
+        self.keys = []
+        self.saved = 0
+        self.seen = 0
 
 
 class LookupThreads:
@@ -86,7 +89,8 @@ class LookupThreads:
         `hashes_media`: whether vLLM names media by their content.
         """
         assert cache.slots is not None  # an engine without a host tier was refused
-        self._cache, self._slots = cache, cache.slots
+        self._cache = cache
+        self._slots = cache.slots
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
         self._chunk_tokens = cache.layout.chunk_tokens
         self._salt = salt
@@ -106,21 +110,26 @@ class LookupThreads:
         self._begun = [row for row in self._begun if not row[1].done()]
         if sum(now - at > LONGEST_SECONDS for at, _ in self._begun) >= _THREADS:
             # a tier or a directory of adapters does not answer
-            tracked.loads, tracked.reason = False, Reason.DEADLINE
+            tracked.loads = False
+            tracked.reason = Reason.DEADLINE
             return False
         if self._threads.under_way >= _MOST:
             return False
-        request, hashes = tracked.request, len(tracked.request.block_hashes)
-        digests, last = self._digests(request, 0, hashes), _hash_at(request.block_hashes, hashes)
+        request = tracked.request
+        hashes = len(tracked.request.block_hashes)
+        digests = self._digests(request, 0, hashes)
+        last = _hash_at(request.block_hashes, hashes)
         prompt = None if tracked.recorded else request.num_prompt_tokens
-        tracked.asked_at, tracked.polled = now, False
+        tracked.asked_at = now
+        tracked.polled = False
         try:
             tracked.look = self._threads.submit(self._lookup, request, digests, hashes, last, prompt)
             self._begun.append((now, tracked.look))
             tracked.recorded = True
         except RuntimeError as trouble:  # no thread could be started, or the engine shuts down
             self._lines.warn(log, Reason.IO_ERROR, f"a look-up could not begin: {trouble}")
-            tracked.loads, tracked.reason = False, Reason.IO_ERROR
+            tracked.loads = False
+            tracked.reason = Reason.IO_ERROR
             return False
         return True
 
@@ -136,11 +145,13 @@ class LookupThreads:
         if not look.done():
             if time.monotonic() - tracked.asked_at < LONGEST_SECONDS:
                 return False
-            tracked.loads, tracked.reason = False, Reason.DEADLINE
+            tracked.loads = False
+            tracked.reason = Reason.DEADLINE
             return True
         if (trouble := look.exception()) is not None:
             self._lines.warn(log, Reason.IO_ERROR, f"a look-up failed: {type(trouble).__name__}: {trouble}")
-            tracked.loads, tracked.reason = False, Reason.IO_ERROR
+            tracked.loads = False
+            tracked.reason = Reason.IO_ERROR
             return True
         return self._taken(tracked, look.result())
 
@@ -160,7 +171,8 @@ class LookupThreads:
         If the tokens of a session were replaced (streamed input), start again: old keys would name other tokens.
         """
         assert tracked.found is not None
-        step, hashes = self._chunk_tokens // self._hash_tokens, tracked.request.block_hashes
+        step = self._chunk_tokens // self._hash_tokens
+        hashes = tracked.request.block_hashes
         have = len(tracked.keys)
         if have and _hash_at(hashes, have * step) != tracked.named:
             tracked.forget_keys()
@@ -202,7 +214,8 @@ class LookupThreads:
     def _taken(self, tracked: TrackedRequest, found: LookupAnswer | None) -> bool:
         """Accept an answer; if it is too old or is about other tokens, look up again."""
         if found is not None:
-            hashes, at = tracked.request.block_hashes, found.hashes
+            hashes = tracked.request.block_hashes
+            at = found.hashes
             other = _hash_at(hashes, at) != found.last
             if other:
                 tracked.forget_keys()
@@ -246,7 +259,8 @@ class LookupThreads:
                 self._lines.warn(log, Reason.IO_ERROR, text)
                 self._name_adapter(request, None)
                 return None
-        salt, version = salt_of(self._salt, request.cache_salt), self.version
+        salt = salt_of(self._salt, request.cache_salt)
+        version = self.version
         present = self._slots.namespace(weights_version=version)  # before the next line
         root = self._slots.namespace(lora, salt, version) if lora or salt else present
         self._name_adapter(request, root)

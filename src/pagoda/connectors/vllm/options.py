@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 # A hit ends with a chunk: the tokens after the last whole chunk of a prompt are computed again each time. On a CPU this
 # is expensive, so a chunk is one block, as in the engine's own cache. On a GPU it is cheap; there the processor time of
 # a chunk, 0.1 to 0.4 ms with all tiers, is the scarce resource.
-_CPU_TOKENS, _GPU_TOKENS = 32, 256
+_CPU_TOKENS = 32
+_GPU_TOKENS = 256
 EXTRA = "kv_connector_extra_config"
 """vLLM's name for the options that it passes to a connector."""
 _OWN = ("weights", "weights_run", "salt", "store_output", "canonical_layout", "allow_untested_vllm")
@@ -70,7 +71,8 @@ def read_options(
     extra.refuse_unknown((*option_names(), *_OWN), _OF_VLLM)
     given = {name: extra_config[name] for name in option_names() if name in extra_config}
     loaded = load(**given)
-    config, origin = loaded.for_engine(), loaded.origins["chunk_tokens"]
+    config = loaded.for_engine()
+    origin = loaded.origins["chunk_tokens"]
     if chunk is not None:
         tokens, decided_by = chunk
         if origin != DEFAULT and config.chunk_tokens != tokens:
@@ -105,7 +107,8 @@ def chunk_options(config: OffloadingConfig, states: bool = False) -> tuple[Conne
     `states`: some layers have a state instead of keys and values. vLLM keeps it at the end of a block in which a prompt
     or a step ends: hardly any longer chunk would have it. So a chunk is one block.
     """
-    extra, blocks = config.extra_config, config.cache.blocks_per_chunk
+    extra = config.extra_config
+    blocks = config.cache.blocks_per_chunk
     sizes = sorted({group.tokens_per_block for group in config.groups})
     named = [name for name in ("block_size", "blocks_per_chunk") if extra.get(name) is not None]
     if named or len(sizes) > 1:

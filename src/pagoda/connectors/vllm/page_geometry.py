@@ -49,7 +49,8 @@ def page_of(name: str, tensor: Any, spec: Any, num_blocks: int) -> Page:
         raise ValueError(
             f"{name}: {kernel_blocks} blocks of the kernel are not a multiple of {num_blocks} blocks"
         )
-    ratio, item = kernel_blocks // num_blocks, tensor.element_size()
+    ratio = kernel_blocks // num_blocks
+    item = tensor.element_size()
     if spec.block_size % ratio:
         raise ValueError(f"{name}: blocks of {spec.block_size} tokens are not {ratio} blocks of the kernel")
     kernel_bytes = _dense_bytes(name, tensor)

@@ -56,7 +56,8 @@ class PrefillSteps:
 
         vLLM calls `start_load_kv` after the forward pass of most steps.
         """
-        self._tokens, self._watch = step.tokens, None
+        self._tokens = step.tokens
+        self._watch = None
         # with asynchronous scheduling a step is scheduled while the last one runs
         self._began = max(step.scheduled_at, self._ended)
         if self._watch_for_step is not None and step.tokens >= self._fewest:

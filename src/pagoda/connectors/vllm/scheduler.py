@@ -69,9 +69,11 @@ class PagodaScheduler:
         self._in_lockstep = in_lockstep
         self._schedules_early = schedules_early
         self._hashes_media = hashes_media
-        self._loads_any, self._saves_any = role != "kv_producer", role != "kv_consumer"
+        self._loads_any = role != "kv_producer"
+        self._saves_any = role != "kv_consumer"
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
-        self.outlet, self._kv_kind = outlet, kv_kind
+        self.outlet = outlet
+        self._kv_kind = kv_kind
         self._events: StoredEvents | None = None
         self._cache: Cache | None = None
         self._described = False  # True: the workers' description has come, or the wait for it has ended
@@ -99,7 +101,8 @@ class PagodaScheduler:
         first = agreed(handshakes)
         cache = opened(self._options.config, first.namespace, first.layout)
         assert cache.slots is not None  # an engine without a host tier was refused
-        self._cache, self._slots = cache, cache.slots
+        self._cache = cache
+        self._slots = cache.slots
         self._parts = first.parts
         self._block_tokens = first.block_tokens
         self._chunk_tokens = first.layout.chunk_tokens
@@ -110,7 +113,8 @@ class PagodaScheduler:
         if self.outlet is not None:
             facts = BlockFacts(self._chunk_tokens, self._block_tokens, *self._kv_kind)
             self._form = VLLMEventForm({0: facts}, self._hash_tokens)
-            keeps, ledgers = self._options.config.prompt_log, self._slots.ledgers
+            keeps = self._options.config.prompt_log
+            ledgers = self._slots.ledgers
             present = self._lookups.root
             self._events = StoredEvents(ledgers, present, {0: facts}, self._form, self.outlet, keeps)
             if self._loads_any:  # otherwise it cannot load, and only leaves notes for other engines
@@ -211,7 +215,8 @@ class PagodaScheduler:
 
     def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """Split the tokens that are being loaded by tier."""
-        tracked, split = self._tracked.get(request.request_id), dict[CacheHitSource, int]()
+        tracked = self._tracked.get(request.request_id)
+        split = dict[CacheHitSource, int]()
         for tier, share in _by_tier(tracked, tokens).items() if tracked is not None else ():
             source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
             split[source] = split.get(source, 0) + share
@@ -231,9 +236,11 @@ class PagodaScheduler:
         assert tracked.found is not None
         local = tracked.local_tokens
         stop = local + tokens
-        chunks, first = -(-stop // self._chunk_tokens), local // self._chunk_tokens
+        chunks = -(-stop // self._chunk_tokens)
+        first = local // self._chunk_tokens
         ids = list(blocks.get_block_ids()[0])
-        begin, end = local // self._block_tokens, stop // self._block_tokens
+        begin = local // self._block_tokens
+        end = stop // self._block_tokens
         rest = chunks * self._chunk_tokens // self._block_tokens - end
         table = [-1] * begin + ids[begin:end] + [-1] * rest
         keys = tracked.keys[:chunks]
@@ -247,7 +254,8 @@ class PagodaScheduler:
 
     def _notes(self, request: Any, root: bytes) -> NoteMaker:
         """Return the function that makes the notes of those of a request's chunks that other engines can name."""
-        make, shared = self._form.notes(request, root), self._lookups.shared_tokens(request)
+        make = self._form.notes(request, root)
+        shared = self._lookups.shared_tokens(request)
         size = self._chunk_tokens
         return make if shared is None else lambda chunk: make(chunk) if (chunk + 1) * size <= shared else None
 
@@ -280,7 +288,9 @@ class PagodaScheduler:
                 self._others_failed()
             for request in meta.failed:
                 if (tracked := self._tracked.get(request)) is not None:
-                    tracked.loads, tracked.saved, tracked.seen = False, 0, 0
+                    tracked.loads = False
+                    tracked.saved = 0
+                    tracked.seen = 0
             for tracked in self._tracked.values() if meta.failed else ():
                 if tracked.waits_for in meta.failed:
                     tracked.look = None  # its hit may include the failed chunks: look up again
@@ -327,7 +337,8 @@ class PagodaScheduler:
         if self._cache is None:
             return meta
         if output.has_sync_kv_loads:  # those of another connector: ours are asynchronous
-            self._others_loaded, meta.loads_of_others = self._steps, True
+            self._others_loaded = self._steps
+            meta.loads_of_others = True
         for admitted in self._admitted:
             admitted.sure_after = self._others_loaded
         self._admitted.clear()
@@ -364,7 +375,8 @@ class PagodaScheduler:
         table = output.kv_connector_block_state.get_block_ids(request.request_id)
         self._lookups.extend_keys(tracked, done)
         done = min(done, len(tracked.keys))
-        tracked.seen, first = done, tracked.saved
+        tracked.seen = done
+        first = tracked.saved
         if table is None or first >= done:
             return
         if copies := self._reserved(tracked, first, done):
@@ -384,7 +396,8 @@ class PagodaScheduler:
 
     def _reserved(self, tracked: TrackedRequest, first: int, done: int) -> list[ChunkRef]:
         assert tracked.found is not None
-        slots, keys = self._slots, tracked.keys
+        slots = self._slots
+        keys = tracked.keys
         if tracked.stamp is None:
             tracked.stamp = slots.stamp()
         began = time.monotonic()
@@ -449,9 +462,11 @@ class PagodaScheduler:
 
     def shutdown(self) -> None:
         """End the threads and release the cache; ends in bounded time. Idempotent."""
-        cache, self._cache = self._cache, None
+        cache = self._cache
+        self._cache = None
         if cache is not None:
-            events, self._events = self._events, None
+            events = self._events
+            self._events = None
             if events is not None:
                 events.close()
                 cache.before_closing(events.keep_notes)
@@ -474,7 +489,9 @@ def _asked_tokens(tracked: TrackedRequest) -> int:
 
 def _by_tier(tracked: TrackedRequest, tokens: int) -> dict[str, int]:
     """Split the `tokens` of a request that are being loaded by tier."""
-    begin, split, at = tracked.local_tokens, dict[str, int](), 0
+    begin = tracked.local_tokens
+    split = dict[str, int]()
+    at = 0
     found = tracked.found.hit.by_tier if tracked.found is not None else {}
     for tier, count in found.items():  # in the order of the prompt
         share = min(at + count, begin + tokens) - max(at, begin)

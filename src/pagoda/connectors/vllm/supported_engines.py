@@ -86,11 +86,13 @@ def _kinds(kv_cache_config: KVCacheConfig) -> list[str]:
 
 def log_choices(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Log how this model's KV is cached and why, the settings of vLLM's block hashes, and options without effect."""
-    kinds, groups = " and ".join(_kinds(kv_cache_config)), len(kv_cache_config.kv_cache_groups)
+    kinds = " and ".join(_kinds(kv_cache_config))
+    groups = len(kv_cache_config.kv_cache_groups)
     hybrid = "a hybrid model, vLLM's offloading selects the chunks of each kind"
     way = hybrid if is_hybrid(kv_cache_config) else "the KV of all tokens is kept"
     log.info("the model's KV is %s in %d group(s): %s", kinds, groups, way)
-    seed, algorithm = os.environ.get("PYTHONHASHSEED"), str(vllm_config.cache_config.prefix_caching_hash_algo)
+    seed = os.environ.get("PYTHONHASHSEED")
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if seed is not None or algorithm != _HASHES[0]:
         log.info(
             "block hashes use %s and PYTHONHASHSEED %s: engines share chunks only if both are the same",
@@ -165,7 +167,8 @@ def _refusals(vllm_config: Any, hybrid: bool) -> Iterator[tuple[str, str]]:
     """Yield each setting that is refused, and the reason with what to do."""
     from vllm.config import get_current_vllm_config_or_none
 
-    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    parallel = vllm_config.parallel_config
+    transfer = vllm_config.kv_transfer_config
     for setting, reason in _ONE.items():
         if (size := getattr(parallel, setting)) > 1:
             yield setting, f"{size}: {reason}; set it to 1"

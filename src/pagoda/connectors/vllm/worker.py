@@ -37,7 +37,8 @@ log = guarded_logger("pagoda.vllm")
 
 _LOAD_THREADS = 4
 _SAVE_THREADS = 1  # chunks of one prompt become visible in its order
-_IDLE_SECONDS, _PAUSE_SECONDS = 0.005, 0.0005
+_IDLE_SECONDS = 0.005
+_PAUSE_SECONDS = 0.0005
 _END_SECONDS = 5.0
 _MOST_SNAPSHOT_BYTES = 512 << 20  # device memory for waiting snapshots; one chunk is always allowed
 _FREE_SHARE = 4  # at most a quarter of the device memory that vLLM's own plan leaves free
@@ -100,7 +101,8 @@ class PagodaWorker:
             self._slots.use_device(self._pages.device_index)
         if isinstance(self._pages, DevicePagesKV):
             self._staging = _reserved_on(self._pages)
-        self._seen, self._layout = seen, layout
+        self._seen = seen
+        self._layout = layout
         if seen.part == 0 and seen.writes:
             self._prefills = PrefillSteps(self._cache, seen.planes[0].device)
         self.handshake = Handshake(namespace, layout, seen.block_tokens, seen.parts)
@@ -119,7 +121,8 @@ class PagodaWorker:
         """
         if not self._ended or self._step not in (None, meta.number - 1):
             self._step_interrupted()
-        self._step, self._ended = meta.number, False
+        self._step = meta.number
+        self._ended = False
         if meta.loads_of_others:
             self._report.ended = meta.number  # sent at the step's end, with the blocks that failed
         if self._prefills is not None:
@@ -139,7 +142,8 @@ class PagodaWorker:
 
     def _retriever(self, load: Load) -> Callable[[], Hit]:
         """Return a load, which a thread runs; on a GPU it waits for all work that was launched before now."""
-        kv, start = self._pages.with_table(load.blocks), load.first * self._layout.chunk_tokens
+        kv = self._pages.with_table(load.blocks)
+        start = load.first * self._layout.chunk_tokens
         options: CallOptions = {
             "keys": load.keys,
             "start_tokens": start,
@@ -161,7 +165,8 @@ class PagodaWorker:
             self._step_interrupted()
         elif self._prefills is not None:
             self._prefills.end()
-        here, copied = meta.scheduler_pid == os.getpid(), list[_Copied]()
+        here = meta.scheduler_pid == os.getpid()
+        copied = list[_Copied]()
         for save in meta.saves:
             if not self._seen.writes:
                 continue  # another rank has the same bytes and writes them
@@ -267,13 +272,17 @@ class PagodaWorker:
         return set(ended)
 
     def _load_ended(self, loading: _Loading) -> None:
-        load, chunk = loading.load, self._layout.chunk_tokens
+        load = loading.load
+        chunk = self._layout.chunk_tokens
         loaded = 0
         if (trouble := loading.future.exception()) is None:
             hit = loading.future.result()
-            loaded, why, reason = hit.stop_tokens, hit.detail, hit.reason or Reason.ABSENT
+            loaded = hit.stop_tokens
+            why = hit.detail
+            reason = hit.reason or Reason.ABSENT
         else:
-            why, reason = f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR
+            why = f"{type(trouble).__name__}: {trouble}"
+            reason = Reason.IO_ERROR
         wanted = [block for block in load.blocks if block >= 0]
         bad = [block for block in load.blocks[loaded // self._seen.block_tokens :] if block >= 0]
         tokens = (len(wanted) - len(bad)) * self._seen.block_tokens
@@ -293,12 +302,14 @@ class PagodaWorker:
 
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks that loads left unfilled since the last call."""
-        taken, self._bad_blocks = self._bad_blocks, set()
+        taken = self._bad_blocks
+        self._bad_blocks = set()
         return taken
 
     def take_meta(self) -> PagodaWorkerMetadata | None:
         """Return the failed loads and saves since the last call; None if there are none."""
-        taken, self._report = self._report, PagodaWorkerMetadata()
+        taken = self._report
+        self._report = PagodaWorkerMetadata()
         return taken if taken != self._report else None
 
     def shutdown(self) -> None:
@@ -308,7 +319,8 @@ class PagodaWorker:
         for threads in (self._load_threads, self._save_threads):
             threads.join(deadline.remaining())
         self._save_threads.shutdown(wait=False, cancel_futures=True)
-        cache, self._cache = self._cache, None
+        cache = self._cache
+        self._cache = None
         if cache is not None:
             let_go(cache)
 

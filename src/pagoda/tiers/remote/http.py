@@ -187,7 +187,10 @@ class HttpConnection:
         """Close the connection; the next request opens another one. Not from another thread."""
         if self._socket is not None:
             self._socket.close()
-        self._socket, self._begin, self._end, self._wakes_at = None, 0, 0, 1
+        self._socket = None
+        self._begin = 0
+        self._end = 0
+        self._wakes_at = 1
 
     def _exchange(
         self,
@@ -231,7 +234,9 @@ class HttpConnection:
         """Return what comes before the next `mark`; consume the mark too."""
         held = self._end - self._begin
         self._buffer[:held] = bytes(self._buffer[self._begin : self._end])
-        self._begin, self._end, seen = 0, held, 0
+        self._begin = 0
+        self._end = held
+        seen = 0
         while (stop := bytes(self._buffer[seen : self._end]).find(mark)) < 0:
             seen = max(0, self._end - len(mark) + 1)
             if self._end == _HEAD_BYTES:
@@ -259,7 +264,9 @@ class HttpConnection:
         for number, (family, kind, protocol, _, address) in enumerate(addresses):
             now = time.monotonic()
             share = now + (until - now) / (len(addresses) - number)  # the first address may not answer
-            self._socket, self._begin, self._end = socket.socket(family, kind, protocol), 0, 0
+            self._socket = socket.socket(family, kind, protocol)
+            self._begin = 0
+            self._end = 0
             try:
                 self._socket.settimeout(seconds_left(share))
                 self._check_open()  # from here on `abort` ends this socket

@@ -34,7 +34,8 @@ class IndexedStoreClient(StoreClient):
     """The object store of `store`, whose chunks the Redis of `index` knows. Thread-safe, keeps no connection."""
 
     def __init__(self, store: StoreClient, index: StoreClient) -> None:
-        self._store, self._index = store, index
+        self._store = store
+        self._index = index
         self.name = store.name
         self.address = store.address
         self.keepalive_seconds = index.keepalive_seconds
@@ -49,7 +50,8 @@ class IndexedStoreConnection(StoreConnection):
     """A connection to an object store and one to its index; see StoreConnection. If either fails, so does the call."""
 
     def __init__(self, store: StoreConnection, index: StoreConnection) -> None:
-        self._store, self._index = store, index
+        self._store = store
+        self._index = index
 
     def open(self, until: float) -> Self:
         """Open both."""

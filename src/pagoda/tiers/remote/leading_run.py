@@ -19,7 +19,9 @@ def leading_run(count: int, ask: Callable[[Sequence[int]], int], *, probes: int 
     `ask` is given positions and returns how many of them are present before the first absent one; its exceptions are
     raised.
     """
-    low, high = 0, count  # keys before `low` are assumed to be present; `high` is absent
+    # keys before `low` are assumed to be present; `high` is absent
+    low = 0
+    high = count
     while low < high:
         left = high - low
         number = left if left <= exact else probes

@@ -54,7 +54,9 @@ _START_SECONDS = 30.0  # a process that has not joined the pool after this time 
 _SETTINGS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_CLIENT_METRIC": "0"}
 
 # codes of Mooncake
-_FULL, _TOO_SMALL, _TRANSFER_FAILED = -200, -600, -800
+_FULL = -200
+_TOO_SMALL = -600
+_TRANSFER_FAILED = -800
 _NOT_FOUND = -704
 _INCOMPLETE = -703
 # no replica; not yet complete; no such name; removed while it was read
@@ -81,8 +83,10 @@ class MooncakeProcess:
 
     def __init__(self, pool: PoolAddress, segment_bytes: int = 0) -> None:
         """Start the process; `join` makes it join the pool. OSError."""
-        self._pool, self._segment_bytes = pool, segment_bytes
-        self._owner, self._since = os.getpid(), time.monotonic()
+        self._pool = pool
+        self._segment_bytes = segment_bytes
+        self._owner = os.getpid()
+        self._since = time.monotonic()
         self._answer = b""
         self._is_joining = self.has_joined = self._aborted = False
         self.staging: Bytes = np.empty(0, np.uint8)
@@ -155,7 +159,8 @@ class MooncakeProcess:
                 self._fail(ConnectionError())
             self._answer += part
         answer: list[int] | str = json.loads(self._answer)
-        self._answer, self._is_joining = b"", False
+        self._answer = b""
+        self._is_joining = False
         if isinstance(answer, str):
             raise OSError(f"{self._pool}: {answer}")
         return answer
@@ -225,7 +230,8 @@ class MooncakeClient(StoreClient):
             raise ModuleNotFoundError("a Mooncake pool needs its library: pip install 'pagodakv[mooncake]'")
         check_prefix(prefix)
         parts = urlsplit(url)
-        self.name, self._segment_bytes = name, segment_bytes
+        self.name = name
+        self._segment_bytes = segment_bytes
         self._pool = PoolAddress(parts.hostname or "", parts.port or DEFAULT_PORT, protocol)
         self.address = str(self._pool)
         self.base = f"{prefix}:{NAME_FORMAT}:"
@@ -337,7 +343,8 @@ class MooncakeConnection(StoreConnection):
 
     def get(self, request: GetRequest, until: float) -> int | Reason | None:
         """Copy a value to `page` and to the result of `destination`, after all of it has been received."""
-        name, page = self._name(request.namespace, request.key), request.page
+        name = self._name(request.namespace, request.key)
+        page = request.page
         staging = self._opened.reserve(HEADER_BYTES, until)
         code, *size = self._call(until, "get", name)
         if code == _TOO_SMALL and size:
@@ -361,7 +368,8 @@ class MooncakeConnection(StoreConnection):
 
     def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Remove values, leased ones too; return how many were present. Waits for values that are being written."""
-        names, removed = [self._name(namespace, key) for key in keys], 0
+        names = [self._name(namespace, key) for key in keys]
+        removed = 0
         while True:
             codes = self._call(until, "remove", names)
             removed += codes.count(0)
@@ -401,7 +409,8 @@ class MooncakeConnection(StoreConnection):
 
     def close(self) -> None:
         """End the process, also during a call of Mooncake's; never waits. Idempotent."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.close()
 

@@ -21,7 +21,8 @@ from pathlib import Path
 _PAGE_BYTES = 4096  # the header of a chunk
 _TOO_SMALL = -600  # Mooncake's code for a buffer that cannot hold the value
 _TRANSFER_FAILED = -800
-_WATCH_SECONDS, _LAST_SECONDS = 1.0, 5.0
+_WATCH_SECONDS = 1.0
+_LAST_SECONDS = 5.0
 # the longest time to leave the pool: the library waits a minute for a master that has stopped
 _LEAVE_SECONDS = 10
 _LONGEST_ANSWER = 300  # the characters of Mooncake's message that are kept
@@ -61,7 +62,8 @@ class MooncakeCalls:
         if self._address:
             self._store.unregister_buffer(self._address)
         self._mapped = mmap.mmap(self._memory, nbytes)
-        self._address, self._nbytes = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped)), nbytes
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
+        self._nbytes = nbytes
         return [self._store.register_buffer(self._address, nbytes)]
 
     def exist(self, names: list[str]) -> list[int]:

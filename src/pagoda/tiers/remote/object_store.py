@@ -467,7 +467,9 @@ class ObjectStoreConnection(StoreConnection):
         if left < HEADER_BYTES:
             raise self._bad_object("is shorter than a header")
         rest_bytes = left - HEADER_BYTES
-        target, at, rest = request.page, 0, False
+        target = request.page
+        at = 0
+        rest = False
         stream: AsyncIterator[bytes] = result.stream(_FIRST_BYTES)
         while (piece := await self._next(stream)) is not None:
             data = np.frombuffer(piece, np.uint8)
@@ -477,8 +479,10 @@ class ObjectStoreConnection(StoreConnection):
             if not rest and at + data.nbytes >= HEADER_BYTES:
                 head = HEADER_BYTES - at
                 target[at:HEADER_BYTES] = data[:head]
-                target, at = request.space_for(rest_bytes), 0
-                rest, data = True, data[head:]
+                target = request.space_for(rest_bytes)
+                at = 0
+                rest = True
+                data = data[head:]
             target[at : at + data.nbytes] = data
             at += data.nbytes
         if left:

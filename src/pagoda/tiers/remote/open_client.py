@@ -78,7 +78,8 @@ def open_client(
         if kind == "mooncake":
             from pagoda.tiers.remote.mooncake import MooncakeClient
 
-            size, protocol = int(options.get("segment", "0")), options.get("protocol", "tcp")
+            size = int(options.get("segment", "0"))
+            protocol = options.get("protocol", "tcp")
             return MooncakeClient(url, prefix=prefix, name=name, segment_bytes=size, protocol=protocol)
         from pagoda.tiers.remote.object_store import ObjectStoreClient
 
@@ -95,7 +96,8 @@ def url_with_password(url: str, password_file: str) -> str:
     """Return `url` with the password from a file (empty: none) after its user name. ConfigError: unreadable file."""
     if not password_file:
         return url
-    parts, password = split_url(url), password_in(password_file)
+    parts = split_url(url)
+    password = password_in(password_file)
     user, _, place = parts.netloc.rpartition("@")
     return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{place}"))
 

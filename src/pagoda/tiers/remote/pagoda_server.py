@@ -137,7 +137,9 @@ class PagodaServerConnection(StoreConnection):
 
         `is_valid` is called directly afterwards: if it returns False, the chunk is removed.
         """
-        target, stored, is_valid = _target(request.namespace, request.key), request.stored, request.is_valid
+        target = _target(request.namespace, request.key)
+        stored = request.stored
+        is_valid = request.is_valid
         if stored.nbytes > _SMALL_BYTES and self._ask("HEAD", target, until, good=(200, 404)) == 200:
             return PutResult.PRESENT
         response = self._http.request("PUT", target, until, self._headers, [request.page.data, stored.data])

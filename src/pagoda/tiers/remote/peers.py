@@ -45,9 +45,11 @@ _MOST_LINES = 4 * _MOST_PEERS  # the most connections that are kept open while o
 _MOST_FOUND = 1024  # neighbours that are known only from the directory
 _PATIENCE_SHARE = 0.5  # after this share of a caller's time, a lookup no longer waits for a slow neighbour
 # after two failures in a row a neighbour is left out until it answers a lookup again
-_FAILURES, _REST_SECONDS = 2, 1.0
+_FAILURES = 2
+_REST_SECONDS = 1.0
 # after eight wrong or missing values in a row, a neighbour is not asked for 30 seconds
-_LIES, _DISTRUST_SECONDS = 8, 30.0
+_LIES = 8
+_DISTRUST_SECONDS = 30.0
 _MOST_KEYS = 1 << 17  # keys whose neighbours are remembered: a few MiB
 _RESOLVE_SECONDS = 30.0  # between two lookups of the addresses of a name
 _RESOLVE_PATIENCE_SECONDS = 5.0
@@ -220,7 +222,9 @@ class _UsedDirectory:
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
         self.found: dict[str, Peer] = {}
         self.named: Sequence[Peer] = ()
-        self._address, self._is_limited, self._clock = directory.address, is_limited, clock
+        self._address = directory.address
+        self._is_limited = is_limited
+        self._clock = clock
         self._log = RateLimitedLog(clock)
 
     def choose(self, urls: Sequence[str], configured: Sequence[Peer]) -> Sequence[Peer]:
@@ -253,7 +257,9 @@ class _PeerName:
     def __init__(self, named: PeerUrl, most: int, clock: Clock) -> None:
         """`most`: how many addresses are used."""
         self.peers: tuple[Peer, ...] = ()
-        self._url, self._most, self._clock = urlsplit(named.url), most, clock
+        self._url = urlsplit(named.url)
+        self._most = most
+        self._clock = clock
         self._sends_token = named.sends_token
         self.address = f"{PagodaServerClient(named.url).address}?dns=all"
         self._pool = Pool(1, "pagoda-peers-dns")
@@ -272,7 +278,8 @@ class _PeerName:
             return
 
     def _resolve(self) -> None:
-        host, port = self._url.hostname or "", self._url.port or 80
+        host = self._url.hostname or ""
+        port = self._url.port or 80
         try:
             found = resolve(host, port, time.monotonic() + _RESOLVE_PATIENCE_SECONDS)
         except OSError as error:
@@ -330,7 +337,8 @@ class PeersConnection(StoreConnection):
         """
         patience = min(until, time.monotonic() + self._client.patience_seconds)
         self._client.resolve(patience)
-        look, asked = _Look(keys), self._whom_to_ask(keys, patience)
+        look = _Look(keys)
+        asked = self._whom_to_ask(keys, patience)
         lines = self._free_lines(asked)
         # the others are asked only to check whether they work again
         used = {line.peer for line in lines if line.peer.is_used}
@@ -522,7 +530,8 @@ class _PeerLine:
     """The connection to one neighbour. `looks`: a lookup uses it on another thread."""
 
     def __init__(self, peer: Peer, connection: PagodaServerConnection) -> None:
-        self.peer, self.connection = peer, connection
+        self.peer = peer
+        self.connection = connection
         self.looks = False
 
 

@@ -102,11 +102,14 @@ class RedisConnection(StoreConnection):
         owner: bytes = b"1",
         ages: ReuseAges | None = None,
     ) -> None:
-        self._second_sight, self._owner, self._ages = second_sight, owner, ages or ReuseAges()
+        self._second_sight = second_sight
+        self._owner = owner
+        self._ages = ages or ReuseAges()
         self._address = address
         self._connected: Future[socket.socket] = Answer()
         self._names = names
-        self._ttl_seconds, self._ranks = ttl_seconds, ranks
+        self._ttl_seconds = ttl_seconds
+        self._ranks = ranks
 
     def open(self, until: float) -> Self:
         """Connect, authenticate, select the database, check that it answers, and ask how it evicts. One round trip.
@@ -247,7 +250,8 @@ class RedisConnection(StoreConnection):
             replies = self._replies([command(b"EXISTS", names[at]) for at in asked], until, NUMBER)
             return dict(zip(asked, replies, strict=True))
 
-        found, life = ask(range(len(names))), _draft_life(until)
+        found = ask(range(len(names)))
+        life = _draft_life(until)
         absent = [at for at, there in found.items() if there != 1]
         claims = [command(b"SET", names[at] + b":w", self._owner, b"NX", b"PX", life) for at in absent]
         claimed = dict(zip(absent, self._replies(claims, until, _SHORT), strict=True))
@@ -280,8 +284,10 @@ class RedisConnection(StoreConnection):
     def _put(self, request: PutRequest, until: float) -> PutResult:
         name = self._names.chunk(request.namespace, request.key)
         fields = _fields(request.page, request.stored)
-        is_valid, rank = request.is_valid, request.rank
-        claim, draft = name + b":w", name + b":w:" + os.urandom(16).hex().encode()
+        is_valid = request.is_valid
+        rank = request.rank
+        claim = name + b":w"
+        draft = name + b":w:" + os.urandom(16).hex().encode()
         with self._drop_on_refusal(draft, claim, until):
             if request.stored.nbytes <= _SMALL_BYTES:
                 result = self._put_in_one(name, draft, claim, fields, is_valid, until, rank)
@@ -352,7 +358,9 @@ class RedisConnection(StoreConnection):
         """
         self._renew_rules(until)
         self._resp.check_usable()
-        name, page, rank = self._names.chunk(request.namespace, request.key), request.page, request.rank
+        name = self._names.chunk(request.namespace, request.key)
+        page = request.page
+        rank = request.rank
         use = self._lives.used(name, rank)
         self._request(use, name, [b"h", *_field_names(range(_READ_PIECES))], until)
         # an error reply to these does not prevent reading the chunk
@@ -380,7 +388,8 @@ class RedisConnection(StoreConnection):
         """Read the pieces that were requested with the page, and the rest; stop requesting when one is wrong."""
         nowhere = memoryview(bytearray())
         received: list[int | ErrorReply | None] = []
-        requested, right = _READ_PIECES, True
+        requested = _READ_PIECES
+        right = True
         while len(received) < requested:
             piece = pieces[len(received)] if len(received) < len(pieces) else nowhere
             received.append(self._resp.read_into(piece, until))
@@ -427,12 +436,15 @@ class RedisConnection(StoreConnection):
 
     def _uses(self, deadline: ListingDeadline) -> Iterator[ChunkUse]:
         for names in self._scan(None, deadline):
-            chunks, until = [name for name in names if name.is_chunk], deadline.next_step()
+            chunks = [name for name in names if name.is_chunk]
+            until = deadline.next_step()
             asked = [command(b"OBJECT", b"IDLETIME", name.text) for name in chunks]
-            replies, sign = self._replies(asked, until, _AGE), 1
+            replies = self._replies(asked, until, _AGE)
+            sign = 1
             if any(isinstance(reply, ErrorReply) and "LFU" in reply.text for reply in replies):
                 asked = [command(b"OBJECT", b"FREQ", name.text) for name in chunks]
-                replies, sign = self._replies(asked, until, _AGE), -1
+                replies = self._replies(asked, until, _AGE)
+                sign = -1
             for name, reply in zip(chunks, self._checked(replies), strict=True):
                 if isinstance(reply, int):
                     yield ChunkUse(sign * reply, name.namespace, name.key)
@@ -565,7 +577,8 @@ class RedisClient(StoreClient):
         self._names = RedisNames(options.get("prefix", "pagoda"))
         ttl_seconds = options.get("ttl_seconds", LIFE_SECONDS)
         self._options = ttl_seconds, options.get("ranks", False), options.get("second_sight", False)
-        self._nonce, self._ages = os.urandom(8).hex().encode(), ReuseAges()
+        self._nonce = os.urandom(8).hex().encode()
+        self._ages = ReuseAges()
         # Redis keeps recency in seconds, and a chunk in use must not expire between two touches
         self.believed_seconds = min(self.believed_seconds, ttl_seconds / 4)
 
@@ -614,7 +627,9 @@ class RedisNames:
         self._at = f"{prefix}:at:".encode()
         self.probe = self._start + b"probe"  # no value has this name
         self.runs_mark = self._start + b"runs"
-        root, key, draft = rb"([0-9a-f]{64})", rb"\{([0-9a-f]{64})\}", rb"(:g|:w(?::[0-9a-f]{32})?)?"
+        root = rb"([0-9a-f]{64})"
+        key = rb"\{([0-9a-f]{64})\}"
+        draft = rb"(:g|:w(?::[0-9a-f]{32})?)?"
         self._ours = re.compile(re.escape(self._start) + root + b":" + key + draft)
 
     def chunk(self, namespace: bytes, key: bytes) -> bytes:

@@ -65,7 +65,8 @@ class RedisAddress:
         options = {name: pool.connection_kwargs[name] for name in _KNOWN if name in pool.connection_kwargs}
         self._connection = pool.connection_class
         self.text = f"{scheme}://{_text(options)}"
-        username, password = options.pop("username", None), options.pop("password", None)
+        username = options.pop("username", None)
+        password = options.pop("password", None)
         self._user: tuple[str | None, str | None] = (username, password)
         self.db = options.pop("db", 0)
         provider = options.pop("credential_provider", None)
@@ -190,7 +191,8 @@ class SentinelAddress(RedisAddress):
         _, self._service, *db = parts.path.split("/")
         options = dict(parse_qsl(parts.query))
         username, file = (options.pop(f"sentinel_{name}", "") for name in ("username", "password_file"))
-        place, hosts = parts._replace(path="/" + "/".join(db)), parts.netloc.rpartition("@")[2]
+        place = parts._replace(path="/" + "/".join(db))
+        hosts = parts.netloc.rpartition("@")[2]
         super().__init__(node_urls(urlunsplit(place._replace(query=urlencode(options))))[0], password_file)
         self.text = f"{parts.scheme}://{hosts}/{self._service}/{self.db}"
         places = [

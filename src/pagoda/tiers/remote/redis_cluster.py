@@ -166,7 +166,8 @@ class RedisClusterClient(RedisNodesClient):
 
         ConnectionError: no master is in use.
         """
-        owners, used = self._owners, set(self._used(self.nodes))
+        owners = self._owners
+        used = set(self._used(self.nodes))
         shares: dict[RedisNode, list[int]] = {}
         for at, key in enumerate(keys):
             node = owners[crc_hqx(key.hex().encode(), 0) % _SLOTS]
@@ -213,7 +214,8 @@ class RedisClusterClient(RedisNodesClient):
             if place not in known:
                 known[place] = RedisNode(self._client_of(self._url_of(f"{name}:{port}")), self._clock)
             owners[first : last + 1] = [known[place]] * (last + 1 - first)
-        self._owners, self.nodes = owners, list(dict.fromkeys(node for node in owners if node is not None))
+        self._owners = owners
+        self.nodes = list(dict.fromkeys(node for node in owners if node is not None))
         self.version += 1
 
     def _url_of(self, place: str) -> str:

@@ -48,7 +48,8 @@ def _of_memory(said: dict[str, str], asked_for: bool) -> Iterator[str]:
             "it may take all memory (maxmemory is 0), and holds chunks until their lives end: "
             f"CONFIG SET maxmemory {int(total * _MOST_SHARE)}"
         )
-    policy, mend = said.get("maxmemory_policy"), "CONFIG SET maxmemory-policy volatile-ttl"
+    policy = said.get("maxmemory_policy")
+    mend = "CONFIG SET maxmemory-policy volatile-ttl"
     if policy == "noeviction":
         yield f"it refuses new chunks when it is full (maxmemory-policy is noeviction): {mend}"
     elif asked_for and policy not in (None, "volatile-ttl"):

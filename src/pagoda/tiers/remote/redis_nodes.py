@@ -43,8 +43,12 @@ from pagoda.tiers.remote.store_client import (
 from pagoda.tiers.remote.store_urls import node_urls
 from pagoda.url_hosts import place_of, split_url
 
-_FAILURES, _REST_SECONDS = 2, 0.25  # after two failures in a row a node is left out until it answers a probe
-_REFUSALS, _REFUSED_SECONDS = 4, 5.0  # after four refusals nothing is written to a node for five seconds
+# after two failures in a row a node is left out until it answers a probe
+_FAILURES = 2
+_REST_SECONDS = 0.25
+# after four refusals nothing is written to a node for five seconds
+_REFUSALS = 4
+_REFUSED_SECONDS = 5.0
 _PROBE_SECONDS = 1.0
 _PATIENCE_SHARE = 1 / 3  # after this share of a caller's time, a lookup waits hardly longer for a slow node
 _MOST_MOVES = 4  # the most moves of a key that one call follows
@@ -82,7 +86,8 @@ class RedisNode:
             self.trusted_since = time.monotonic()
         self.breaker.record_failure()
         if self.breaker.is_open:
-            ended, self.lines = self.lines, set()
+            ended = self.lines
+            self.lines = set()
             for line in list(ended):
                 line.connection.abort()
         return self.contain(error)
@@ -190,7 +195,8 @@ class _NodeLine:
     """The connection to one node. `is_busy`: a thread uses it, and closes it if it was dropped meanwhile."""
 
     def __init__(self, connection: RedisConnection) -> None:
-        self.connection, self.made = connection, time.monotonic()
+        self.connection = connection
+        self.made = time.monotonic()
         self.is_open = self.is_busy = False
 
 
@@ -457,7 +463,8 @@ class RedisNodesConnection(StoreConnection):
             wait([future], until - time.monotonic())
         now = time.monotonic()
         wait(futures.values(), min(until - now, now - begun))
-        answers, ended = {}, {node: future for node, future in futures.items() if future.done()}
+        answers = {}
+        ended = {node: future for node, future in futures.items() if future.done()}
         refusals: list[RefusedError] = []
         for node in futures.keys() - ended.keys():
             futures[node].cancel()  # if no thread has begun it
@@ -487,7 +494,8 @@ class RedisNodesConnection(StoreConnection):
         version = self._client.version
         while True:
             line = self._line(node)
-            is_old, line.is_busy = line.is_open, True
+            is_old = line.is_open
+            line.is_busy = True
             try:
                 if self._closed:
                     line.connection.abort()

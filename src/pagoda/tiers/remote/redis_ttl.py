@@ -16,7 +16,9 @@ from pagoda.tiers.remote.resp import ErrorReply, Reply, command
 LIFE_SECONDS = 7 * 86400.0
 _LEAST_SHARE = 1 / 2  # ranks take at most this share of a life
 _RENEWED_SHARE = 1 / 16  # a life that does not rank is renewed when this share of it is over
-_ABSENT, _ENDLESS = -2, -1  # replies to PTTL
+# replies to PTTL
+_ABSENT = -2
+_ENDLESS = -1
 _LEARNED_SHARE = 1 / 128  # the weight of the latest age in the mean
 _STAY = 1.25  # a new chunk stays this multiple of the mean age
 _OLDEST_SHARE = 0.02  # the share of all ages above `ReuseAges.oldest_ms`
@@ -31,7 +33,8 @@ class ReuseAges:
     """
 
     def __init__(self) -> None:
-        self.mean_ms, self.oldest_ms = 0.0, 1.0
+        self.mean_ms = 0.0
+        self.oldest_ms = 1.0
 
     def record(self, age_ms: float) -> None:
         """Learn from one use."""

@@ -52,9 +52,12 @@ _logger = guarded_logger("pagoda.tiers.remote")
 _T = TypeVar("_T")
 
 _SLOWEST_BYTES_PER_SECOND = 10e6  # a connection that moves less counts as hung
-_FAILURES, _REST_SECONDS = 2, 1.0  # after two failures in a row the store is only probed, with these rests
+# after two failures in a row the store is only probed, with these rests
+_FAILURES = 2
+_REST_SECONDS = 1.0
 # after four refusals nothing is written for five seconds: the store is full or read-only
-_REFUSALS, _REFUSED_SECONDS = 4, 5.0
+_REFUSALS = 4
+_REFUSED_SECONDS = 5.0
 _TOUCH_REST_SECONDS = 600.0  # the pause before the next touch after the store refused one
 _PROBE_SECONDS = 0.1  # while the breaker is open: the pause between two checks whether a probe is due
 _MOST_ROOTS = 4096
@@ -62,7 +65,8 @@ _STEP_SECONDS = 10.0  # for one step of a call that lists all names
 _LISTING_SECONDS = 60.0  # for all its steps together
 _MOST_TOUCHED = 16  # keys touched at once: one round of requests to an object store
 # writes of one connection that are claimed at once; few, so that they are sent soon
-_BATCH_CHUNKS, _BATCH_BYTES = 16, 4 << 20
+_BATCH_CHUNKS = 16
+_BATCH_BYTES = 4 << 20
 # the pause before asking again for a chunk that another machine is sending: as long as the wait so far, within these
 # limits
 _BUSY_PAUSE_SECONDS = 0.1, 1.0
@@ -147,7 +151,8 @@ class RemoteTier(QueuedTier):
         until = time.monotonic() + clamp_deadline(self._look_seconds, deadline_seconds)
         at = 0
         while at < len(keys):
-            write, position = queued.get(keys[at]), None if start is None else start + at
+            write = queued.get(keys[at])
+            position = None if start is None else start + at
             is_queued = write is not None and write.is_valid() and write.matches(namespace, position)
             known = True if is_queued else self._store.presence.get(namespace, keys[at])
             if known is None:
@@ -252,7 +257,8 @@ class RemoteTier(QueuedTier):
         namespace: bytes | None,
         deadline_seconds: float | None,
     ) -> Iterator[WriteRequest | Reason | None]:
-        queued, presence = self._pool.queue.pending_writes(keys), self._store.presence
+        queued = self._pool.queue.pending_writes(keys)
+        presence = self._store.presence
         for key in keys:
             known_absent = (
                 namespace is not None and key not in queued and presence.get(namespace, key) is False
@@ -323,12 +329,15 @@ class RemoteStore(WorkerBackend):
         self, layout: KVLayout, client: StoreClient, codec_name: str, connections: int, deadline_seconds: float,
         clock: Clock, answered: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        self.client, self.codec_name, self.layout = client, codec_name, layout
+        self.client = client
+        self.codec_name = codec_name
+        self.layout = layout
         self.name = client.name
         self.reader_threads = 1 if connections > 1 else 0
         self.deadline_seconds = deadline_seconds
         self._slowest = _SLOWEST_BYTES_PER_SECOND / connections  # connections share the network link
-        self.chunk_bytes, self.fingerprint = layout.chunk_bytes, layout.fingerprint
+        self.chunk_bytes = layout.chunk_bytes
+        self.fingerprint = layout.fingerprint
         self.batch_chunks = max(1, min(_BATCH_CHUNKS, _BATCH_BYTES // self.chunk_bytes))
         # an opaque layout most likely holds a 16-bit type, since models are served in these
         self.word_bytes = min(4, itemsize(layout.planes[0].dtype)) if layout.planes else 2
@@ -372,7 +381,8 @@ class RemoteStore(WorkerBackend):
             while not stop.is_set():
                 query = self.queries.take(_PROBE_SECONDS if self.breaker.is_open else pause)
                 if query is not None:
-                    skipped, asked = self.breaker.is_open, query.function
+                    skipped = self.breaker.is_open
+                    asked = query.function
                     answer = Reason.TIER_SKIPPED if skipped else self.call(connection, asked, "a question")
                     self.queries.finish(query, answer)
                     if self.usage is None and not self.breaker.is_open:
@@ -401,7 +411,8 @@ class RemoteStore(WorkerBackend):
 
     def _tell_answered(self) -> None:
         if self.has_answered and self._answered is not None:
-            tell, self._answered = self._answered, None
+            tell = self._answered
+            self._answered = None
             tell()
 
     def call(
@@ -416,7 +427,8 @@ class RemoteStore(WorkerBackend):
 
     def update_usage(self, connection: StoreConnection) -> int:
         """Ask how full the store is; log once what is wrong with its configuration."""
-        is_first, self.usage = self.usage is None, self.usage or Usage(None, None)
+        is_first = self.usage is None
+        self.usage = self.usage or Usage(None, None)
         with contextlib.suppress(RefusedError):
             self.usage = connection.usage(self.deadline())
         if is_first and self.usage.warnings:
@@ -455,7 +467,8 @@ class RemoteStore(WorkerBackend):
                 return Reason.CLOSED
             self.breaker.record_failure(rests=rests)
             self.queries.wake()
-        reason, said = reason_of(error), str(error).removeprefix(f"{self.client.address}: ")
+        reason = reason_of(error)
+        said = str(error).removeprefix(f"{self.client.address}: ")
         if isinstance(error, ServerError):
             self.refusal = (reason, f"failed: {said}")
         self.log_reason(reason, f"{what} failed: {type(error).__name__}: {said}")
@@ -705,7 +718,8 @@ class RemoteWorker(IoWorker):
             return payload if found.codec == "raw" else self._encoding_buffer()[:nbytes]
 
         try:
-            until, rank = store.deadline(store.chunk_bytes), store.rank(read.stamp, read.position)
+            until = store.deadline(store.chunk_bytes)
+            rank = store.rank(read.stamp, read.position)
             count = connection.get(GetRequest(root, read.key, self._page, destination, rank), until)
             if isinstance(count, Reason):
                 store.count({"failed_checks": int(count is Reason.FAILED_CHECK and not stays)})
@@ -784,7 +798,8 @@ class RemoteWorker(IoWorker):
         asked = [write for write in writes if self._obstacle(write) is None and not self._is_known(write)]
         for namespace in {write.namespace for write in asked}:
             batch = [write for write in asked if write.namespace == namespace]
-            keys, until = [write.chunk.key for write in batch], store.batch_deadline()
+            keys = [write.chunk.key for write in batch]
+            until = store.batch_deadline()
             claim = methodcaller("claim", namespace, keys, until)
             found: list[PutResult | None] | Reason = store.call(
                 self._connection, claim, "asking before a save", store.write_breaker
@@ -845,7 +860,8 @@ class RemoteWorker(IoWorker):
             return write.is_valid() if name == "raw" else write.cancelled is None
 
         def put(connection: StoreConnection) -> PutResult:
-            until, rank = store.deadline(stored.nbytes), store.rank(write.stamp, write.chunk.position)
+            until = store.deadline(stored.nbytes)
+            rank = store.rank(write.stamp, write.chunk.position)
             request = PutRequest(write.namespace, write.chunk.key, self._page, stored, is_valid, rank)
             try:
                 return connection.put(request, until)
@@ -856,7 +872,8 @@ class RemoteWorker(IoWorker):
         return result if isinstance(result, Reason) else self._finish_put(write, result)
 
     def _finish_put(self, write: WriteRequest, result: PutResult) -> Reason | None:
-        store, key = self._store, write.chunk.key
+        store = self._store
+        key = write.chunk.key
         if (reason := _NOT_STORED.get(result)) is not None:
             return write.cancelled or reason
         if write.cancelled is not None:  # its key was removed while it was being published

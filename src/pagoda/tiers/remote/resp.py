@@ -184,7 +184,8 @@ class RespConnection:
 
     def _read_value(self, until: float, shape: ReplyShape, depth: int) -> Reply:
         line = self._read_line(until, LINE_BYTES)
-        kind, text = line[:1], line[1:]
+        kind = line[:1]
+        text = line[1:]
         if kind == b"-":
             return _error_reply(text)
         if kind not in shape.kinds or not kind:
@@ -250,7 +251,8 @@ class RespConnection:
             raise _protocol_error(b"a line without end")
         if not left or self._end == LINE_BYTES:
             self._buffer[:left] = self._buffer[self._start : self._end]
-            self._start, self._end = 0, left
+            self._start = 0
+            self._end = left
         until_byte = min(LINE_BYTES, self._end + ahead)
         self._end += self._receive(self._view[self._end : until_byte], until, whole=False)
 

@@ -12,7 +12,9 @@ IDLE_SECONDS = 30
 and then a request over it gets no answer until a deadline passes."""
 
 LATE = "the deadline passed during a wait for the server"
-_INTERVAL_SECONDS, _PROBES = 10, 3  # after three unanswered probes the kernel gives up a silent peer
+# after three unanswered probes the kernel gives up a silent peer
+_INTERVAL_SECONDS = 10
+_PROBES = 3
 
 
 def keep_alive(connected: socket.socket) -> None:

@@ -34,7 +34,8 @@ def fastest_way(like: RunTable, device: Device, ways: Sequence[str], attempt: At
     Takes some tens of milliseconds, once compiled. Without pinned memory it measures nothing and returns the second
     way. Without memory on the device it returns the first way, which needs no device memory.
     """
-    length, count = like.run_bytes, like.count
+    length = like.run_bytes
+    count = like.count
     rows = max(1, min(like.rows, _SCRATCH_BYTES // (length * count)))
     chunk_bytes = rows * count * length
     chunks = max(1, min(_MOST_CHUNKS, _SCRATCH_BYTES // chunk_bytes))

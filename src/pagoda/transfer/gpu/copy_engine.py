@@ -49,7 +49,8 @@ WAYS: tuple[Way, ...] = get_args(Way)
 
 _STAGING_BYTES = 64 << 20
 _WORKSPACES = 4  # calls that may run at once; each has a separate ring
-_PATIENCE_SECONDS, _SLICE_SECONDS = 60.0, 0.05
+_PATIENCE_SECONDS = 60.0
+_SLICE_SECONDS = 0.05
 
 _Launch: TypeAlias = Callable[[int, int, slice, slice], None]
 
@@ -113,14 +114,16 @@ class CopyEngine:
         table until the event.
         """
         begin, end = table.span(0, table.rows)
-        size, stream = end - begin, self.device.current_stream()
+        size = end - begin
+        stream = self.device.current_stream()
         if into is None:
             into = self.device.allocate(len(ids) * size).view(len(ids), size), range(len(ids))
         staging, rows = into
         places = staging.data_ptr() - begin + np.array(rows, dtype=np.int64) * size
         stream.wait_event(after)
         if (kernels := self.device.kernels) is None:
-            call, chunks = CopyCall(table, True, None, None), Chunks(ids, [], places)
+            call = CopyCall(table, True, None, None)
+            chunks = Chunks(ids, [], places)
             stream.run(partial(self._copy_runs, call, chunks, stream, 0, table.rows))
         else:
             word = _word_bytes(table, places)
@@ -221,7 +224,8 @@ class CopyEngine:
 
     def _bounced(self, workspace: Workspace, call: CopyCall, chunks: Chunks) -> None:
         """Copy runs, one chunk at a time, through the bounce buffer: CUDA cannot copy a partly registered slot."""
-        stream, (begin, end) = workspace.streams[0], call.table.span(0, call.table.rows)
+        stream = workspace.streams[0]
+        (begin, end) = call.table.span(0, call.table.rows)
         bounce = workspace.bounce_buffer(end - begin)[: end - begin]
         stream.wait_event(call.after)
         for ids, slot in zip(chunks.ids, chunks.slots, strict=True):
@@ -258,9 +262,11 @@ class CopyEngine:
         kernel_stream, copy_stream = workspace.streams
         launch = self._kernel(call, kernel_stream, chunks.ids, places)
         kernel_stream.wait_event(call.after)
-        pipeline, at = RingPipeline(self.device, call, chunks, ring, bounce, kernel_stream, copy_stream), 0
+        pipeline = RingPipeline(self.device, call, chunks, ring, bounce, kernel_stream, copy_stream)
+        at = 0
         for number, batch in enumerate(batches):
-            which, where = slice(batch.first, batch.last), slice(at, at + batch.last - batch.first)
+            which = slice(batch.first, batch.last)
+            where = slice(at, at + batch.last - batch.first)
             kernel = partial(launch, batch.begin, batch.end, which, where)
             (pipeline.store if call.storing else pipeline.load)(number, batch, kernel)
             at = where.stop
@@ -270,7 +276,8 @@ class CopyEngine:
         """Upload ids and places; return a function that launches the kernel for some rows of some chunks."""
         kernels = self.device.kernels
         assert kernels is not None
-        table, word = self._uploaded.get(call.table), _word_bytes(call.table, places)
+        table = self._uploaded.get(call.table)
+        word = _word_bytes(call.table, places)
         tables: list[DeviceTable] = []
         inputs: list[torch.Tensor] = []
 
@@ -281,7 +288,8 @@ class CopyEngine:
         stream.run(upload)
 
         def launch(begin: int, end: int, which: slice, where: slice) -> None:
-            ids, places = inputs[0][which], inputs[1][where]
+            ids = inputs[0][which]
+            places = inputs[1][where]
             kernels.move(tables[0], ids, places, begin, end, word, gather=call.storing)
 
         return launch

@@ -188,7 +188,8 @@ class _CudaStream:
     """A CUDA stream. Work is launched with the device's context current on the launching thread."""
 
     def __init__(self, stream: torch.cuda.Stream, driver: Driver) -> None:
-        self._stream, self._driver = stream, driver
+        self._stream = stream
+        self._driver = driver
         self.handle: int = stream.cuda_stream
 
     def run(self, work: Callable[[], None]) -> None:

@@ -156,7 +156,8 @@ class SnapshotBuffer:
                 raise ValueError(
                     f"room for {len(self._free)} chunks is left on the device, {number} are needed"
                 )
-            rows, self._free = self._free[:number], self._free[number:]
+            rows = self._free[:number]
+            self._free = self._free[number:]
         return rows
 
     def release(self, rows: Sequence[int]) -> None:
@@ -197,6 +198,7 @@ class DeviceSnapshot:
 
     def release(self) -> None:
         """Free its rows for other snapshots; idempotent. Afterwards nothing may be copied out of it."""
-        buffer, self._buffer = self._buffer, None
+        buffer = self._buffer
+        self._buffer = None
         if buffer is not None:
             buffer.release(self._rows)

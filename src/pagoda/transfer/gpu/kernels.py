@@ -24,11 +24,13 @@ from pagoda.transfer.run_table import RunTable
 # A read across the link takes 1 to 2 us, so 16 programs could ask for 130 to 260 GB/s, two to four times what a PCIe 5
 # x16 link carries; the rest is for the arithmetic of places between the tiles. 8 warps are 256 threads of 4 loads
 # of 16 bytes each: more threads would repeat that arithmetic, fewer would keep more registers each. Not tuned on a GPU.
-TILE_WORDS, WARPS = 2048, 8
+TILE_WORDS = 2048
+WARPS = 8
 # A run is cut into pieces. A tile has many short pieces, also of other runs and rows, so that it is full even if runs
 # are short. One long piece needs a third of the arithmetic; only the widest words use long pieces, since other widths
 # are rare.
-LONG_WORDS, SHORT_WORDS = 2048, 32
+LONG_WORDS = 2048
+SHORT_WORDS = 32
 WIDTHS = (16, 8, 4, 2, 1)  # bytes; 16 are two words of 8, moved by one instruction
 MOST = 2**31 - 2**16  # limit for tiles of a launch and pieces of a chunk, whose numbers are 32 bits wide
 

@@ -214,7 +214,8 @@ class RingPipeline:
     def _copy(self, number: int, batch: RingBatch) -> None:
         """Copy a batch across the link: in one copy to or from the bounce buffer, else with one copy per chunk."""
         begin, end = self._call.table.span(batch.begin, batch.end)
-        size, segment = end - begin, self._ring.address + self._ring.offset(number)
+        size = end - begin
+        segment = self._ring.address + self._ring.offset(number)
         if self._bounce is not None:
             at = address(self._bounce) + self._ring.offset(number)
             pairs = [(segment, at, (batch.last - batch.first) * size)]
@@ -229,7 +230,8 @@ class RingPipeline:
         """Return each chunk's bytes in the bounce buffer and in its slot."""
         assert self._bounce is not None
         begin, end = self._call.table.span(batch.begin, batch.end)
-        at, size = self._ring.offset(number), end - begin
+        at = self._ring.offset(number)
+        size = end - begin
         for slot in self._chunks.slots[batch.first : batch.last]:
             yield self._bounce[at : at + size], slot[begin:end]
             at += size

@@ -69,7 +69,8 @@ def weights_digest(vllm_config: VllmConfig, weights: str | None = None) -> str:
 
 def _checkpoints(vllm_config: VllmConfig) -> list[tuple[str, Any, Any]]:
     """Return role, ModelConfig and LoadConfig of every checkpoint that KV is computed from."""
-    model, load_config = vllm_config.model_config, vllm_config.load_config
+    model = vllm_config.model_config
+    load_config = vllm_config.load_config
     listed = [("model", model, load_config)]
     draft = draft_config(vllm_config)
     if draft is not None and (draft.model, draft.revision) != (model.model, model.revision):

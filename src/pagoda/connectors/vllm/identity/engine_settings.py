@@ -62,7 +62,8 @@ def config_facts(vllm_config: VllmConfig) -> dict[str, object]:
     """
     from vllm import envs
 
-    cache, attention = vllm_config.cache_config, vllm_config.attention_config
+    cache = vllm_config.cache_config
+    attention = vllm_config.attention_config
     facts = {
         "model": _model_facts(vllm_config.model_config),
         "cache": {name: getattr(cache, name, None) for name in _CACHE},

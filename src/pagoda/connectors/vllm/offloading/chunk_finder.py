@@ -27,7 +27,9 @@ log = guarded_logger("pagoda.vllm")
 
 _HELD_SHARE = 2  # at most half of the slots are held at a time
 _WINDOW_SHARE = 4  # a quarter of those, or one window of each group, is for windows: without them no run hits
-_PIECE, _PIECE_BYTES = 16, 64 << 20  # loaded together, and reported when all of them have arrived
+# loaded together, and reported when all of them have arrived
+_PIECE = 16
+_PIECE_BYTES = 64 << 20
 _BATCH = 64  # chunks of one transaction
 _MOST_FINDS = 128  # how many gaps in a run one question looks into
 
@@ -137,7 +139,8 @@ class ChunkFinder:
 
     def __init__(self, cache: Cache, groups: Sequence[Group]) -> None:
         assert cache.slots is not None
-        self._cache, self._slots = cache, cache.slots
+        self._cache = cache
+        self._slots = cache.slots
         self._groups = groups
         self._lower = tuple(tier for tier in cache.tiers if tier != "host")
         self.holds = HeldSlots(cache.slots)
@@ -176,7 +179,8 @@ class ChunkFinder:
         news, coming, end = self._answer_runs(runs) if runs else ([], [], None)
         for asked in windows:
             more_news, more = self._answer_window(asked, end)
-            news, coming = news + more_news, coming + more
+            news = news + more_news
+            coming = coming + more
         self.report(news + all_found(coming, ChunkState.COMING))
         return coming
 
@@ -186,27 +190,33 @@ class ChunkFinder:
         """Full attention: a hit is the run that all such groups have from the first chunk on; returns also its end."""
         places: dict[AskedChunk, HostPlace] = {}
         below: set[AskedChunk] = set()
-        end, reason = min(self._stop(asked[-1]) for asked in runs), None
+        end = min(self._stop(asked[-1]) for asked in runs)
+        reason = None
         for asked in runs:
             for run in _consecutive(asked):
                 found, why = self._match(run)
                 places |= zip(run, found, strict=False)
                 lower, slow = self._below(run[len(found) :])
-                have, why = len(found) + lower, Reason.NOT_WORTH_IT if slow else why
+                have = len(found) + lower
+                why = Reason.NOT_WORTH_IT if slow else why
                 below.update(run[len(found) : have])
                 if have < len(run):
                     if self._start(run[have]) < end:
-                        end, reason = self._start(run[have]), why or Reason.ABSENT
+                        end = self._start(run[have])
+                        reason = why or Reason.ABSENT
                     break
         begin = min(self._start(asked[0]) for asked in runs)
         all_asked = sorted((one for asked in runs for one in asked), key=self._stop)
         hits = [one for one in all_asked if self._stop(one) <= end and (one in places or one in below)]
         if len(hits) > (room := self.holds.room(self._run_most)):
-            end, reason = self._start(hits[room]), Reason.FULL
+            end = self._start(hits[room])
+            reason = Reason.FULL
         if end - begin < self._cache.config.min_hit_tokens:
-            end, reason = begin, Reason.BELOW_MINIMUM
+            end = begin
+            reason = Reason.BELOW_MINIMUM
         hits = [one for one in hits if self._stop(one) <= end]
-        here, coming = [one for one in hits if one in places], [one for one in hits if one not in places]
+        here = [one for one in hits if one in places]
+        coming = [one for one in hits if one not in places]
         news = self.holds.hold(here, [places[one] for one in here], self._run_most)
         news += all_found(set(all_asked).difference(hits), ChunkState.MISSED)
         self._count(runs[0], hits, reason)
@@ -222,12 +232,15 @@ class ChunkFinder:
         within = [one for one in asked if self._start(one) < end]
         group = self._groups[asked[0].group]
         needed = [one for one in within if self._stop(one) > end - (group.window or 0) - group.chunk_tokens]
-        here, places, coming = list[AskedChunk](), list[HostPlace](), list[AskedChunk]()
+        here = list[AskedChunk]()
+        places = list[HostPlace]()
+        coming = list[AskedChunk]()
         for run in _consecutive(needed):
             found, _ = self._match(run)
             if len(found) + self._below(run[len(found) :])[0] < len(run):
                 return beyond + self._presence(within), []
-            here, places = here + run[: len(found)], places + found
+            here = here + run[: len(found)]
+            places = places + found
             coming += run[len(found) :]
         lower = all_found(within[: len(within) - len(needed)], ChunkState.GONE)
         return beyond + lower + self.holds.hold(here, places, self.holds.most), coming
@@ -240,7 +253,8 @@ class ChunkFinder:
             for piece in (run[max(0, at - _PIECE) : at] for at in range(len(run), 0, -_PIECE)):
                 at = 0
                 while at < len(piece):
-                    rest, have = piece[at:], 0
+                    rest = piece[at:]
+                    have = 0
                     if finds < _MOST_FINDS:
                         found, _ = self._match(rest, touch=False)
                         have = len(found) + self._below(rest[len(found) :])[0]
@@ -267,7 +281,8 @@ class ChunkFinder:
     def _bring(self, piece: Sequence[AskedChunk], chained: bool, most: int) -> list[FoundChunk]:
         news: list[FoundChunk] = []
         for run in _consecutive(piece):
-            at, fetched = 0, -1
+            at = 0
+            fetched = -1
             while at < len(run):
                 found, _ = self._match(run[at:])
                 news += self.holds.hold(run[at : at + len(found)], found, most)
@@ -320,7 +335,8 @@ class ChunkFinder:
 
     def _count(self, asked: Sequence[AskedChunk], hits: Sequence[AskedChunk], reason: Reason | None) -> None:
         """Count the question in tokens: how many of them the first group with full attention has."""
-        size, group = self._groups[asked[0].group].chunk_tokens, asked[0].group
+        size = self._groups[asked[0].group].chunk_tokens
+        group = asked[0].group
         by_tier = Counter(one.tier for one in hits if one.group == group)
         tokens = {tier: n * size for tier, n in by_tier.items()}
         self._slots.count_request(len(asked) * size, tokens, reason, self.root(asked[0].version))

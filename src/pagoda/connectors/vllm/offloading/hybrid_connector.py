@@ -209,10 +209,13 @@ def _set_options(vllm_config: Any, kv_cache_config: Any) -> None:
 
 def _event_groups(vllm_config: Any, kv_cache_config: Any) -> Groups:
     """Return the facts of each group of an engine's KV, for KV events."""
-    config, groups = build_offloading_config(vllm_config, kv_cache_config), {}
+    config = build_offloading_config(vllm_config, kv_cache_config)
+    groups = {}
     for group in config.groups:
         spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
-        kind, window = get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)
-        size, chunk = group.tokens_per_block, group.tokens_per_block * config.cache.blocks_per_chunk
+        kind = get_kv_cache_spec_kind(spec).value
+        window = get_kv_cache_spec_sliding_window(spec)
+        size = group.tokens_per_block
+        chunk = group.tokens_per_block * config.cache.blocks_per_chunk
         groups[group.group_id] = BlockFacts(chunk, size, kind, window, needs_all=kind in _NEED_ALL)
     return groups

@@ -79,7 +79,8 @@ class LookupTable:
         asked.users.add(request)
         self._of.setdefault(request, set()).add(name)
         if asked.state is ChunkState.FOUND:
-            asked.state, asked.since = ChunkState.COMING, now
+            asked.state = ChunkState.COMING
+            asked.since = now
             self._wanted.append(asked)
         if asked.state in (ChunkState.ASKED, ChunkState.COMING) and self._overdue(asked, now):
             self._late += 1
@@ -105,7 +106,8 @@ class LookupTable:
         return waited > self._patience or now - asked.since > _LONGEST_SECONDS
 
     def _missed(self, asked: AskedChunk, now: float) -> None:
-        asked.state, asked.until = ChunkState.MISSED, now + _MISS_SECONDS
+        asked.state = ChunkState.MISSED
+        asked.until = now + _MISS_SECONDS
 
     def flush(self) -> None:
         """Pass the questions since the last call to the threads; release chunks that no request reads."""
@@ -117,7 +119,8 @@ class LookupTable:
             if question := [one for one in asked if one.state is ChunkState.ASKED]:
                 self._submit(self._answers, self._answer, question)
         self._bring(self._wanted)
-        self._new, self._wanted = {}, []
+        self._new = {}
+        self._wanted = []
         self._verified = False
         if now - self._swept_at > _MISS_SECONDS:
             self._swept_at = now
@@ -152,17 +155,20 @@ class LookupTable:
 
     def _apply(self, found: chunk_finder.FoundChunk) -> bool:
         """Note one chunk's news; return False if it is held although no request needs it."""
-        asked, now = found.asked, time.monotonic()
+        asked = found.asked
+        now = time.monotonic()
         if asked.state not in (ChunkState.ASKED, ChunkState.COMING):
             return found.state is not ChunkState.HELD
         if found.state is ChunkState.HELD:
-            asked.state, (asked.slot, asked.generation) = ChunkState.HELD, found.place
+            asked.state = ChunkState.HELD
+            (asked.slot, asked.generation) = found.place
         elif found.state is ChunkState.MISSED:
             self._missed(asked, now)
         elif found.state is ChunkState.GONE:
             self._forget(asked)
         else:
-            asked.state, asked.since = found.state, now
+            asked.state = found.state
+            asked.since = now
         return True
 
     # ---- loads
@@ -242,7 +248,8 @@ class LookupTable:
         """Forget everything; vLLM may never report the end of the running loads."""
         self._drain()
         self._drop(list(self._known.values()))
-        self._new, self._wanted = {}, []
+        self._new = {}
+        self._wanted = []
         self._of.clear()
         self.root = self.present_root()
 
@@ -274,7 +281,8 @@ class LookupTable:
 
     def take_late(self) -> int:
         """Return how many answers were too late since the last call."""
-        late, self._late = self._late, 0
+        late = self._late
+        self._late = 0
         return late
 
     def close(self) -> None:

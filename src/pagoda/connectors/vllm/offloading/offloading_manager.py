@@ -90,7 +90,9 @@ class PagodaOffloadingManager(OffloadingManager):
         `run`: the run whose weight versions name chunks.
         """
         assert cache.slots is not None
-        self._cache, self._slots, self._parts = cache, cache.slots, parts
+        self._cache = cache
+        self._slots = cache.slots
+        self._parts = parts
         self._numbers = {number: index for index, number in enumerate(groups)}
         self._groups = tuple(groups.values())
         self._questions = LookupTable(cache, self._groups)
@@ -140,7 +142,8 @@ class PagodaOffloadingManager(OffloadingManager):
             if asked is None:  # vLLM must load only hits; the worker reports that this load failed
                 spec.lost = True
                 continue
-            before, parent = spec.chunks[-1] if spec.chunks else None, None
+            before = spec.chunks[-1] if spec.chunks else None
+            parent = None
             chained = self._groups[asked.group].window is None
             if chained and before is not None and before.group == asked.group:
                 parent = before.copy.key
@@ -176,7 +179,8 @@ class PagodaOffloadingManager(OffloadingManager):
         if self._stuck:
             self._refused += len(names)
             names = []
-        left, deadline = len(names), Deadline(_RESERVE_SECONDS)
+        left = len(names)
+        deadline = Deadline(_RESERVE_SECONDS)
         for group, first, run in self._runs(names, req_context):
             outcomes = self._reserved(request, root, group, first, run, deadline)
             for name, copy in zip(run, outcomes, strict=False):
@@ -339,9 +343,12 @@ class PagodaOffloadingManager(OffloadingManager):
 
         `hash_tokens`: the tokens of one of vLLM's block hashes.
         """
-        form, present = VLLMEventForm(groups, hash_tokens), self._questions.present_root
-        keeps, ledgers = self._cache.config.prompt_log, self._slots.ledgers
-        self._form, self._events = form, StoredEvents(ledgers, present, groups, form, outlet, keeps)
+        form = VLLMEventForm(groups, hash_tokens)
+        present = self._questions.present_root
+        keeps = self._cache.config.prompt_log
+        ledgers = self._slots.ledgers
+        self._form = form
+        self._events = StoredEvents(ledgers, present, groups, form, outlet, keeps)
         self._events.start()
 
     def _keep_notes(
@@ -360,7 +367,8 @@ class PagodaOffloadingManager(OffloadingManager):
         """
         if request.source is None:
             return
-        root, number = self._questions.root, list(self._numbers)[group]
+        root = self._questions.root
+        number = list(self._numbers)[group]
         make = self._form.notes(request.source, root, number)
         digests = self._digests(request, group, first, run)
 

@@ -91,8 +91,11 @@ class PagodaOffloadingWorker(OffloadingWorker):
     def __init__(self, cache: Cache, groups: Sequence[EnginePages], part: int = 0, parts: int = 1) -> None:
         """Take over `cache`. `groups` is in vLLM's order. Raises ValueError if a chunk is too large."""
         assert cache.slots is not None
-        self._cache, self._slots = cache, cache.slots
-        self._groups, self._part, self._parts = tuple(groups), part, parts
+        self._cache = cache
+        self._slots = cache.slots
+        self._groups = tuple(groups)
+        self._part = part
+        self._parts = parts
         layouts = [pages.layout(parts) for pages in groups]
         needed = max(layout.chunk_bytes for layout in layouts)
         if needed > cache.layout.chunk_bytes:
@@ -194,10 +197,12 @@ class PagodaOffloadingWorker(OffloadingWorker):
             raise ValueError("the slots are those of another layout: another engine has the same engine_id")
         if job.spec.lost:
             raise ValueError("vLLM loads a chunk that was not a hit")
-        ids, at = [int(block) for block in blocks.block_ids], 0
+        ids = [int(block) for block in blocks.block_ids]
+        at = 0
         for group, pages in enumerate(self._groups):
             copies = [copy for of, copy in job.spec.chunks if of == group]
-            mine, at = ids[at : at + blocks.group_sizes[group]], at + blocks.group_sizes[group]
+            mine = ids[at : at + blocks.group_sizes[group]]
+            at = at + blocks.group_sizes[group]
             if not copies and not mine:
                 continue
             table = _table(pages, copies, mine, int(blocks.block_indices[group]), job.stores)
@@ -205,7 +210,9 @@ class PagodaOffloadingWorker(OffloadingWorker):
                 raise ValueError(
                     f"{len(mine)} blocks are not those of {len(copies)} chunks of group {pages.number}"
                 )
-            kept, kept_table, each = list[ChunkRef](), list[int](), pages.blocks_per_chunk
+            kept = list[ChunkRef]()
+            kept_table = list[int]()
+            each = pages.blocks_per_chunk
             for number, copy in enumerate(copies):
                 row = table[number * each : (number + 1) * each] if table is not None else [-1]
                 if job.stores and -1 in row:

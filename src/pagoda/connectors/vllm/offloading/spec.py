@@ -98,7 +98,8 @@ class PagodaOffloadingSpec(OffloadingSpec):
         if self._worker is not None:
             self._worker.shutdown()
         connector = self._connector()
-        vllm_config, kv_cache_config = connector._vllm_config, connector._kv_cache_config
+        vllm_config = connector._vllm_config
+        kv_cache_config = connector._kv_cache_config
         specs = [layer_specs(kv_cache_config.kv_cache_groups[group.group_id]) for group in self.config.groups]
         groups = self._groups(kv_caches, specs)
         greeting = WorkerGreeting(
